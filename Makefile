@@ -1,0 +1,43 @@
+# Two commands do everything on a fresh Linux machine: `make demo` and `make test`.
+PYTHON ?= python3
+VENV   ?= .venv
+TORCH  ?= torch==2.13.0
+BIN    := $(VENV)/bin
+JOBS   ?= 2
+
+.PHONY: setup demo test lint types imports pytest golden clean
+
+setup: $(VENV)/.ready
+
+# A torch that the machine already has is kept (2.11 or later, CUDA builds included); otherwise $(TORCH) is installed.
+$(VENV)/.ready: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "autopar needs Python 3.11 or later; this is $$($(PYTHON) --version). Set PYTHON=…"; exit 2; }
+	@if $(PYTHON) -c 'import torch, sys; sys.exit(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 11))' 2>/dev/null; \
+	then echo "keeping the torch of $(PYTHON)"; $(PYTHON) -m venv --system-site-packages $(VENV); \
+	else $(PYTHON) -m venv $(VENV); $(BIN)/python -c 'import torch' 2>/dev/null || $(BIN)/pip install --quiet "$(TORCH)"; fi
+	@$(BIN)/pip install --quiet --editable ".[dev]"
+	@touch $@
+
+demo: setup
+	$(BIN)/autopar inspect models_zoo/gpt2.py
+
+test: lint types imports pytest
+
+lint: setup
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: setup
+	$(BIN)/mypy
+
+imports: setup
+	$(BIN)/lint-imports
+
+pytest: setup
+	$(BIN)/pytest -n $(JOBS) --dist worksteal
+
+golden: setup
+	$(BIN)/pytest -q tests --golden
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Turns a plan into the source text of a training script."""

@@ -1,0 +1,1 @@
+"""Model files in the form that users write."""

@@ -1,0 +1,41 @@
+"""What one device is: the facts of its data sheet."""
+
+from dataclasses import dataclass
+
+from autopar.planner.cluster.link import Link
+from autopar.planner.errors import InputError
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Device:
+    """The data sheet of one device; peaks are dense."""
+
+    name: str
+    vendor: str
+    architecture: str
+    memory_bytes: int
+    memory_bytes_per_second: float
+    peaks: tuple[tuple[str, float], ...]  # dtype, FLOPs per second
+    link: Link  # to the other devices of its scale-up domain
+    domain: int  # devices that one scale-up domain can hold; more than one node has: it spans nodes
+    devices_per_node: int
+    launch_seconds: float
+    fabric: str  # the network that such nodes usually have
+    bridge: Link | None = None  # joins pairs, where a cluster file says that it is fitted
+    devices_per_socket: int | None = None  # where traffic between sockets is slower
+    power_watts: float | None = None
+    multiprocessors: int | None = None
+    cache_bytes: int | None = None
+    usd_per_hour: float | None = None
+    source: str = ""
+
+    def peak_flops_per_second(self, dtype: str) -> float:
+        """Return the dense peak at a dtype."""
+        peaks = dict(self.peaks)
+        if dtype not in peaks:
+            raise InputError(
+                f"{self.name} has no {dtype} units",
+                expected=f"one of {', '.join(peaks)}",
+                fix="choose one of these dtypes, or give the peak in a cluster file",
+            )
+        return peaks[dtype]

@@ -1,0 +1,35 @@
+"""What joins devices: one kind of link with its shape, latency and rate."""
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class Topology(StrEnum):
+    """How the units of one level are wired together."""
+
+    RING = "ring"  # every unit reaches its two neighbours, traffic runs one way round
+    DOUBLE_RING = "double-ring"  # both ways round at once
+    TREE = "tree"  # leaves under switches that pass messages on
+    MESH = "mesh"  # a link of its own to every other unit; the rate is the sum of those links
+    SWITCH = "switch"  # every unit reaches every other at its full rate
+
+
+class Backend(StrEnum):
+    """The library that runs the collectives; RCCL keeps NCCL's protocols."""
+
+    NCCL = "nccl"
+    GLOO = "gloo"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Link:
+    """One kind of link; half a port per device means that two devices share one."""
+
+    name: str
+    topology: Topology
+    bytes_per_second: float  # of one port in one direction, as the data sheet says
+    alpha_seconds: float  # of one hop of the smallest message
+    efficiency: float  # share of the rate that long transfers reach
+    ports_per_device: float = 1.0
+    reduction_efficiency: float = 0.0  # share reached when the switch itself sums; 0: it cannot
+    backend: Backend = Backend.NCCL

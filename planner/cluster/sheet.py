@@ -1,0 +1,226 @@
+"""Reads the tables devices.toml and links.toml into the devices and networks that autopar knows."""
+
+import difflib
+import tomllib
+from collections.abc import Mapping
+from functools import cache
+from importlib import resources
+from types import MappingProxyType
+
+from autopar.planner.cluster import reading
+from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.link import Backend, Link, Topology
+from autopar.planner.cluster.units import (
+    parse_bytes,
+    parse_bytes_per_second,
+    parse_flops_per_second,
+    parse_seconds,
+    parse_watts,
+)
+from autopar.planner.errors import InputError
+
+TOPOLOGIES: Mapping[str, Topology] = MappingProxyType({str(one): one for one in Topology})
+BACKENDS: Mapping[str, Backend] = MappingProxyType({str(one): one for one in Backend})
+LINK_KEYS = (
+    "topology",
+    "bandwidth",
+    "latency",
+    "efficiency",
+    "reduction_efficiency",
+    "ports_per_device",
+    "backend",
+)
+FABRIC_KEYS = (*(key for key in LINK_KEYS if key != "ports_per_device"), "cards_per_device")
+DEVICE_KEYS = (
+    *("aliases", "vendor", "architecture", "memory", "memory_bandwidth", "peak", "link", "bridge"),
+    *(
+        "devices_per_socket",
+        "domain",
+        "devices_per_node",
+        "fabric",
+        "launch",
+        "power",
+        "multiprocessors",
+    ),
+    *("cache", "usd_per_hour", "source"),
+)
+DEFAULT_EFFICIENCY = 0.8  # of a link of which nothing else is known; what NCCL reaches of NVLink
+
+
+@cache
+def known_links() -> Mapping[str, Link]:
+    """Return the links within nodes, by name."""
+    return MappingProxyType(
+        {
+            name: link_of(name, table, where=f"link.{name}")
+            for name, table in _tables("links.toml", "link")
+        }
+    )
+
+
+@cache
+def known_fabrics() -> Mapping[str, Link]:
+    """Return the networks between nodes, by name."""
+    return MappingProxyType(
+        {
+            name: fabric_of(name, table, where=f"fabric.{name}")
+            for name, table in _tables("links.toml", "fabric")
+        }
+    )
+
+
+@cache
+def device_sheet() -> Mapping[str, Device]:
+    """Return the devices that autopar knows, by their one canonical name."""
+    return MappingProxyType(
+        {
+            name: device_of(name, table, where=f"device.{name}")
+            for name, table in _tables("devices.toml", "device")
+        }
+    )
+
+
+def find_device(name: str) -> Device:
+    """Return the device of a name or alias, however spelt ("A100 80GB SXM", "nvidia-h100")."""
+    key = canonical_name(name)
+    names = _names()
+    if key not in names:
+        near = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
+        raise InputError(
+            f"the device {name!r} is not known",
+            expected=f"one of {', '.join(device_sheet())}",
+            fix=(f"did you mean {names[near[0]]!r}? " if near else "")
+            + "A device of your own goes into a cluster file, see docs/cluster-file.md",
+        )
+    return device_sheet()[names[key]]
+
+
+def canonical_name(name: str) -> str:
+    """Return a device name in small letters and dashes, without the vendor."""
+    key = name.strip().casefold().replace("_", "-").replace(" ", "-")
+    for vendor in ("nvidia-", "amd-", "tesla-"):
+        key = key.removeprefix(vendor)
+    return key
+
+
+def link_of(name: str, table: Mapping[str, object], *, where: str) -> Link:
+    """Return the link that a table describes."""
+    reading.refuse_unknown(table, LINK_KEYS, where=where)
+    ports = reading.number(table, "ports_per_device", where=where, default=1.0)
+    return _link(name, table, ports=ports, where=where)
+
+
+def fabric_of(name: str, table: Mapping[str, object], *, where: str) -> Link:
+    """Return the network that a table describes."""
+    reading.refuse_unknown(table, FABRIC_KEYS, where=where)
+    ports = reading.number(table, "cards_per_device", where=where, default=1.0)
+    return _link(name, table, ports=ports, where=where)
+
+
+def _link(name: str, table: Mapping[str, object], *, ports: float, where: str) -> Link:
+    reduces = "reduction_efficiency" in table
+    return Link(
+        name=name,
+        topology=reading.choice(table, "topology", TOPOLOGIES, where=where, default="switch"),
+        bytes_per_second=reading.figure(table, "bandwidth", parse_bytes_per_second, where=where),
+        alpha_seconds=reading.figure(table, "latency", parse_seconds, where=where),
+        efficiency=reading.share(table, "efficiency", where=where, default=DEFAULT_EFFICIENCY),
+        ports_per_device=ports,
+        reduction_efficiency=reading.share(table, "reduction_efficiency", where=where)
+        if reduces
+        else 0.0,
+        backend=reading.choice(table, "backend", BACKENDS, where=where, default="nccl"),
+    )
+
+
+def device_of(
+    name: str, table: Mapping[str, object], *, where: str, links: Mapping[str, Link] | None = None
+) -> Device:
+    """Return the device that a table describes; `links` of the same file come first."""
+    reading.refuse_unknown(table, DEVICE_KEYS, where=where)
+    all_links = {**known_links(), **(links or {})}
+    per_node = reading.count(table, "devices_per_node", where=where, default=8)
+    return Device(
+        name=name,
+        vendor=reading.text(table, "vendor", where=where, default="any"),
+        architecture=reading.text(table, "architecture", where=where),
+        memory_bytes=reading.figure(table, "memory", parse_bytes, where=where),
+        memory_bytes_per_second=reading.figure(
+            table, "memory_bandwidth", parse_bytes_per_second, where=where
+        ),
+        peaks=_peaks(reading.required(table, "peak", where=where), where=f"{where}.peak"),
+        link=reading.choice(table, "link", all_links, where=where),
+        domain=reading.count(table, "domain", where=where, default=per_node),
+        devices_per_node=per_node,
+        launch_seconds=reading.figure(table, "launch", parse_seconds, where=where, default=4e-6),
+        fabric=reading.choice(
+            table,
+            "fabric",
+            {one: one for one in known_fabrics()},
+            where=where,
+            default="ethernet-100",
+        ),
+        bridge=reading.choice(table, "bridge", all_links, where=where)
+        if "bridge" in table
+        else None,
+        devices_per_socket=_optional_count(table, "devices_per_socket", where),
+        power_watts=reading.figure(table, "power", parse_watts, where=where)
+        if "power" in table
+        else None,
+        multiprocessors=_optional_count(table, "multiprocessors", where),
+        cache_bytes=reading.figure(table, "cache", parse_bytes, where=where)
+        if "cache" in table
+        else None,
+        usd_per_hour=reading.number(table, "usd_per_hour", where=where)
+        if "usd_per_hour" in table
+        else None,
+        source=reading.text(table, "source", where=where, default="cluster file"),
+    )
+
+
+def _optional_count(table: Mapping[str, object], key: str, where: str) -> int | None:
+    return reading.count(table, key, where=where) if key in table else None
+
+
+def _peaks(value: object, *, where: str) -> tuple[tuple[str, float], ...]:
+    table = reading.subtable(value, where=where)
+    if not table:
+        raise InputError(
+            "no peak is given", where=where, fix='write peak = { bf16 = "312 TFLOP/s" }'
+        )
+    reading.refuse_unknown(
+        table, ("fp64", "fp32", "tf32", "fp16", "bf16", "fp8", "fp4"), where=where
+    )
+    return tuple(
+        (dtype, parse_flops_per_second(rate, where=f"{where}.{dtype}"))
+        for dtype, rate in table.items()
+    )
+
+
+@cache
+def _names() -> Mapping[str, str]:
+    """Return name and aliases → canonical name."""
+    names = {name: name for name in device_sheet()}
+    for name, table in _tables("devices.toml", "device"):
+        aliases = table.get("aliases", ())
+        assert isinstance(aliases, (list, tuple))
+        for alias in aliases:
+            assert names.setdefault(str(alias), name) == name, f"{alias} names two devices"
+    return MappingProxyType(names)
+
+
+def _tables(file: str, section: str) -> tuple[tuple[str, Mapping[str, object]], ...]:
+    source = resources.files("autopar.planner.cluster").joinpath(file)
+    return tuple(tomllib.loads(source.read_text(encoding="utf-8"))[section].items())
+
+
+@cache
+def device_tables() -> Mapping[str, Mapping[str, object]]:
+    """Return the lines of devices.toml, from which a cluster file may start (`like = …`)."""
+    return MappingProxyType(dict(_tables("devices.toml", "device")))
+
+
+@cache
+def link_tables(section: str) -> Mapping[str, Mapping[str, object]]:
+    """Return the lines of links.toml for section "link" or "fabric"."""
+    return MappingProxyType(dict(_tables("links.toml", section)))

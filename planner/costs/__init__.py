@@ -1,0 +1,1 @@
+"""Turns operations, layers and schedules into seconds and bytes; one function per formula."""

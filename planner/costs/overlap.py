@@ -1,0 +1,268 @@
+"""Turns layers and their collectives into seconds, where computing and communicating overlap.
+
+Every function plays two streams, as a GPU runs them: one computes the layers in order, the other
+runs collectives in the order in which they are issued, one at a time. What they share:
+
+    slowdown   how much longer computing takes while a collective runs, as a fraction (0.1: a
+               tenth), because collectives occupy multiprocessors and memory bandwidth
+    Seconds    a formula or a measurement: the seconds of a collective for the bytes of the whole
+               (unsharded) tensor, α included; `linear_seconds` makes one from α and β
+
+Left out everywhere: collectives that computing slows down, and two collectives at once (a reduction
+between nodes beside a gather within one).
+"""
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.planner.errors import InputError
+
+Seconds = Callable[[float], float]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerLoad:
+    """What one layer computes and what its parameters weigh; the unit of gathering and reducing."""
+
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: float
+    gradient_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Overlapped:
+    """What it takes to compute and communicate at once."""
+
+    compute_seconds: float  # alone
+    communication_seconds: float  # alone
+    slowdown_seconds: float  # what the collectives add to computing while they run beside it
+    exposed_seconds: float  # when collectives run and nothing is computed
+
+    @property
+    def total_seconds(self) -> float:
+        """From the first to the last of both."""
+        return self.compute_seconds + self.slowdown_seconds + self.exposed_seconds
+
+
+def linear_seconds(*, alpha_seconds: float, bytes_per_second: float) -> Seconds:
+    """Return the formula α + bytes / β; nothing takes no time."""
+    return lambda size_bytes: alpha_seconds + size_bytes / bytes_per_second if size_bytes else 0.0
+
+
+def hierarchical_reduction_seconds(
+    reduce_scatter_seconds: Seconds, all_reduce_seconds: Seconds, *, shard_degree: int
+) -> Seconds:
+    """Return RS(bytes) + AR(bytes / degree): HSDP shards within a group, then sums over replicas.
+
+    Left out: torch runs the all-reduce of one layer beside the reduce-scatter of the next.
+    """
+    return lambda size_bytes: (
+        reduce_scatter_seconds(size_bytes) + all_reduce_seconds(size_bytes / shard_degree)
+    )
+
+
+def bucketed_reduction(
+    layers: Sequence[LayerLoad], reduction_seconds: Seconds, *, bucket_bytes: float, slowdown: float
+) -> Overlapped:
+    """Return a backward with gradients reduced by the bucket: DDP; ZeRO-1/2 by reduce-scatter.
+
+    Layers are given in the order of the forward and run in reverse. A bucket takes gradients until
+    it holds `bucket_bytes` or more, then it is reduced:
+
+        start(bucket) = max(its last gradient, end of the bucket before)
+
+    With gradient accumulation it is the backward of the last microbatch. Left out: DDP's smaller
+    first bucket (1 MiB), and copying gradients into buckets.
+    """
+    _require_layers(layers)
+    streams = _Streams.idle()
+    filled_bytes = 0.0
+    for layer in reversed(layers):
+        streams = streams.compute(layer.backward_seconds, slowdown)
+        filled_bytes += layer.gradient_bytes
+        if filled_bytes >= bucket_bytes:
+            streams = streams.communicate(reduction_seconds(filled_bytes))
+            filled_bytes = 0.0
+    if filled_bytes:
+        streams = streams.communicate(reduction_seconds(filled_bytes))
+    return streams.joined().result()
+
+
+def best_bucket_bytes(
+    layers: Sequence[LayerLoad],
+    reduction_seconds: Seconds,
+    *,
+    candidates_bytes: Sequence[float],
+    slowdown: float,
+) -> float:
+    """Return the bucket size with the shortest backward; of equals the largest."""
+
+    def badness(bucket_bytes: float) -> tuple[float, float]:
+        overlapped = bucketed_reduction(
+            layers, reduction_seconds, bucket_bytes=bucket_bytes, slowdown=slowdown
+        )
+        return overlapped.total_seconds, -bucket_bytes
+
+    return min(candidates_bytes, key=badness)
+
+
+def sharded_forward(
+    layers: Sequence[LayerLoad], gather_seconds: Seconds, *, slowdown: float
+) -> Overlapped:
+    """Return a forward of ZeRO-3 (fully_shard): layer k + 1 is gathered while layer k computes.
+
+        step = G(0) + Σ_k max(forward(k), G(k + 1))        for slowdown 0
+
+    A gather starts when the layer before starts to compute, as fully_shard holds one layer ahead.
+    Left out: copying out of the gathered buffer, which runs on the stream that computes.
+    """
+    _require_layers(layers)
+    streams = _Streams.idle().communicate(gather_seconds(layers[0].parameter_bytes)).joined()
+    for layer, following in zip(layers, [*layers[1:], None], strict=True):
+        if following is not None:
+            streams = streams.communicate(gather_seconds(following.parameter_bytes))
+        streams = streams.compute(layer.forward_seconds, slowdown).joined()
+    return streams.result()
+
+
+def sharded_backward(
+    layers: Sequence[LayerLoad],
+    gather_seconds: Seconds,
+    scatter_seconds: Seconds,
+    *,
+    slowdown: float,
+) -> Overlapped:
+    """Return a backward of ZeRO-3 (fully_shard): gathers ahead, gradients reduce-scattered after.
+
+    In reverse order, while layer k computes its backward the gradients of layer k + 1 are reduced
+    and scattered, then layer k − 1 is gathered:
+
+        step = G(n − 1) + Σ_k max(backward(k), R(k + 1) + G(k − 1)) + R(0)       for slowdown 0
+
+    A gather waits for the reduction issued before it. Where gathers take no time (parameters kept
+    whole after the forward: reshard_after_forward=False) none does, and computing never waits.
+    With recomputation the backward seconds contain the second forward; it gathers nothing more.
+    Accumulating gradients without reducing them is `scatter_seconds` of zero.
+    """
+    _require_layers(layers)
+    backward = tuple(reversed(layers))
+    streams = _Streams.idle().communicate(gather_seconds(backward[0].parameter_bytes)).joined()
+    for layer, following in zip(backward, [*backward[1:], None], strict=True):
+        ahead_seconds = gather_seconds(following.parameter_bytes) if following else 0.0
+        streams = streams.communicate(ahead_seconds)
+        gathered = streams.communication_end_seconds if ahead_seconds else 0.0
+        streams = streams.compute(layer.backward_seconds, slowdown)
+        streams = streams.communicate(scatter_seconds(layer.gradient_bytes)).waiting_until(gathered)
+    return streams.joined().result()
+
+
+def gathered_after_optimizer_seconds(
+    layers: Sequence[LayerLoad], gather_seconds: Seconds, *, bucket_bytes: float
+) -> float:
+    """Return Σ G(bucket): ZeRO-1/2 gathers what the optimizer updated, and nothing overlaps it."""
+    _require_layers(layers)
+    return sum(gather_seconds(size) for size, _ in _parameter_buckets(layers, bucket_bytes))
+
+
+def forward_during_gather(
+    layers: Sequence[LayerLoad], gather_seconds: Seconds, *, bucket_bytes: float, slowdown: float
+) -> Overlapped:
+    """Return the forward of ZeRO-1/2 that begins while updated parameters are still gathered.
+
+    All buckets are gathered one after another from the start, in the order of the forward:
+
+        start(layer) = max(end of the layer before, Σ G of the buckets up to its own)
+
+    That of the first microbatch of a step; the others find their parameters whole. Left out: a
+    limit on gathers issued ahead.
+    """
+    _require_layers(layers)
+    streams = _Streams.idle()
+    gathered: list[tuple[float, Sequence[LayerLoad]]] = []
+    for size, members in _parameter_buckets(layers, bucket_bytes):
+        streams = streams.communicate(gather_seconds(size))
+        gathered.append((streams.communication_end_seconds, members))
+    for end_seconds, bucket in gathered:
+        streams = streams.waiting_until(end_seconds)
+        for layer in bucket:
+            streams = streams.compute(layer.forward_seconds, slowdown)
+    return streams.joined().result()
+
+
+def _parameter_buckets(
+    layers: Sequence[LayerLoad], bucket_bytes: float
+) -> list[tuple[float, list[LayerLoad]]]:
+    """Return the bytes and the layers of each bucket, in the order of the forward."""
+    buckets: list[tuple[float, list[LayerLoad]]] = []
+    members: list[LayerLoad] = []
+    for index, layer in enumerate(layers):
+        members.append(layer)
+        size = sum(member.parameter_bytes for member in members)
+        if size >= bucket_bytes or index == len(layers) - 1:
+            buckets.append((size, members))
+            members = []
+    return buckets
+
+
+def _require_layers(layers: Sequence[LayerLoad]) -> None:
+    if not layers:
+        raise InputError("no layers to compute", expected="at least one layer")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Streams:
+    """How far each stream has got, and what it has done so far."""
+
+    compute_end_seconds: float
+    communication_end_seconds: float
+    compute_seconds: float
+    communication_seconds: float
+    slowdown_seconds: float
+
+    @staticmethod
+    def idle() -> "_Streams":
+        return _Streams(
+            compute_end_seconds=0.0,
+            communication_end_seconds=0.0,
+            compute_seconds=0.0,
+            communication_seconds=0.0,
+            slowdown_seconds=0.0,
+        )
+
+    def communicate(self, seconds: float) -> "_Streams":
+        """Issue a collective now, that is where computing has got to."""
+        start = max(self.compute_end_seconds, self.communication_end_seconds)
+        return replace(
+            self,
+            communication_end_seconds=start + seconds,
+            communication_seconds=self.communication_seconds + seconds,
+        )
+
+    def compute(self, seconds: float, slowdown: float) -> "_Streams":
+        """Compute, slower while the collectives run that are issued already."""
+        beside = max(0.0, self.communication_end_seconds - self.compute_end_seconds)
+        slowed = min(seconds * slowdown, beside * slowdown / (1 + slowdown))
+        return replace(
+            self,
+            compute_end_seconds=self.compute_end_seconds + seconds + slowed,
+            compute_seconds=self.compute_seconds + seconds,
+            slowdown_seconds=self.slowdown_seconds + slowed,
+        )
+
+    def waiting_until(self, end_seconds: float) -> "_Streams":
+        """Compute nothing before this time."""
+        return replace(self, compute_end_seconds=max(self.compute_end_seconds, end_seconds))
+
+    def joined(self) -> "_Streams":
+        """Compute nothing before all collectives have ended."""
+        return self.waiting_until(self.communication_end_seconds)
+
+    def result(self) -> Overlapped:
+        """Return what both streams did; to be asked when they have joined."""
+        return Overlapped(
+            compute_seconds=self.compute_seconds,
+            communication_seconds=self.communication_seconds,
+            slowdown_seconds=self.slowdown_seconds,
+            exposed_seconds=self.compute_end_seconds - self.compute_seconds - self.slowdown_seconds,
+        )

@@ -1,0 +1,52 @@
+"""The one family of errors: what was found, where, what was expected, what to do, and the exit code that follows."""
+
+from collections.abc import Sequence
+from enum import IntEnum
+
+
+class ExitCode(IntEnum):
+    """What the process says to its caller; documented in docs/exit-codes.md and used by every command."""
+
+    DONE = 0
+    NEGATIVE = 1  # the command worked and its answer is no
+    USAGE = 2  # bad usage or bad input
+    INFEASIBLE = 3  # no plan satisfies the constraints
+    UNTRACEABLE = 4  # the model cannot be traced
+    NO_PLAN = 5  # the solver stopped without a plan
+    MISMATCH = 6  # environment and plan do not match
+    TRAINING_FAILED = 7
+    PREEMPTED = 75  # left with a checkpoint; EX_TEMPFAIL of sysexits.h
+    INTERRUPTED = 130
+
+
+class AutoparError(Exception):
+    """An error that a person can act on; the commands print it and leave with its exit code."""
+
+    exit_code = ExitCode.USAGE
+
+    def __init__(self, found: str, *, where: str = "", expected: str = "", fix: str = "") -> None:
+        super().__init__(found)
+        self.found = found
+        self.where = where
+        self.expected = expected
+        self.fix = fix
+
+    def __str__(self) -> str:
+        parts = (self.found, self.where and f"at {self.where}", self.expected, self.fix)
+        return "\n".join(part for part in parts if part)
+
+
+class InputError(AutoparError):
+    """Something that the person gave is missing, malformed or contradicts itself."""
+
+
+class TraceError(AutoparError):
+    """The model is well formed, but no graph of it can be had."""
+
+    exit_code = ExitCode.UNTRACEABLE
+
+
+def gathered(faults: Sequence[str], *, where: str, fix: str = "") -> InputError:
+    """Return one error that tells all faults of one input together."""
+    found = faults[0] if len(faults) == 1 else "\n".join(f"- {fault}" for fault in faults)
+    return InputError(found, where=where, fix=fix)

@@ -1,0 +1,167 @@
+"""The traced model as plain immutable data: tensors, ops, module calls, parameters.
+
+Names are unique strings. A tensor is written by one op, or comes from outside (parameter, buffer,
+constant, input). Sizes may depend on the batch B. `MODEL_DTYPE` stands for the model's own floating
+type, the one that a precision setting replaces; a tensor that the model itself pins to float32 says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autopar.planner.extent import Extent, numel
+
+MODEL_DTYPE = "model"
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor as an argument."""
+
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type as an argument, MODEL_DTYPE included."""
+
+    name: str
+
+
+Value = Ref | DType | Extent | str | bool | int | float | None | tuple["Value", ...]
+
+
+class Origin(StrEnum):
+    """Where a tensor comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    OP = "op"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One value of the graph; `storage` names the tensor whose memory it lies in."""
+
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    storage: str
+    origin: Origin
+    requires_grad: bool
+
+    @property
+    def numel(self) -> Extent:
+        """The number of elements."""
+        return numel(self.shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter with every name under which the model knows it; tied weights are one parameter."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[Extent, ...]
+    dtype: str
+    trainable: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A buffer of the model; `updated` where the forward writes to it (running statistics)."""
+
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    persistent: bool
+    updated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A tensor that the forward made from plain numbers; `values` (nested) where they are few."""
+
+    name: str
+    values: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a module: `key` is unique, `path` is the module, equal for repeated calls.
+
+    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>".
+    """
+
+    key: str
+    path: str
+    class_name: str
+    parent: str | None
+    arguments: tuple[Value, ...]
+    keywords: tuple[tuple[str, Value], ...]
+    result: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation, its arguments by schema name, in the module call that ran it."""
+
+    name: str
+    target: str
+    arguments: tuple[tuple[str, Value], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    call: str
+    location: str
+    grad_enabled: bool
+    writes: tuple[str, ...] = ()
+
+    def argument(self, name: str) -> Value:
+        """Return an argument by its schema name."""
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        raise KeyError(f"{self.target} has no argument {name!r}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Graph:
+    """A model with its loss, traced once for every batch size."""
+
+    ops: tuple[Op, ...]
+    tensors: Mapping[str, Tensor]
+    parameters: tuple[Parameter, ...]
+    buffers: tuple[Buffer, ...]
+    constants: Mapping[str, Constant]
+    inputs: tuple[str, ...]
+    calls: Mapping[str, Call]
+    loss: str
+    fixed_batch: int | None
+
+
+
+def refs(value: Value) -> Iterator[str]:
+    """Yield the names of the tensors in an argument, in order."""
+    if isinstance(value, Ref):
+        yield value.tensor
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs(item)
+
+
+def sizes(value: Value) -> tuple[Extent, ...]:
+    """Return an argument that lists sizes as extents (−1 stays −1)."""
+    assert isinstance(value, tuple)
+    return tuple(size(item) for item in value)
+
+
+def size(value: Value) -> Extent:
+    """Return an argument that is one size as an extent."""
+    if isinstance(value, Extent):
+        return value
+    assert isinstance(value, int)
+    return Extent.of(value)

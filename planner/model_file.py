@@ -1,0 +1,230 @@
+"""Turns `model.py[:factory]` and `--arg key=value` into checked functions that build the model."""
+
+from __future__ import annotations
+
+import ast
+import importlib.util
+import inspect
+import sys
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from autopar.planner.errors import AutoparError, InputError
+
+REQUIRED = ("example_batch",)
+OPTIONAL = ("loss", "build_dataset", "build_optimizer", "build_scheduler")
+CONTRACT = "a model file defines build_model() -> nn.Module and example_batch(batch_size) -> dict"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """A loaded model file: the functions of the contract, each with its share of the arguments."""
+
+    path: Path
+    factory: str
+    arguments: tuple[tuple[str, Any], ...]
+    build_model: Callable[[], Any]
+    example_batch: Callable[[int], Any]
+    loss: Callable[..., Any] | None
+    build_dataset: Callable[[], Any] | None
+    build_optimizer: Callable[..., Any] | None
+    build_scheduler: Callable[..., Any] | None
+
+    @property
+    def name(self) -> str:
+        """The model as a person would call it: the file and its arguments."""
+        arguments = ", ".join(f"{key}={value}" for key, value in self.arguments)
+        return f"{self.path.stem} ({arguments})" if arguments else self.path.stem
+
+
+def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
+    """Load MODEL as given on the command line, with its `key=value` arguments."""
+    path, factory = _split(spec)
+    module = _import(path)
+    names = (factory, *REQUIRED, *OPTIONAL)
+    functions = {name: getattr(module, name, None) for name in names}
+    for name in (factory, *REQUIRED):
+        _check_function(functions[name], name, path=path, module=module)
+    present = {name: f for name, f in functions.items() if callable(f)}
+    values = _parse_arguments(arguments, present, path)
+    bound = {name: _bind(f, values, name=name, path=path) for name, f in present.items()}
+    return ModelFile(
+        path=path,
+        factory=factory,
+        arguments=tuple(values.items()),
+        build_model=bound[factory],
+        example_batch=bound["example_batch"],
+        loss=bound.get("loss"),
+        build_dataset=bound.get("build_dataset"),
+        build_optimizer=bound.get("build_optimizer"),
+        build_scheduler=bound.get("build_scheduler"),
+    )
+
+
+def _split(spec: str) -> tuple[Path, str]:
+    """Split `path.py:factory`; the factory is `build_model` unless named."""
+    name, _, factory = spec.rpartition(":")
+    if not name or "/" in factory or factory.endswith(".py"):
+        name, factory = spec, "build_model"
+    path = Path(name)
+    if path.is_dir():
+        hint = next(iter(sorted(path.glob("*.py"))), path / "model.py")
+        raise InputError(f"{name} is a folder", expected="a model file", fix=f"name it: {hint}")
+    if not path.is_file():
+        folder = path.parent if path.parent.is_dir() else Path()
+        near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1)
+        fix = f"did you mean {folder / near[0]}?" if near else "check the path"
+        raise InputError(f"there is no file {name}", expected=CONTRACT, fix=fix)
+    if path.suffix != ".py":
+        raise InputError(f"{name} is not a Python file", expected=CONTRACT)
+    return path.resolve(), factory or "build_model"
+
+
+def _import(path: Path) -> ModuleType:
+    """Import the file by path, its own folder first on sys.path as `python model.py` would have it."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    if str(path.parent) not in sys.path:
+        sys.path.insert(0, str(path.parent))
+    shadowed = sys.modules.get(path.stem)
+    sys.modules[path.stem] = module  # dataclasses and pickling look a module up by its name
+    try:
+        with _guarded(f"importing {path.name}", path), _no_process_group(path):
+            spec.loader.exec_module(module)
+    except BaseException:
+        del sys.modules[path.stem]
+        if shadowed is not None:
+            sys.modules[path.stem] = shadowed
+        raise
+    return module
+
+
+def _check_function(function: object, name: str, *, path: Path, module: ModuleType) -> None:
+    if function is None:
+        defined = [key for key, value in vars(module).items() if inspect.isroutine(value)]
+        near = get_close_matches(name, defined, n=1)
+        fix = f"did you mean {near[0]}?" if near else f"define it in {path.name}"
+        raise InputError(f"there is no function {name}", where=str(path), expected=CONTRACT, fix=fix)
+    if not callable(function):
+        found = f"{name} is a {type(function).__name__}, not a function"
+        raise InputError(found, where=str(path), expected=CONTRACT)
+
+
+def _parse_arguments(
+    arguments: Sequence[str], functions: Mapping[str, Callable[..., Any]], path: Path
+) -> dict[str, Any]:
+    """Parse `key=value` by the annotation of the parameter that takes it."""
+    known = _known_parameters(functions)
+    values: dict[str, Any] = {}
+    for text in arguments:
+        key, equals, raw = text.partition("=")
+        if not equals or not key:
+            raise InputError(f"--arg {text} is not of the form key=value", fix="--arg size=tiny")
+        if key in values:
+            raise InputError(f"--arg {key} is given twice")
+        if key not in known:
+            near = get_close_matches(key, known, n=1)
+            fix = f"did you mean {near[0]}?" if near else ""
+            takes = ", ".join(sorted(known)) or "no arguments"
+            raise InputError(
+                f"--arg {key}: no function of {path.name} takes it", expected=f"known: {takes}", fix=fix
+            )
+        values[key] = _parse_value(key, raw, known[key])
+    return values
+
+
+def _known_parameters(functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
+    """Return the keyword parameters that --arg may set, with their annotations as text."""
+    filled = {"batch_size", "outputs", "batch", "params", "optimizer"}  # autopar passes these itself
+    known: dict[str, str] = {}
+    for function in functions.values():
+        for name, parameter in inspect.signature(function).parameters.items():
+            by_name = parameter.kind in (parameter.POSITIONAL_OR_KEYWORD, parameter.KEYWORD_ONLY)
+            if by_name and name not in filled:
+                known.setdefault(name, inspect.formatannotation(parameter.annotation).strip("'\""))
+    return known
+
+
+def _parse_value(key: str, raw: str, annotation: str) -> Any:
+    if annotation in ("str", "Path", "str | None"):
+        return None if annotation.endswith("None") and raw.lower() == "none" else raw
+    words = {"true": True, "false": False, "none": None}
+    try:
+        value = words[raw.lower()] if raw.lower() in words else ast.literal_eval(raw)
+    except (ValueError, SyntaxError):
+        value = raw
+    expected = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(annotation.split(" |")[0])
+    wrong = expected and not isinstance(value, expected)
+    if (wrong and value is not None) or (annotation == "int" and isinstance(value, bool)):
+        raise InputError(f"--arg {key}={raw} is not of type {annotation}")
+    return value
+
+
+def _bind(
+    function: Callable[..., Any], values: Mapping[str, Any], *, name: str, path: Path
+) -> Callable[..., Any]:
+    """Return the function with its share of the arguments, its failures told as ours."""
+    parameters = inspect.signature(function).parameters
+    share = {key: value for key, value in values.items() if key in parameters}
+
+    def call(*positional: Any) -> Any:
+        with _guarded(f"calling {name}", path), _no_process_group(path):
+            return function(*positional, **share)
+
+    return call
+
+
+@contextmanager
+def _guarded(doing: str, path: Path) -> Iterator[None]:
+    """Tell whatever the user's code raises as one clear message."""
+    try:
+        yield
+    except (AutoparError, KeyboardInterrupt):
+        raise
+    except SyntaxError as error:
+        where = f"{error.filename}:{error.lineno}"
+        raise InputError(f"{doing} failed: {error.msg}", where=where, expected=CONTRACT) from None
+    except SystemExit as error:
+        found = f"{doing} ended the process (exit {error.code})"
+        fix = 'put what should only run as a script under `if __name__ == "__main__":`'
+        raise InputError(found, where=user_location(error, path), fix=fix) from None
+    except BaseException as error:
+        found = f"{doing} failed: {type(error).__name__}: {error}"
+        raise InputError(found, where=user_location(error, path)) from error
+
+
+@contextmanager
+def _no_process_group(path: Path) -> Iterator[None]:
+    """Refuse a process group: planning happens in one process, before any group exists."""
+    import torch.distributed as dist
+
+    def refuse(*_: Any, **__: Any) -> None:
+        raise InputError(
+            "the model file starts a process group",
+            where=f"{path}",
+            expected="no torch.distributed at import or in build_model",
+            fix="leave it out: the emitted script starts the process group",
+        )
+
+    original = dist.init_process_group
+    dist.init_process_group = refuse
+    try:
+        yield
+    finally:
+        dist.init_process_group = original
+
+
+def user_location(error: BaseException, path: Path) -> str:
+    """Return file:line of the innermost frame in the model file, else of where it was raised."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [frame for frame in frames if Path(frame.filename) == path]
+    last = (own or list(frames))[-1:]
+    return f"{last[0].filename}:{last[0].lineno}" if last else str(path)

@@ -1,0 +1,68 @@
+"""Turns a model file into a Graph: torch.export under the meta device, then plain data."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from autopar.planner.errors import AutoparError, InputError, TraceError
+from autopar.planner.graph import Graph
+from autopar.planner.model_file import ModelFile
+from autopar.planner.trace.build import TRACED_BATCH, Subject, build
+from autopar.planner.trace.convert import CannotReplay, convert
+from autopar.planner.trace.export import export
+
+__all__ = ["trace"]
+
+# A model that cannot be built or traced without memory is built for real, up to this size.
+_LARGEST_REAL_BYTES = 4 * 2**30
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Way:
+    """One way to hold the model while it is traced."""
+
+    device: str
+    dtype: torch.dtype | None
+
+
+# In float64, what the model itself pins to float32 stays visible: in float32 `x.float()` leaves no
+# mark that tells it from the model's own type. A model that mixes types in a way that float64
+# breaks, or that reads values while it is built, is traced as it comes.
+_WAYS = (
+    _Way(device="meta", dtype=torch.float64),
+    _Way(device="meta", dtype=None),
+    _Way(device="cpu", dtype=None),
+)
+
+
+def trace(model_file: ModelFile, *, batch_size: int = TRACED_BATCH) -> Graph:
+    """Trace one training step, from the batch to the loss, for every batch size at once."""
+    failures: list[AutoparError] = []
+    size_bytes = 0
+    for way in _WAYS:
+        if way.device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
+            break
+        try:
+            subject = build(model_file, device=way.device, dtype=way.dtype, batch_size=batch_size)
+            size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
+            return _graph(subject)
+        except (InputError, TraceError) as error:
+            failures.append(error)
+    raise failures[-1]
+
+
+def _graph(subject: Subject) -> Graph:
+    try:
+        graph = convert(export(subject, fold=True))
+    except CannotReplay:
+        graph = convert(export(subject, fold=False))
+    if not graph.tensors[graph.loss].requires_grad:
+        raise InputError(
+            "the loss has no gradient",
+            where=str(subject.path),
+            expected="a loss that depends on trainable parameters",
+            fix="look for .detach(), .item(), argmax or no_grad between the parameters and the loss",
+        )
+    return graph

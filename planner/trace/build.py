@@ -1,0 +1,207 @@
+"""Turns a model file into a checked subject: the model without memory, one batch, the step to trace."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.planner.errors import InputError
+from autopar.planner.model_file import ModelFile
+
+# Above two and without common factors: a size that equals the batch by chance is unlikely, and torch
+# specialises sizes 0 and 1.
+TRACED_BATCH = 7
+
+
+class Step(nn.Module):
+    """What is traced: one batch to one loss. The model is its only child, named `model`."""
+
+    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, keys: frozenset[str]) -> None:
+        super().__init__()
+        self.model = model
+        self.loss = loss
+        self.keys = keys
+
+    def run(self, batch: Mapping[str, Any]) -> torch.Tensor:
+        """Return the loss of a batch."""
+        outputs = self.model(**{key: value for key, value in batch.items() if key in self.keys})
+        return checked_loss(outputs if self.loss is None else self.loss(outputs, batch))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A model and a batch that are ready to be traced."""
+
+    step: Step
+    batch: Mapping[str, Any]
+    batch_size: int
+    path: Path
+    model_dtype: torch.dtype
+
+    @property
+    def model(self) -> nn.Module:
+        """The user's model."""
+        return self.step.model
+
+
+def build(
+    model_file: ModelFile, *, device: str, dtype: torch.dtype | None, batch_size: int
+) -> Subject:
+    """Build the model on a device ("meta" takes no memory) and check it and its batch.
+
+    With a dtype, everything of the model's own floating type is cast to it.
+    """
+    model = _model(model_file, device)
+    own = _own_dtype(model)
+    raw = _batch(model_file, batch_size)
+    keys = _accepted(model, raw, has_loss=model_file.loss is not None, path=model_file.path)
+    if dtype is not None and own is torch.float32:
+        model, own = model.to(dtype), dtype
+    batch = {key: _placed(value, device, own) for key, value in raw.items()}
+    return Subject(
+        step=Step(model, model_file.loss, keys),
+        batch=batch,
+        batch_size=batch_size,
+        path=model_file.path,
+        model_dtype=own,
+    )
+
+
+def _model(model_file: ModelFile, device: str) -> nn.Module:
+    with torch.device(device):
+        model = model_file.build_model()
+    where, name = str(model_file.path), model_file.factory
+    if isinstance(model, type) and issubclass(model, nn.Module):
+        fix = f"return {model.__name__}(…), not the class"
+        raise InputError(f"{name} returned the class {model.__name__}", where=where, fix=fix)
+    if not isinstance(model, nn.Module):
+        found = f"{name} returned {_kind(model)}"
+        raise InputError(found, where=where, expected="a torch.nn.Module")
+    model.train()
+    _check_parameters(model, where)
+    return model
+
+
+def _check_parameters(model: nn.Module, where: str) -> None:
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise InputError("the model has no parameters", where=where, expected="something to train")
+    lazy = [n for n, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        fix = "give the layer its sizes, or run one batch through it in build_model"
+        raise InputError(f"parameter {lazy[0]} is lazy and has no shape yet", where=where, fix=fix)
+    if not any(p.requires_grad for p in parameters.values()):
+        fix = "leave requires_grad on for what should learn"
+        raise InputError(f"all {len(parameters)} parameters are frozen", where=where, fix=fix)
+    for name, parameter in parameters.items():
+        if parameter.layout != torch.strided:
+            found = f"parameter {name} is sparse ({parameter.layout})"
+            raise InputError(found, where=where, expected="dense parameters")
+        if parameter.is_complex():
+            fix = "hold its real and imaginary part as two parameters"
+            found = f"parameter {name} is complex ({parameter.dtype})"
+            raise InputError(found, where=where, expected="real parameters", fix=fix)
+
+
+def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:
+    where = f"example_batch of {model_file.path}"
+    batch = model_file.example_batch(batch_size)
+    if not isinstance(batch, Mapping):
+        expected = "a dict from argument names to tensors"
+        raise InputError(f"example_batch returned {_kind(batch)}", where=where, expected=expected)
+    if not any(isinstance(value, torch.Tensor) for value in batch.values()):
+        raise InputError("the batch has no tensor", where=where)
+    for key, value in batch.items():
+        _check_entry(key, value, batch_size, where)
+    return dict(batch)
+
+
+def _check_entry(key: object, value: object, batch_size: int, where: str) -> None:
+    if not isinstance(key, str) or not key.isidentifier():
+        raise InputError(f"the batch has the key {key!r}", where=where, expected="argument names")
+    if isinstance(value, (str, int, float, bool, type(None))):
+        return  # an argument that is the same for every batch
+    if not isinstance(value, torch.Tensor):
+        expected = "tensors, or plain numbers and strings that are the same for every batch"
+        raise InputError(f"batch[{key!r}] is {_kind(value)}", where=where, expected=expected)
+    if value.device.type != "cpu":
+        fix = "leave the device out: the emitted script moves each batch"
+        raise InputError(f"batch[{key!r}] is on {value.device}", where=where, fix=fix)
+    if value.layout != torch.strided or value.is_complex():
+        found = f"batch[{key!r}] is {value.layout} of {value.dtype}"
+        raise InputError(found, where=where, expected="dense real tensors")
+    if value.dim() == 0 or value.shape[0] != batch_size:
+        found = f"batch[{key!r}] has shape {list(value.shape)} for example_batch({batch_size})"
+        expected = f"{batch_size} rows: the batch is dimension 0 of every tensor"
+        raise InputError(found, where=where, expected=expected)
+
+
+def _accepted(
+    model: nn.Module, batch: Mapping[str, Any], *, has_loss: bool, path: Path
+) -> frozenset[str]:
+    """Return the keys that the model's forward takes; the others must be for the loss."""
+    parameters = inspect.signature(model.forward).parameters.values()
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and not has_loss:
+        return frozenset(batch)
+    named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
+    unused = [key for key in batch if key not in named]
+    where = f"{path} and {type(model).__name__}.forward"
+    if unused and not has_loss:
+        found = f"forward does not take {', '.join(unused)} of the batch, and there is no loss"
+        fix = "define loss(outputs, batch), or drop the key"
+        raise InputError(found, where=where, expected=f"forward takes {sorted(named)}", fix=fix)
+    missing = [
+        p.name
+        for p in parameters
+        if p.default is p.empty and p.name in named and p.name not in batch
+    ]
+    if missing:
+        found = f"forward needs {', '.join(missing)}, which the batch does not have"
+        raise InputError(found, where=where, expected=f"the batch has {sorted(batch)}")
+    return frozenset(key for key in batch if key in named)
+
+
+def checked_loss(outputs: Any) -> torch.Tensor:
+    """Return the loss in what a model or a loss function returned."""
+    loss = outputs
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        loss = outputs["loss"]
+    elif not isinstance(outputs, torch.Tensor) and getattr(outputs, "loss", None) is not None:
+        loss = outputs.loss
+    elif isinstance(outputs, (tuple, list)) and outputs:
+        loss = outputs[0]
+    expected = "a scalar tensor with gradient"
+    fix = "return it from the model (alone, first, or as `loss`), or define loss(outputs, batch)"
+    if not isinstance(loss, torch.Tensor):
+        raise InputError(f"the loss is {_kind(loss)}", expected=expected, fix=fix)
+    if loss.dim() != 0:
+        found = f"the loss has shape {list(map(str, loss.shape))}, it is no scalar"
+        raise InputError(found, expected=expected, fix=fix)
+    if not loss.dtype.is_floating_point:
+        raise InputError(f"the loss is of type {loss.dtype}", expected=expected, fix=fix)
+    return loss
+
+
+def _placed(value: Any, device: str, dtype: torch.dtype) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.to(device, dtype if value.dtype is torch.float32 else value.dtype)
+
+
+def _own_dtype(model: nn.Module) -> torch.dtype:
+    """Return the floating type that most of the parameters have."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
+
+
+def _kind(value: object) -> str:
+    return "None" if value is None else f"a {type(value).__name__}"

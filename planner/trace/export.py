@@ -1,0 +1,138 @@
+"""Runs torch.export on a subject, quietly, and tells its failures in one message."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import re
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.export import Dim, ExportedProgram
+
+from autopar.planner.errors import AutoparError, TraceError
+from autopar.planner.trace.build import Step, Subject
+from autopar.planner.trace.frames import failing_place
+from autopar.planner.trace.record import Recording, recorded
+from autopar.planner.trace.traps import watched
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """What the exporter gave, with the record of the module calls."""
+
+    program: ExportedProgram
+    recording: Recording
+    subject: Subject
+
+
+def export(subject: Subject, *, fold: bool) -> Exported:
+    """Export the step of a subject with the batch as a symbol."""
+    tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
+    constants = {k: v for k, v in subject.batch.items() if k not in tensors}
+    try:
+        with (
+            _quiet(),
+            watched(subject.model),
+            recorded(subject.model, fold=fold) as recording,
+        ):
+            program = torch.export.export(
+                _traced(subject.step, tensors, constants, recording),
+                (),
+                tensors,
+                dynamic_shapes={key: {0: Dim.AUTO} for key in tensors},
+                strict=False,
+            )
+    except (AutoparError, KeyboardInterrupt):
+        raise
+    except BaseException as error:
+        raise told(error, subject) from error
+    return Exported(program=program, recording=recording, subject=subject)
+
+
+def _traced(
+    step: Step, tensors: dict[str, Any], constants: dict[str, Any], recording: Recording
+) -> torch.nn.Module:
+    """Return a module whose forward names the batch's keys, as the exporter wants it."""
+
+    class Traced(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.model = step.model
+
+    def run(**batch: Any) -> torch.Tensor:
+        recording.restart()
+        return step.run({**batch, **constants})
+
+    names = ", ".join(tensors)
+    pairs = ", ".join(f"{key}={key}" for key in tensors)
+    scope: dict[str, Any] = {"run": run}
+    exec(f"def forward(self, {names}):\n    return run({pairs})", scope)  # keys are identifiers
+    Traced.forward = scope["forward"]
+    return Traced()
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """Swallow what the exporter prints: on failure it dumps the whole graph."""
+    sink = io.StringIO()
+    level = logging.root.manager.disable
+    logging.disable(logging.CRITICAL)
+    try:
+        with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                yield
+    finally:
+        logging.disable(level)
+
+
+_REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        r"GuardOnDataDependent|data-dependent|_local_scalar_dense|unbacked",
+        "the model decides on the values of a tensor ({summary})",
+        "use torch.where or a mask instead of `if` on tensor values, or compute the value outside",
+    ),
+    (
+        r"does not require grad|element 0 of tensors",
+        "the loss has no gradient ({summary})",
+        "derive the loss from the parameters; look for .detach(), .item() or no_grad",
+    ),
+    (
+        r"(same dtype|expected scalar type|dtype mismatch)",
+        "element types do not match ({summary})",
+        "cast explicitly to the type of the other operand",
+    ),
+    (
+        r"(not on the expected device|different devices|device meta|on meta|Expected all tensors)",
+        "tensors on different devices meet ({summary})",
+        "create tensors on the device of an input: torch.arange(n, device=x.device)",
+    ),
+)
+
+
+def told(error: BaseException, subject: Subject) -> TraceError:
+    """Return the error of a failed trace as one message with file, line and module."""
+    root = error
+    while root.__cause__ is not None:
+        root = root.__cause__
+    summary = _summary(root)
+    text, fix = f"running the model failed: {type(root).__name__}: {summary}", ""
+    for pattern, found, remedy in _REASONS:
+        if re.search(pattern, f"{type(root).__name__} {root}"):
+            text, fix = found.format(summary=summary), remedy
+            break
+    where = failing_place(error, subject.model) or failing_place(root, subject.model)
+    return TraceError(text, where=where or str(subject.path), fix=fix)
+
+
+def _summary(error: BaseException) -> str:
+    """Return the first telling line of a torch error."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    first = lines[0] if lines else type(error).__name__
+    return first if len(first) <= 200 else first[:197] + "…"
+

@@ -1,0 +1,158 @@
+"""Tells which calls of modules must trace alike, so that a repeated block is traced once.
+
+Large models repeat one block. Modules are equal when their class, their plain attributes and the
+shapes of their parameters are equal; two calls of equal modules trace alike when the forms of their
+arguments are equal too. What a module reads from elsewhere is not seen here; `convert` notices it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
+_BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules", "training"})
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Form:
+    """The form of a tensor: all that a trace can depend on."""
+
+    shape: tuple[Any, ...]
+    stride: tuple[Any, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(tensor: torch.Tensor) -> Form:
+        """Return the form of a tensor."""
+        return Form(shape=tuple(tensor.shape), stride=tensor.stride(), dtype=tensor.dtype)
+
+    def key(self) -> Hashable:
+        """Return the form as something to compare (symbolic sizes by their expression)."""
+        return (*map(str, self.shape), "|", *map(str, self.stride), self.dtype)
+
+    def empty(self, device: torch.device) -> torch.Tensor:
+        """Return a tensor of this form."""
+        return torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=device)
+
+
+@dataclass(frozen=True, slots=True)
+class Plain:
+    """A leaf that is no tensor."""
+
+    value: Any
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Template:
+    """A traced call that others replay: its key, and the form of what it returned.
+
+    A leaf of the result is a fresh tensor (Form), an argument returned as it came (its index among
+    the leaves of the arguments), or no tensor.
+    """
+
+    call: str
+    spec: Any
+    leaves: tuple[Form | int | Plain, ...]
+
+    @property
+    def forms(self) -> tuple[Form, ...]:
+        """The forms of the fresh tensors."""
+        return tuple(leaf for leaf in self.leaves if isinstance(leaf, Form))
+
+    def result(self, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]) -> Any:
+        """Return a result of the template's structure with other tensors."""
+        leaves = [_leaf(leaf, inputs, fresh) for leaf in self.leaves]
+        return pytree.tree_unflatten(leaves, self.spec)
+
+
+def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | None:
+    """Return the template of a call, or None where its result holds objects that we cannot see into."""
+    leaves, spec = pytree.tree_flatten(result)
+    if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
+        return None
+    positions = {id(leaf): i for i, leaf in enumerate(inputs) if isinstance(leaf, torch.Tensor)}
+
+    def described(leaf: Any) -> Form | int | Plain:
+        if not isinstance(leaf, torch.Tensor):
+            return Plain(leaf)
+        return positions[id(leaf)] if id(leaf) in positions else Form.of(leaf)
+
+    return Template(call=call, spec=spec, leaves=tuple(map(described, leaves)))
+
+
+def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
+    """Return the outermost modules with children that have an equal elsewhere, by path."""
+    structures = {path: _structure(module) for path, module in model.named_modules()}
+    counts = Counter(structures.values())
+    found: dict[str, Hashable] = {}
+
+    def descend(path: str, module: nn.Module) -> None:
+        if path and counts[structures[path]] > 1 and any(True for _ in module.children()):
+            found[path] = structures[path]
+            return
+        for name, child in module.named_children():
+            descend(f"{path}.{name}" if path else name, child)
+
+    descend("", model)
+    return found
+
+
+def call_key(structure: Hashable, leaves: Sequence[Any], spec: Any) -> Hashable | None:
+    """Return what is equal for calls that trace alike; None where that cannot be told."""
+    positions: dict[int, int] = {}
+    parts: list[Hashable] = []
+    for leaf in leaves:
+        if isinstance(leaf, nn.Parameter):
+            return None
+        if isinstance(leaf, torch.Tensor):
+            first = positions.setdefault(id(leaf), len(positions))
+            parts.append((first, leaf.requires_grad, Form.of(leaf).key()))
+        elif isinstance(leaf, (*PLAIN, torch.SymInt)):
+            parts.append((type(leaf), str(leaf)))
+        else:
+            return None
+    return (structure, str(spec), tuple(parts)) if positions else None
+
+
+def _leaf(leaf: Form | int | Plain, inputs: Sequence[Any], fresh: Iterator[torch.Tensor]) -> Any:
+    if isinstance(leaf, Form):
+        return next(fresh)
+    return inputs[leaf] if isinstance(leaf, int) else leaf.value
+
+
+def _structure(module: nn.Module) -> Hashable:
+    """Return what two modules must have in common to compute alike, parameters' values aside."""
+    positions: dict[int, int] = {}
+    attributes = {k: v for k, v in vars(module).items() if k not in _BOOKKEEPING}
+    tensors = [
+        (name, positions.setdefault(id(tensor), len(positions)), _tensor_key(tensor))
+        for name, tensor in (*module._parameters.items(), *module._buffers.items())
+    ]
+    children = [(name, child and _structure(child)) for name, child in module._modules.items()]
+    return (type(module), _comparable(attributes), tuple(tensors), tuple(children))
+
+
+def _tensor_key(tensor: torch.Tensor | None) -> Hashable:
+    if tensor is None:
+        return None
+    return (type(tensor), tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _comparable(value: Any) -> Hashable:
+    """Return a comparable copy of an attribute; an object without one is equal to itself alone."""
+    if isinstance(value, PLAIN):
+        return (type(value), value)
+    if isinstance(value, (tuple, list)):
+        return (type(value), tuple(map(_comparable, value)))
+    if isinstance(value, dict):
+        return (type(value), tuple((_comparable(k), _comparable(v)) for k, v in value.items()))
+    if isinstance(value, set | frozenset) and not value:
+        return type(value)
+    return id(value)

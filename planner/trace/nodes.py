@@ -1,0 +1,94 @@
+"""Small questions about nodes of an exported program."""
+
+from __future__ import annotations
+
+import operator
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from autopar.planner.graph import Constant, Value
+from autopar.planner.trace import record
+from autopar.planner.trace.frames import is_library_file
+
+_FEW = 64
+
+
+def is_getitem(node: fx.Node) -> bool:
+    """Whether a node takes one of several results of another."""
+    return node.target is operator.getitem
+
+
+def has_tensor(val: Any) -> bool:
+    """Whether the value of a node is, or holds, a tensor."""
+    if isinstance(val, (tuple, list)):
+        return any(isinstance(item, torch.Tensor) for item in val)
+    return isinstance(val, torch.Tensor)
+
+
+def storage_of(val: torch.Tensor) -> int:
+    """Return the identity of the memory that a traced tensor lies in."""
+    return int(val.untyped_storage()._cdata)
+
+
+def region_graph(argument: Any) -> fx.Graph | None:
+    """Return the nested graph that an argument of a wrapped region stands for."""
+    if isinstance(argument, fx.Node) and argument.op == "get_attr":
+        owner: Any = argument.graph.owning_module
+        for part in str(argument.target).split("."):
+            owner = getattr(owner, part)
+        return owner.graph if isinstance(owner, fx.GraphModule) else None
+    return None
+
+
+def written_arguments(node: fx.Node) -> tuple[str, ...]:
+    """Return the arguments that an op changes in place, as its schema declares."""
+    schema = getattr(node.target, "_schema", None)
+    arguments = schema.arguments if schema is not None else ()
+    return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def location(node: fx.Node) -> str:
+    """Return file:line of the innermost frame that is the user's, as the tracer saw it."""
+    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
+    for line in reversed(lines):
+        filename, number = _parsed_frame(line)
+        if not is_library_file(filename):
+            return f"{filename}:{number}"
+    return ""
+
+
+@cache
+def _parsed_frame(line: str) -> tuple[str, str]:
+    _, filename, rest = line.split('"', 2)
+    return filename, rest.split("line ", 1)[1].split(",", 1)[0]
+
+
+def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:
+    """Return, for each recorded call, its nodes from enter to leave."""
+    found: dict[str, tuple[fx.Node, ...]] = {}
+    for part in module.modules():
+        if not isinstance(part, fx.GraphModule):
+            continue
+        nodes, starts = list(part.graph.nodes), {}
+        for position, node in enumerate(nodes):
+            if str(node.target) == record.ENTER:
+                starts[node.args[1]] = position
+            elif str(node.target) == record.LEAVE:
+                call = str(node.args[1])
+                found[call] = tuple(nodes[starts[call] : position + 1])
+    return found
+
+
+def constant(name: str, tensor: Any) -> Constant:
+    """Return a constant with its values, where they are known and few."""
+    fake = isinstance(tensor, torch._subclasses.FakeTensor)
+    if not isinstance(tensor, torch.Tensor) or fake or tensor.is_meta or tensor.numel() > _FEW:
+        return Constant(name=name, values=None)
+    return Constant(name=name, values=_nested(tensor.tolist()))
+
+
+def _nested(values: Any) -> Value:
+    return tuple(map(_nested, values)) if isinstance(values, list) else values

@@ -1,0 +1,24 @@
+"""Drops the ops that neither the loss nor a buffer depends on."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from types import MappingProxyType
+
+from autopar.planner.graph import Graph, Op, Origin
+
+
+def pruned(graph: Graph) -> Graph:
+    """Return the graph without dead ops and without tensors that nothing uses."""
+    buffers = {t.name for t in graph.tensors.values() if t.origin is Origin.BUFFER}
+    live, live_storages = {graph.loss}, set(buffers)
+    kept: list[Op] = []
+    for op in reversed(graph.ops):
+        writes = any(graph.tensors[name].storage in live_storages for name in op.writes)
+        if writes or not live.isdisjoint(op.outputs):
+            kept.append(op)
+            live.update(op.inputs, op.outputs)
+            live_storages.update(graph.tensors[name].storage for name in op.inputs)
+    outside = {t.name for t in graph.tensors.values() if t.origin is not Origin.OP}
+    tensors = {name: t for name, t in graph.tensors.items() if name in live or name in outside}
+    return replace(graph, ops=tuple(reversed(kept)), tensors=MappingProxyType(tensors))

@@ -1,0 +1,153 @@
+"""Records every call of a module while the exporter runs, and replays the calls of equal blocks.
+
+For the time of a trace each module's forward is wrapped. The wrapper puts two nodes without effect
+into the graph, `autopar::enter` and `autopar::leave`, whose arguments are the tensors that cross the
+border of the call; `convert` reads them and drops them. A repeated block is not run again: one node
+`autopar::replay` stands for its ops.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+from torch.fx import node as fx_node
+from torch.utils import _pytree as pytree
+
+from autopar.planner.trace.fold import Template, call_key, repeated_blocks, template_of
+
+TENSOR = object()  # stands for a tensor among the leaves of a border
+ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Border:
+    """What crosses into or out of a call: leaves and their structure; tensors are in the graph."""
+
+    leaves: tuple[Any, ...]
+    spec: Any
+
+
+@dataclass(slots=True, kw_only=True)
+class Recording:
+    """The record of one trace; filled while the exporter runs, read by `convert` afterwards."""
+
+    modules: Mapping[str, nn.Module]
+    blocks: Mapping[str, Hashable]
+    counts: Counter[str] = field(default_factory=Counter)
+    open_calls: list[str] = field(default_factory=list)
+    paths: dict[str, str] = field(default_factory=dict)
+    parents: dict[str, str | None] = field(default_factory=dict)
+    entered: dict[str, Border] = field(default_factory=dict)
+    left: dict[str, Border] = field(default_factory=dict)
+    templates: dict[Hashable, Template] = field(default_factory=dict)
+    replays: dict[str, Template] = field(default_factory=dict)
+
+    def restart(self) -> None:
+        """Forget what an earlier pass saw: the exporter may run the model more than once."""
+        for record in (self.counts, self.open_calls, self.paths, self.parents):
+            record.clear()
+        for borders in (self.entered, self.left):
+            borders.clear()
+        self.templates.clear()
+        self.replays.clear()
+
+    def open(self, path: str) -> str:
+        """Begin a call of a module and return its key."""
+        key = f"{path}@{self.counts[path]}" if self.counts[path] else path
+        self.counts[path] += 1
+        self.paths[key] = path
+        self.parents[key] = self.open_calls[-1] if self.open_calls else None
+        self.open_calls.append(key)
+        return key
+
+
+@contextmanager
+def recorded(model: nn.Module, *, fold: bool) -> Iterator[Recording]:
+    """Wrap the modules of a model while a trace runs."""
+    modules = dict(model.named_modules())
+    blocks = repeated_blocks(model) if fold else {}
+    recording = Recording(modules=modules, blocks=blocks)
+    with _marker_ops(recording):
+        try:
+            for path, module in modules.items():
+                module.__dict__["forward"] = _recording_forward(module, path, recording)
+            yield recording
+        finally:
+            for module in modules.values():
+                module.__dict__.pop("forward", None)
+
+
+@contextmanager
+def _marker_ops(recording: Recording) -> Iterator[None]:
+    """Define the three marker ops for the time of a trace."""
+    library = torch.library.Library("autopar", "FRAGMENT")
+    library.define("enter(Tensor[] tensors, str call) -> ()")
+    library.define("leave(Tensor[] tensors, str call) -> ()")
+    library.define("replay(Tensor[] tensors, str call) -> Tensor[]")
+
+    def nothing(tensors: list[torch.Tensor], call: str) -> None:
+        del tensors, call
+
+    def replay(tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
+        return [form.empty(tensors[0].device) for form in recording.replays[call].forms]
+
+    torch.library.register_fake("autopar::enter", nothing, lib=library)
+    torch.library.register_fake("autopar::leave", nothing, lib=library)
+    torch.library.register_fake("autopar::replay", replay, lib=library)
+    markers = {torch.ops.autopar.enter.default, torch.ops.autopar.leave.default}
+    for marker in markers:
+        fx_node.has_side_effect(marker)  # else dead code elimination takes them
+    try:
+        yield
+    finally:
+        fx_node._side_effectful_functions.difference_update(markers)
+        library._destroy()
+
+
+def _recording_forward(module: nn.Module, path: str, recording: Recording) -> Callable[..., Any]:
+    original = module.forward
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        leaves, spec = pytree.tree_flatten((args, kwargs))
+        call = recording.open(path)
+        recording.entered[call] = _mark(torch.ops.autopar.enter, leaves, spec, call)
+        try:
+            result = _run_or_replay(recording, call, original, args, kwargs)
+        finally:
+            recording.open_calls.pop()
+        recording.left[call] = _mark(torch.ops.autopar.leave, *pytree.tree_flatten(result), call)
+        return result
+
+    return forward
+
+
+def _run_or_replay(
+    recording: Recording, call: str, function: Callable[..., Any], args: Any, kwargs: Any
+) -> Any:
+    structure = recording.blocks.get(recording.paths[call])
+    if structure is None:
+        return function(*args, **kwargs)
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    key = call_key(structure, leaves, spec)
+    template = recording.templates.get(key)
+    if template is not None:
+        recording.replays[call] = template
+        tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+        return template.result(leaves, iter(torch.ops.autopar.replay(tensors, call)))
+    result = function(*args, **kwargs)
+    made = template_of(call, leaves, result)
+    if key is not None and made is not None:
+        recording.templates[key] = made
+    return result
+
+
+def _mark(op: Any, leaves: list[Any], spec: Any, call: str) -> Border:
+    op([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], call)
+    held = (TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
+    return Border(leaves=tuple(held), spec=spec)

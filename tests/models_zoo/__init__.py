@@ -1,0 +1,1 @@
+"""Tests of the model files that ship with autopar."""

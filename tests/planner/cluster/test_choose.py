@@ -1,0 +1,85 @@
+"""Tests of clusters from --gpus, --device and --nodes."""
+
+import pytest
+
+from autopar.planner.cluster import choose
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.cluster import Origin, content_hash
+from autopar.planner.cluster.detect import recognised
+from autopar.planner.cluster.device import Device
+from autopar.planner.errors import InputError
+
+
+def test_nodes_divide_the_devices() -> None:
+    cluster = choose_cluster(16, "h100-sxm", 4)
+    assert [node.devices for node in cluster.nodes] == [4, 4, 4, 4]
+    assert cluster.size == 16
+    assert cluster.origin is Origin.NAMED
+
+
+def test_without_nodes_they_are_of_the_usual_size() -> None:
+    assert len(choose_cluster(64, "h100").nodes) == 8
+    assert len(choose_cluster(4, "h100").nodes) == 1
+    assert len(choose_cluster(6, "cpu").nodes) == 1
+
+
+@pytest.mark.parametrize("gpus", [0, -1, 10**9])
+def test_absurd_numbers_of_devices_are_refused(gpus: int) -> None:
+    with pytest.raises(InputError, match="not a number of devices"):
+        choose_cluster(gpus, "h100")
+
+
+@pytest.mark.parametrize(("gpus", "nodes"), [(10, 4), (12, None), (8, 16)])
+def test_devices_that_do_not_fill_nodes_are_refused(gpus: int, nodes: int | None) -> None:
+    with pytest.raises(InputError, match=r"do not divide|do not fill"):
+        choose_cluster(gpus, "h100", nodes)
+
+
+def test_without_a_device_and_gpus_the_default_is_taken_and_said(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(choose, "local_devices", lambda: ())
+    cluster = choose_cluster(8)
+    assert cluster.origin is Origin.DEFAULT
+    assert cluster.devices[0].name == "h100-sxm"
+
+
+def test_without_a_device_those_of_the_machine_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = recognised("NVIDIA A100-SXM4-40GB", memory_bytes=40 * 2**30)
+    monkeypatch.setattr(choose, "local_devices", lambda: (found,))
+    cluster = choose_cluster(8)
+    assert cluster.origin is Origin.DETECTED
+    assert cluster.devices[0].name == "a100-40gb-sxm"
+
+
+@pytest.mark.parametrize(
+    ("driver_name", "gib", "name"),
+    [
+        ("NVIDIA H100 80GB HBM3", 79.6, "h100-sxm"),
+        ("NVIDIA H100 PCIe", 79.6, "h100-pcie"),
+        ("NVIDIA H100 NVL", 93.6, "h100-nvl"),
+        ("NVIDIA A100 80GB PCIe", 80.0, "a100-80gb-pcie"),
+        ("NVIDIA A100-PCIE-40GB", 40.0, "a100-40gb-pcie"),
+        ("Tesla V100-SXM2-32GB", 32.0, "v100-32gb-sxm"),
+        ("Tesla T4", 14.6, "t4"),
+        ("NVIDIA GeForce RTX 4090", 23.6, "rtx-4090"),
+        ("AMD Instinct MI300X", 192.0, "mi300x"),
+    ],
+)
+def test_the_names_of_drivers_are_recognised(driver_name: str, gib: float, name: str) -> None:
+    device: Device = recognised(driver_name, memory_bytes=int(gib * 2**30))
+    assert device.name == name
+    assert device.memory_bytes == int(gib * 2**30)
+
+
+def test_a_device_that_the_sheet_lacks_is_refused() -> None:
+    with pytest.raises(InputError, match="does not know"):
+        recognised("Intel Ponte Vecchio", memory_bytes=2**36)
+
+
+def test_equal_clusters_have_equal_hashes_and_others_do_not() -> None:
+    assert content_hash(choose_cluster(16, "h100")) == content_hash(
+        choose_cluster(16, "H100-SXM", 2)
+    )
+    assert content_hash(choose_cluster(16, "h100")) != content_hash(choose_cluster(16, "h100", 4))
+    assert content_hash(choose_cluster(16, "h100")) != content_hash(choose_cluster(16, "h200"))
