@@ -1,4 +1,4 @@
-"""Refits planner/costs/collectives.toml to NCCL tables: `fit_collectives.py TABLE_DIR [--fit]`.
+"""Refits planner/costs/collectives.toml: `python -m benchmarks.fit_collectives TABLE_DIR [--fit]`.
 
 TABLE_DIR holds ops_nccl.csv, ops_busbw_ratio_simai.csv and ops_comm_fit_simumax.csv (columns as in
 docs). Without --fit only the residuals of the shipped constants are printed. Rows whose machine is
@@ -14,14 +14,13 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from fit_collectives_tables import MEBIBYTE, Row, nccl_rows, simai_rows, simumax_rows
-
 from autopar.planner.costs.collective_choice import collective_seconds
 from autopar.planner.costs.collective_protocols import (
     CollectiveConstants,
     Protocol,
     read_collective_constants,
 )
+from benchmarks.fit_collectives_tables import MEBIBYTE, Row, nccl_rows, simai_rows, simumax_rows
 
 CLASSES = (
     (64 * 1024, "≤ 64 KiB"),

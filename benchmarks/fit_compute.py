@@ -1,6 +1,6 @@
 """Fits planner/costs/efficiency.toml to measured kernels and prints how far the formulas are off.
 
-    python benchmarks/fit_compute.py TABLE_DIR
+    python -m benchmarks.fit_compute TABLE_DIR
 
 TABLE_DIR holds ops_gemm_simumax.csv, ops_grouped_gemm_simumax.csv, ops_attention_simumax.csv,
 ops_mamf.csv, ops_comm_fit_simumax.csv and gpus.csv. A random half of the rows is fitted; the other
@@ -16,7 +16,13 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from fit_compute_tables import (
+from autopar.planner.costs.compute import throughput
+from autopar.planner.costs.compute_constants import (
+    Architecture,
+    ComputeConstants,
+    read_compute_constants,
+)
+from benchmarks.fit_compute_tables import (
     Measured,
     Sheets,
     read_attention,
@@ -25,13 +31,6 @@ from fit_compute_tables import (
     read_grouped,
     read_rows,
     read_sheets,
-)
-
-from autopar.planner.costs.compute import throughput
-from autopar.planner.costs.compute_constants import (
-    Architecture,
-    ComputeConstants,
-    read_compute_constants,
 )
 
 ARCHITECTURES = ("ampere", "blackwell")  # those with tables

@@ -1,11 +1,11 @@
-"""The one family of errors: what was found, where, what was expected, what to do, and the exit code that follows."""
+"""The one family of errors, each with what was found, where, expected, and to do; exit codes."""
 
 from collections.abc import Sequence
 from enum import IntEnum
 
 
 class ExitCode(IntEnum):
-    """What the process says to its caller; documented in docs/exit-codes.md and used by every command."""
+    """What the process says to its caller; docs/exit-codes.md tells it to users."""
 
     DONE = 0
     NEGATIVE = 1  # the command worked and its answer is no

@@ -2,7 +2,8 @@
 
 Names are unique strings. A tensor is written by one op, or comes from outside (parameter, buffer,
 constant, input). Sizes may depend on the batch B. `MODEL_DTYPE` stands for the model's own floating
-type, the one that a precision setting replaces; a tensor that the model itself pins to float32 says so.
+type, the one that a precision setting replaces; a tensor that the model itself pins to float32 says
+so.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:
-    """A parameter with every name under which the model knows it; tied weights are one parameter."""
+    """A parameter with every name that the model has for it; tied weights are one parameter."""
 
     name: str
     aliases: tuple[str, ...]
@@ -94,12 +95,15 @@ class Constant:
 class Call:
     """One call of a module: `key` is unique, `path` is the module, equal for repeated calls.
 
+    `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
+    own, so it is called as it is and never opened.
     Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>".
     """
 
     key: str
     path: str
     class_name: str
+    is_function: bool
     parent: str | None
     arguments: tuple[Value, ...]
     keywords: tuple[tuple[str, Value], ...]
@@ -141,7 +145,6 @@ class Graph:
     calls: Mapping[str, Call]
     loss: str
     fixed_batch: int | None
-
 
 
 def refs(value: Value) -> Iterator[str]:

@@ -87,7 +87,7 @@ def _split(spec: str) -> tuple[Path, str]:
 
 
 def _import(path: Path) -> ModuleType:
-    """Import the file by path, its own folder first on sys.path as `python model.py` would have it."""
+    """Import the file by path, its folder first on sys.path as `python model.py` has it."""
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -112,7 +112,9 @@ def _check_function(function: object, name: str, *, path: Path, module: ModuleTy
         defined = [key for key, value in vars(module).items() if inspect.isroutine(value)]
         near = get_close_matches(name, defined, n=1)
         fix = f"did you mean {near[0]}?" if near else f"define it in {path.name}"
-        raise InputError(f"there is no function {name}", where=str(path), expected=CONTRACT, fix=fix)
+        raise InputError(
+            f"there is no function {name}", where=str(path), expected=CONTRACT, fix=fix
+        )
     if not callable(function):
         found = f"{name} is a {type(function).__name__}, not a function"
         raise InputError(found, where=str(path), expected=CONTRACT)
@@ -135,7 +137,9 @@ def _parse_arguments(
             fix = f"did you mean {near[0]}?" if near else ""
             takes = ", ".join(sorted(known)) or "no arguments"
             raise InputError(
-                f"--arg {key}: no function of {path.name} takes it", expected=f"known: {takes}", fix=fix
+                f"--arg {key}: no function of {path.name} takes it",
+                expected=f"known: {takes}",
+                fix=fix,
             )
         values[key] = _parse_value(key, raw, known[key])
     return values
@@ -143,7 +147,13 @@ def _parse_arguments(
 
 def _known_parameters(functions: Mapping[str, Callable[..., Any]]) -> dict[str, str]:
     """Return the keyword parameters that --arg may set, with their annotations as text."""
-    filled = {"batch_size", "outputs", "batch", "params", "optimizer"}  # autopar passes these itself
+    filled = {
+        "batch_size",
+        "outputs",
+        "batch",
+        "params",
+        "optimizer",
+    }  # autopar passes these itself
     known: dict[str, str] = {}
     for function in functions.values():
         for name, parameter in inspect.signature(function).parameters.items():
@@ -161,7 +171,9 @@ def _parse_value(key: str, raw: str, annotation: str) -> Any:
         value = words[raw.lower()] if raw.lower() in words else ast.literal_eval(raw)
     except (ValueError, SyntaxError):
         value = raw
-    expected = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(annotation.split(" |")[0])
+    expected = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(
+        annotation.split(" |")[0]
+    )
     wrong = expected and not isinstance(value, expected)
     if (wrong and value is not None) or (annotation == "int" and isinstance(value, bool)):
         raise InputError(f"--arg {key}={raw} is not of type {annotation}")

@@ -10,7 +10,7 @@ from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph import Graph
 from autopar.planner.model_file import ModelFile
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
-from autopar.planner.trace.convert import CannotReplay, convert
+from autopar.planner.trace.convert import CannotReplayError, convert
 from autopar.planner.trace.export import export
 
 __all__ = ["trace"]
@@ -56,13 +56,13 @@ def trace(model_file: ModelFile, *, batch_size: int = TRACED_BATCH) -> Graph:
 def _graph(subject: Subject) -> Graph:
     try:
         graph = convert(export(subject, fold=True))
-    except CannotReplay:
+    except CannotReplayError:
         graph = convert(export(subject, fold=False))
     if not graph.tensors[graph.loss].requires_grad:
         raise InputError(
             "the loss has no gradient",
             where=str(subject.path),
             expected="a loss that depends on trainable parameters",
-            fix="look for .detach(), .item(), argmax or no_grad between the parameters and the loss",
+            fix="look for .detach(), .item(), argmax or no_grad on the way to the loss",
         )
     return graph

@@ -1,4 +1,4 @@
-"""Turns a model file into a checked subject: the model without memory, one batch, the step to trace."""
+"""Turns a model file into a checked subject: model without memory, one batch, step to trace."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch import nn
 from autopar.planner.errors import InputError
 from autopar.planner.model_file import ModelFile
 
-# Above two and without common factors: a size that equals the batch by chance is unlikely, and torch
+# Prime and above two: a size that equals the batch by chance is unlikely, and torch
 # specialises sizes 0 and 1.
 TRACED_BATCH = 7
 
@@ -22,7 +22,9 @@ TRACED_BATCH = 7
 class Step(nn.Module):
     """What is traced: one batch to one loss. The model is its only child, named `model`."""
 
-    def __init__(self, model: nn.Module, loss: Callable[..., Any] | None, keys: frozenset[str]) -> None:
+    def __init__(
+        self, model: nn.Module, loss: Callable[..., Any] | None, keys: frozenset[str]
+    ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
@@ -29,7 +29,6 @@ from autopar.planner.graph import (
     refs,
 )
 from autopar.planner.trace import record
-from autopar.planner.trace.build import TRACED_BATCH
 from autopar.planner.trace.export import Exported
 from autopar.planner.trace.fold import Form, Plain
 from autopar.planner.trace.names import ModelNames
@@ -39,6 +38,7 @@ from autopar.planner.trace.nodes import (
     has_tensor,
     is_getitem,
     location,
+    operands_of,
     region_graph,
     storage_of,
     written_arguments,
@@ -60,7 +60,7 @@ _HIDDEN_WRITES = {
 }
 
 
-class CannotReplay(Exception):
+class CannotReplayError(Exception):
     """A folded block reads tensors that are neither its own nor its arguments."""
 
 
@@ -71,7 +71,7 @@ def convert(exported: Exported) -> Graph:
 
 @dataclass(slots=True, kw_only=True)
 class _Scope:
-    """Where nodes are being read: their values so far, and for a replay which call stands for which."""
+    """Where nodes are being read: their values, and in a replay which call stands for which."""
 
     values: dict[fx.Node, Value]
     storages: dict[int, str]
@@ -110,7 +110,7 @@ class _Converter:
         self._read_placeholders(scope)
         nodes = [n for n in self.program.graph.nodes if n.op not in ("placeholder", "output")]
         self._read_all(nodes, scope)
-        (output,) = self.program.graph.output_node().args[0]
+        ((output,),) = operands_of(self.program.graph.output_node())
         (loss,) = refs(self._value(output, scope))
         return pruned(
             Graph(
@@ -166,7 +166,7 @@ class _Converter:
             requires_grad=requires_grad and val.dtype.is_floating_point,
         )
 
-    # --- nodes -------------------------------------------------------------------------------------
+    # --- nodes -----------------------------------------------------------------------------------
 
     def _read_all(self, nodes: Iterable[fx.Node], scope: _Scope) -> None:
         for node in nodes:
@@ -176,7 +176,7 @@ class _Converter:
     def _read(self, node: fx.Node, scope: _Scope) -> None:
         target = str(node.target)
         if is_getitem(node):
-            source, index = node.args
+            source, index = operands_of(node)
             value = self._value(source, scope)
             scope.values[node] = value[index] if isinstance(value, tuple) else None
         elif target == record.ENTER:
@@ -245,7 +245,9 @@ class _Converter:
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():
                 self.symbols.bound(size, self.tensors[inputs[0]].numel)
 
-    def _written(self, node: fx.Node, target: str, arguments: Mapping[str, Value]) -> tuple[str, ...]:
+    def _written(
+        self, node: fx.Node, target: str, arguments: Mapping[str, Value]
+    ) -> tuple[str, ...]:
         hidden = _HIDDEN_WRITES.get(target, ())
         if hidden and not (arguments.get("training") or arguments.get("use_input_stats")):
             hidden = ()
@@ -268,31 +270,34 @@ class _Converter:
             )
         graph = region_graph(node.args[position])
         assert graph is not None
-        operands = node.args[position + 1 :]
+        operands = operands_of(node)[position + 1 :]
         inside = [n for n in graph.nodes if n.op == "placeholder"]
         for placeholder, operand in zip(inside, operands, strict=True):
             self._bind(placeholder, self._value(operand, scope), region)
         self._read_all(graph.nodes, region)
         scope.call = region.call
-        results = tuple(self._value(n, region) for n in graph.output_node().args[0])
-        for result, val in zip(results, graph.output_node().args[0], strict=True):
+        (returned,) = operands_of(graph.output_node())
+        results = tuple(self._value(n, region) for n in returned)
+        for result, val in zip(results, returned, strict=True):
             self._remember_storage(val, result, scope)
         scope.values[node] = results
 
-    # --- calls of modules --------------------------------------------------------------------------
+    # --- calls of modules ------------------------------------------------------------------------
 
     def _enter(self, node: fx.Node, scope: _Scope) -> None:
-        tensors, recorded = node.args
+        tensors, recorded = operands_of(node)
         key = self._renamed(str(recorded), scope)
         border = self.recording.entered[str(recorded)]
-        arguments, keywords = pytree.tree_unflatten(self._leaves(tensors, border, scope), border.spec)
+        arguments, keywords = pytree.tree_unflatten(
+            self._leaves(tensors, border, scope), border.spec
+        )
         path = self._module_path(str(recorded), scope)
-        module = self.recording.modules[path]
         parent = self.recording.parents[str(recorded)]
         self.calls[key] = Call(
             key=key,
             path=path,
-            class_name=type(module).__name__,
+            class_name=self.recording.classes[str(recorded)],
+            is_function=str(recorded) in self.recording.functions,
             parent=None if parent is None else self._renamed(parent, scope),
             arguments=tuple(map(_structured, arguments)),
             keywords=tuple((name, _structured(value)) for name, value in keywords.items()),
@@ -301,12 +306,13 @@ class _Converter:
         scope.call = key
 
     def _leave(self, node: fx.Node, scope: _Scope) -> None:
-        tensors, recorded = node.args
+        tensors, recorded = operands_of(node)
         key = self._renamed(str(recorded), scope)
         border = self.recording.left[str(recorded)]
         result = pytree.tree_unflatten(self._leaves(tensors, border, scope), border.spec)
         self.calls[key] = replace(self.calls[key], result=_structured(result))
-        scope.call = self.calls[key].parent if self.calls[key].parent is not None else LOSS_CALL
+        parent = self.calls[key].parent
+        scope.call = LOSS_CALL if parent is None else parent
 
     def _leaves(self, tensors: Any, border: record.Border, scope: _Scope) -> list[Any]:
         values = iter([self._value(tensor, scope) for tensor in tensors])
@@ -324,15 +330,15 @@ class _Converter:
         return f"<{type(leaf).__name__}>"
 
     def _replay(self, node: fx.Node, scope: _Scope) -> None:
-        tensors, site = node.args
+        tensors, site = operands_of(node)
         template = self.recording.replays[str(site)]
         nodes = self.bodies[template.call]
         body = scope.inner(template=template.call, site=str(site))
         body.storages.clear()
-        for inner, outer in zip(nodes[0].args[0], tensors, strict=True):
+        for inner, outer in zip(operands_of(nodes[0])[0], tensors, strict=True):
             self._bind(inner, self._value(outer, scope), body)
         self._read_all(nodes[1:-1], body)
-        returned = iter(nodes[-1].args[0])
+        returned = iter(operands_of(nodes[-1])[0])
         fresh = []
         for leaf in template.leaves:
             if not isinstance(leaf, Plain):
@@ -342,7 +348,7 @@ class _Converter:
         scope.values[node] = tuple(value for _, value in fresh)
         for user in node.users:
             if is_getitem(user):
-                self._remember_storage(user, fresh[int(user.args[1])][1], scope)
+                self._remember_storage(user, fresh[operands_of(user)[1]][1], scope)
 
     def _renamed(self, recorded: str, scope: _Scope) -> str:
         """Return a call key as it is at the place where it is replayed."""
@@ -358,7 +364,7 @@ class _Converter:
             self.recording.paths[scope.template]
         )
 
-    # --- values --------------------------------------------------------------------------------------
+    # --- values ----------------------------------------------------------------------------------
 
     def _bind(self, node: fx.Node, value: Value, scope: _Scope) -> None:
         scope.values[node] = value
@@ -405,23 +411,23 @@ class _Converter:
         if node.op == "placeholder" and scope.template is not None:
             return self._own_tensor(node, scope)
         if scope.template is not None:
-            raise CannotReplay(node.name)
+            raise CannotReplayError(node.name)
         return f"<{node.name}>"
 
     def _own_tensor(self, node: fx.Node, scope: _Scope) -> Value:
-        """Return the parameter or buffer of the replaying module that stands where the template's does."""
+        """Return what the replaying module has where the template has this parameter or buffer."""
         spec = self.specs[node.name]
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
             if (spec.target or "").startswith("lifted_tensor"):
                 self._bind_outside(node, spec.target or "", Origin.CONSTANT, scope)
                 return scope.values[node]
-            raise CannotReplay(node.name)
+            raise CannotReplayError(node.name)
         assert scope.template is not None
         paths = self.recording.paths
         target = (spec.target or "").removeprefix("model.")
         name = self.names.corresponding(target, paths[scope.template], paths[scope.site])
         if name is None:
-            raise CannotReplay(target)
+            raise CannotReplayError(target)
         parameter = spec.kind is InputKind.PARAMETER
         self._bind_outside(node, name, Origin.PARAMETER if parameter else Origin.BUFFER, scope)
         return self._latest_value(scope.values[node])

@@ -83,10 +83,13 @@ def _quiet() -> Iterator[None]:
     level = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:
-        with contextlib.redirect_stdout(sink), contextlib.redirect_stderr(sink):
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                yield
+        with (
+            contextlib.redirect_stdout(sink),
+            contextlib.redirect_stderr(sink),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
     finally:
         logging.disable(level)
 
@@ -135,4 +138,3 @@ def _summary(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     first = lines[0] if lines else type(error).__name__
     return first if len(first) <= 200 else first[:197] + "…"
-

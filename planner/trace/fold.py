@@ -73,7 +73,7 @@ class Template:
 
 
 def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | None:
-    """Return the template of a call, or None where its result holds objects that we cannot see into."""
+    """Return the template of a call, or None where its result holds objects we cannot see into."""
     leaves, spec = pytree.tree_flatten(result)
     if not all(isinstance(leaf, (torch.Tensor, *PLAIN)) for leaf in leaves):
         return None

@@ -65,9 +65,7 @@ class ModelNames:
             if self._first[id(parameter)] == name
         )
 
-    def buffers(
-        self, shape: ShapeOf, dtype: TypeOf, written: frozenset[str]
-    ) -> tuple[Buffer, ...]:
+    def buffers(self, shape: ShapeOf, dtype: TypeOf, written: frozenset[str]) -> tuple[Buffer, ...]:
         """Return every buffer once; `written` names those that the forward changes."""
         persistent = self._model.state_dict(keep_vars=True).keys()
         return tuple(

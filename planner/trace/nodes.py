@@ -21,6 +21,11 @@ def is_getitem(node: fx.Node) -> bool:
     return node.target is operator.getitem
 
 
+def operands_of(node: fx.Node) -> tuple[Any, ...]:
+    """Return the positional arguments of a node, which torch types as nearly anything."""
+    return tuple(node.args)
+
+
 def has_tensor(val: Any) -> bool:
     """Whether the value of a node is, or holds, a tensor."""
     if isinstance(val, (tuple, list)):

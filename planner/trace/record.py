@@ -1,9 +1,12 @@
 """Records every call of a module while the exporter runs, and replays the calls of equal blocks.
 
 For the time of a trace each module's forward is wrapped. The wrapper puts two nodes without effect
-into the graph, `autopar::enter` and `autopar::leave`, whose arguments are the tensors that cross the
-border of the call; `convert` reads them and drops them. A repeated block is not run again: one node
-`autopar::replay` stands for its ops.
+into the graph, `autopar::enter` and `autopar::leave`, whose arguments are the tensors that cross
+the border of the call; `convert` reads them and drops them. A repeated block is not run again: one
+node `autopar::replay` stands for its ops.
+
+A custom autograd.Function is recorded like a module: the exporter inlines its forward and would lose
+its backward without a word.
 """
 
 from __future__ import annotations
@@ -13,6 +16,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -42,6 +46,8 @@ class Recording:
     counts: Counter[str] = field(default_factory=Counter)
     open_calls: list[str] = field(default_factory=list)
     paths: dict[str, str] = field(default_factory=dict)
+    classes: dict[str, str] = field(default_factory=dict)
+    functions: set[str] = field(default_factory=set)
     parents: dict[str, str | None] = field(default_factory=dict)
     entered: dict[str, Border] = field(default_factory=dict)
     left: dict[str, Border] = field(default_factory=dict)
@@ -50,18 +56,22 @@ class Recording:
 
     def restart(self) -> None:
         """Forget what an earlier pass saw: the exporter may run the model more than once."""
-        for record in (self.counts, self.open_calls, self.paths, self.parents):
-            record.clear()
+        self.counts.clear()
+        self.open_calls.clear()
+        self.functions.clear()
+        for names in (self.paths, self.classes, self.parents):
+            names.clear()
         for borders in (self.entered, self.left):
             borders.clear()
         self.templates.clear()
         self.replays.clear()
 
-    def open(self, path: str) -> str:
+    def open(self, path: str, class_name: str) -> str:
         """Begin a call of a module and return its key."""
         key = f"{path}@{self.counts[path]}" if self.counts[path] else path
         self.counts[path] += 1
         self.paths[key] = path
+        self.classes[key] = class_name
         self.parents[key] = self.open_calls[-1] if self.open_calls else None
         self.open_calls.append(key)
         return key
@@ -73,7 +83,7 @@ def recorded(model: nn.Module, *, fold: bool) -> Iterator[Recording]:
     modules = dict(model.named_modules())
     blocks = repeated_blocks(model) if fold else {}
     recording = Recording(modules=modules, blocks=blocks)
-    with _marker_ops(recording):
+    with _marker_ops(recording), _functions_recorded(recording):
         try:
             for path, module in modules.items():
                 module.__dict__["forward"] = _recording_forward(module, path, recording)
@@ -115,7 +125,7 @@ def _recording_forward(module: nn.Module, path: str, recording: Recording) -> Ca
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        call = recording.open(path)
+        call = recording.open(path, type(module).__name__)
         recording.entered[call] = _mark(torch.ops.autopar.enter, leaves, spec, call)
         try:
             result = _run_or_replay(recording, call, original, args, kwargs)
@@ -125,6 +135,31 @@ def _recording_forward(module: nn.Module, path: str, recording: Recording) -> Ca
         return result
 
     return forward
+
+
+@contextmanager
+def _functions_recorded(recording: Recording) -> Iterator[None]:
+    """Record the uses of autograd Functions that are not torch's own."""
+    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
+    def apply(cls: type, *args: Any) -> Any:
+        if cls.__module__.startswith("torch."):
+            return original(cls, *args)
+        owner = recording.paths[recording.open_calls[-1]] if recording.open_calls else "(loss)"
+        call = recording.open(f"{owner}/{cls.__name__}", cls.__name__)
+        recording.functions.add(call)
+        recording.entered[call] = _mark(
+            torch.ops.autopar.enter, *pytree.tree_flatten((args, {})), call
+        )
+        try:
+            result = original(cls, *args)
+        finally:
+            recording.open_calls.pop()
+        recording.left[call] = _mark(torch.ops.autopar.leave, *pytree.tree_flatten(result), call)
+        return result
+
+    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
+        yield
 
 
 def _run_or_replay(

@@ -1,8 +1,9 @@
 """Notices, while a model is traced, what a trace would silently get wrong.
 
-- A custom `autograd.Function`: the trace keeps its forward and loses its backward.
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.
+
+The third silent trap, the lost backward of a custom autograd.Function, is met in `record`.
 """
 
 from __future__ import annotations
@@ -16,7 +17,6 @@ from typing import Any
 from unittest.mock import patch
 
 import numpy as np
-import torch
 from torch import nn
 
 from autopar.planner.errors import TraceError
@@ -38,7 +38,6 @@ def watched(model: nn.Module) -> Iterator[None]:
     before = _attributes(model)
     states = random.getstate(), str(np.random.get_state())
     with ExitStack() as patches:
-        patches.enter_context(_functions_watched(found))
         for module, names in _RANDOM_SOURCES:
             for name in names:
                 spy = _spy(getattr(module, name), found)
@@ -50,27 +49,6 @@ def watched(model: nn.Module) -> Iterator[None]:
     found.extend(_changed(before, _attributes(model)))
     if found:
         raise found[0]
-
-
-@contextmanager
-def _functions_watched(found: list[TraceError]) -> Iterator[None]:
-    """Notice uses of autograd Functions that are not torch's own."""
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
-
-    def apply(cls: type, *args: Any, **kwargs: Any) -> Any:
-        if not cls.__module__.startswith("torch."):
-            found.append(
-                TraceError(
-                    f"{cls.__name__} is a custom autograd.Function: its backward would be lost",
-                    where=_caller(),
-                    expected="ops whose gradient torch derives itself",
-                    fix="write the forward with torch ops, or register it with torch.library.custom_op",
-                )
-            )
-        return original(cls, *args, **kwargs)
-
-    with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
-        yield
 
 
 def _spy(function: Callable[..., Any], found: list[TraceError]) -> Callable[..., Any]:
@@ -120,5 +98,5 @@ def _changed(
                 "the trace would hold one value for ever",
                 where=f"module {path or '(root)'}",
                 expected="state that changes in training to be a buffer",
-                fix=f"self.register_buffer({name!r}, torch.tensor({before[key]!r})), changed in place",
+                fix=f"self.register_buffer({name!r}, …), changed in place",
             )

@@ -1,0 +1,3 @@
+"""autopar plans how to split the training of a PyTorch model, and writes the script."""
+
+__version__ = "0.1.0"

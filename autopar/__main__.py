@@ -1,0 +1,6 @@
+"""Entry point of `autopar` and of `python -m autopar`."""
+
+from autopar.cli import main
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,50 @@
+"""The command line: commands, and how errors are told and turned into exit codes."""
+
+from __future__ import annotations
+
+import sys
+from typing import Annotated
+
+import typer
+
+import autopar
+from autopar.commands.inspect import inspect
+from autopar.console import tell_error
+from autopar.planner.errors import AutoparError, ExitCode
+
+app = typer.Typer(
+    name="autopar",
+    help="Plans how to split the training of a PyTorch model, and writes the script.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+app.command()(inspect)
+
+
+def _version(wanted: bool) -> None:
+    if wanted:
+        print(f"autopar {autopar.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def autopar_options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+    ] = False,
+) -> None:
+    """Plans how to split the training of a PyTorch model, and writes the script."""
+    del version
+
+
+def main() -> None:
+    """Run the command line; every error of ours leaves with its documented exit code."""
+    try:
+        app()
+    except AutoparError as error:
+        tell_error(error)
+        sys.exit(int(error.exit_code))
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(int(ExitCode.INTERRUPTED))

@@ -1,0 +1,1 @@
+"""One thin module per command: read the arguments, call the planner, print."""

@@ -1,0 +1,1 @@
+"""Measurements: every one prints ratios or residuals from one run."""
