@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 from torch.export import Dim, ExportedProgram
+from torch.overrides import TorchFunctionMode
 
 from autopar.planner.errors import AutoparError, TraceError
 from autopar.planner.trace.build import Step, Subject
@@ -39,6 +40,7 @@ def export(subject: Subject, *, fold: bool) -> Exported:
             _quiet(),
             watched(subject.model),
             recorded(subject.model, fold=fold) as recording,
+            _ListIndices(),
         ):
             program = torch.export.export(
                 _traced(subject.step, tensors, constants, recording),
@@ -52,6 +54,22 @@ def export(subject: Subject, *, fold: bool) -> Exported:
     except BaseException as error:
         raise told(error, subject) from error
     return Exported(program=program, recording=recording, subject=subject)
+
+
+class _ListIndices(TorchFunctionMode):
+    """Keeps the numbers in `x[..., [-2], :]`: on the meta device torch would forget them."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Turn lists among the indices into tensors with values."""
+        del types
+        if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
+            index = tuple(
+                torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in args[1]
+            )
+            args = (args[0], index)
+        return func(*args, **(kwargs or {}))
 
 
 def _traced(

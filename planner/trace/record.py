@@ -5,8 +5,8 @@ into the graph, `autopar::enter` and `autopar::leave`, whose arguments are the t
 the border of the call; `convert` reads them and drops them. A repeated block is not run again: one
 node `autopar::replay` stands for its ops.
 
-A custom autograd.Function is recorded like a module: the exporter inlines its forward and would lose
-its backward without a word.
+A custom autograd.Function is recorded like a module: the exporter inlines its forward and would
+lose its backward without a word.
 """
 
 from __future__ import annotations

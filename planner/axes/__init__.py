@@ -1,0 +1,1 @@
+"""What every dimension of every tensor means: an algebra of dims, found by unification."""

@@ -1,0 +1,139 @@
+"""Finds what every dim of a graph means: instantiates each op's signature and unifies."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autopar.planner.axes.naming import Hint, hints_of, named
+from autopar.planner.axes.terms import Concat, Dim, Leaf, substituted, text_of
+from autopar.planner.axes.unify import Unifier
+from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.rules.signature import Case, Signature
+from autopar.planner.rules.table import rule_of
+from autopar.planner.rules.tiles import tiles_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Conflict:
+    """A place where a rule and the rest of the graph do not agree; the dim is not split there."""
+
+    op: str
+    tensor: str
+    dim: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpAxes:
+    """An op's signature, and what each of its letters is in the logical axes of the model."""
+
+    signature: Signature
+    letters: Mapping[str, Dim]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Axes:
+    """The dims of every tensor in logical axes, and each op's letters in them.
+
+    A leaf is one axis; `names` tells what people call it, and an anonymous one goes by its size.
+    """
+
+    dims: Mapping[str, tuple[Dim, ...]]
+    ops: Mapping[str, OpAxes]
+    conflicts: tuple[Conflict, ...]
+    names: Mapping[str, str]
+
+    def text(self, dim: Dim) -> str:
+        """Return a dim as people read it."""
+        return text_of(substituted(dim, lambda leaf: Leaf(self.names[leaf.name], leaf.size)))
+
+
+def infer_axes(graph: Graph) -> Axes:
+    """Return the logical axes of a graph."""
+    inference = _Inference(graph)
+    for op in graph.ops:
+        inference.read(op)
+    return inference.axes()
+
+
+class _Inference:
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.unifier = Unifier()
+        self.tiles = tiles_of(graph)
+        self.conflicts: list[Conflict] = []
+        self.ops: dict[str, tuple[Signature, dict[str, Dim]]] = {}
+        self.hints: list[Hint] = []
+        self.dims: dict[str, tuple[Dim, ...]] = {
+            tensor.name: tuple(map(self.unifier.fresh, tensor.shape))
+            for tensor in graph.tensors.values()
+            if tensor.origin is not Origin.OP
+        }
+        self._unify_batches()
+
+    def _unify_batches(self) -> None:
+        """The first dim of every input is the batch."""
+        firsts = [self.dims[name][0] for name in self.graph.inputs if self.dims[name]]
+        for other in firsts[1:]:
+            self.unifier.unify(firsts[0], other)
+
+    def read(self, op: Op) -> None:
+        """Lay the signature of an op over its tensors."""
+        case = Case(op=op, tensors=self.graph.tensors, tiles=self.tiles.get(op.name))
+        rule = rule_of(op.target)
+        signature = rule.signature(case)
+        letters: dict[str, Dim] = {}
+
+        def instantiated(dim: Dim) -> Dim:
+            return substituted(
+                dim,
+                lambda leaf: letters.setdefault(leaf.name, self.unifier.fresh(leaf.size)),
+            )
+
+        for tensor, dims in signature.operands:
+            for i, dim in enumerate(dims):
+                if not self.unifier.unify(self.dims[tensor][i], instantiated(dim)):
+                    self.conflicts.append(Conflict(op=op.name, tensor=tensor, dim=i))
+        for tensor, dims in signature.results:
+            self.dims[tensor] = tuple(instantiated(dim) for dim in dims)
+        for tensor in op.outputs:
+            if tensor not in self.dims:
+                shape = self.graph.tensors[tensor].shape
+                self.dims[tensor] = tuple(map(self.unifier.fresh, shape))
+        self.ops[op.name] = (signature, letters)
+        self.hints += hints_of(op, rule, signature, letters, self.graph)
+
+    def axes(self) -> Axes:
+        """Return everything in terms of the axes that are left."""
+        names, whole_names = named(self.graph, self.dims, self.unifier, self.hints)
+
+        def final(dim: Dim) -> Dim:
+            top = self.unifier.structure(dim)
+            if isinstance(top, Leaf):
+                return top
+            resolved = substituted(top, final)
+            if isinstance(resolved, Concat):
+                return Concat(resolved.parts, whole_names.get(self.unifier.resolved(top), ""))
+            return resolved
+
+        return Axes(
+            dims=MappingProxyType(
+                {
+                    name: tuple(substituted(d, final) for d in dims)
+                    for name, dims in self.dims.items()
+                    if name in self.graph.tensors
+                }
+            ),
+            ops=MappingProxyType(
+                {
+                    name: OpAxes(
+                        signature=signature,
+                        letters=MappingProxyType({k: final(v) for k, v in letters.items()}),
+                    )
+                    for name, (signature, letters) in self.ops.items()
+                }
+            ),
+            conflicts=tuple(self.conflicts),
+            names=MappingProxyType(names),
+        )

@@ -1,0 +1,79 @@
+"""One line of the table: the op's signature, its work, what it keeps for the backward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+from autopar.planner.rules.shapes import ShapeFunction, opaque
+from autopar.planner.rules.signature import Case, Pattern, Signature
+
+
+class Traffic(StrEnum):
+    """What an op moves through memory."""
+
+    ALL = "all"  # reads its inputs, writes its results
+    NONE = "none"  # another look at the same memory
+    GATHERED = "gathered"  # reads as much of a table as it writes
+
+
+class Linear(StrEnum):
+    """In which inputs an op is linear, so that a partial sum may pass through it."""
+
+    NO = "no"
+    JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
+    EACH = "each"  # in each input while the others are whole: a product
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Saved:
+    """One thing kept for the backward: `what` is an argument, "out" or letters with a type."""
+
+    what: str
+    needs: str = ""  # the argument that must need a gradient; "" is any
+    dtype: str = ""  # for letters: their element type, "" is the result's
+    only: str = ""  # the condition on the kernel or the arguments under which it is kept
+
+    @staticmethod
+    def parse_all(text: str) -> tuple[Saved, ...]:
+        """Parse the column of the table: comma-separated entries."""
+        return tuple(Saved.parse(entry.strip()) for entry in text.split(",") if entry.strip())
+
+    @staticmethod
+    def parse(entry: str) -> Saved:
+        """Parse one entry: `input if weight`, `out`, `f32(b h q)`, `bool(*) when fused`."""
+        entry, _, only = entry.partition(" when ")
+        what, _, needs = entry.partition(" if ")
+        dtype, bracket, letters = what.partition("(")
+        if bracket:
+            return Saved(what=letters.rstrip(")"), needs=needs, dtype=dtype, only=only or "always")
+        return Saved(what=what, needs=needs, only=only)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Rule:
+    """What is known of an op.
+
+    `flops` is the product of these letters' sizes, twice (multiply and add); "*" stands for all
+    letters of the operands and results. `saves` lists what the backward needs: `x if y` is
+    the tensor argument x where the argument y needs a gradient, `out` is the result, `f32(a b)` is a
+    tensor of that type over these letters. `names` proposes what people call a letter.
+    """
+
+    target: str
+    shape: Pattern | ShapeFunction
+    contracts: tuple[str, ...] = ()
+    saves: tuple[Saved, ...] = ()
+    traffic: Traffic = Traffic.ALL
+    linear: Linear = Linear.NO
+    names: Mapping[str, str] = field(default_factory=dict)
+
+    def signature(self, case: Case) -> Signature:
+        """Return the op's signature; one that the rule does not fit is opaque."""
+        if isinstance(self.shape, Pattern):
+            try:
+                return self.shape.signature(case)
+            except ValueError:
+                return opaque(case)
+        return self.shape(case)

@@ -1,0 +1,211 @@
+"""The table of rules: one line per op, in the manner of einsum.
+
+The letters say what may be split: a letter of operands and results is split in all of them alike; a
+letter of operands alone is summed over, so a split of it leaves a partial sum; `[d]` is not split.
+What is not here is never wrong, only slower: it is split along a recognisable batch, or not at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from autopar.planner.rules import shapes as s
+from autopar.planner.rules.rule import Linear, Rule, Saved, Traffic
+from autopar.planner.rules.shapes import ShapeFunction
+from autopar.planner.rules.signature import Pattern
+
+_NO, _JOINTLY, _EACH = Linear.NO, Linear.JOINTLY, Linear.EACH
+
+
+def _contraction(
+    targets: str, pattern: str, *, contracts: str, saves: str, names: str = "", **given: str
+) -> list[Rule]:
+    """Matrix products, convolutions, attention: 2·∏(letters) FLOPs for each group of letters."""
+    shape = Pattern.parse(pattern, **given)
+    groups = tuple(contracts.split(","))
+    return _lines(targets, shape, saves, linear=_EACH, names=names, contracts=groups)
+
+
+def _lines(
+    targets: str,
+    shape: Pattern | ShapeFunction | str,
+    saves: str = "",
+    *,
+    linear: Linear = _NO,
+    traffic: Traffic = Traffic.ALL,
+    names: str = "",
+    contracts: tuple[str, ...] = (),
+) -> list[Rule]:
+    pairs = [pair.partition("=") for pair in names.split()]
+    return [
+        Rule(
+            target=target,
+            shape=Pattern.parse(shape) if isinstance(shape, str) else shape,
+            contracts=contracts,
+            saves=Saved.parse_all(saves),
+            traffic=traffic,
+            linear=linear,
+            names=MappingProxyType({letter: name for letter, _, name in pairs}),
+        )
+        for target in targets.split()
+    ]
+
+
+def _views(targets: str, shape: ShapeFunction) -> list[Rule]:
+    return _lines(targets, shape, linear=_JOINTLY, traffic=Traffic.NONE)
+
+
+def _elementwise(targets: str, saves: str = "", *, linear: Linear = _NO) -> list[Rule]:
+    return _lines(targets, s.elementwise, saves, linear=linear)
+
+
+_CONV_SAVES = "input if weight, weight if input"
+_NORM_SAVES = "input, weight if input"
+
+_RULES = (
+    # --- contractions
+    *_contraction(
+        "linear", "input … i, weight o i, bias? o -> … o", contracts="… i o",
+        saves="input if weight, weight if input",
+    ),
+    *_contraction(
+        "addmm", "self? … n, mat1 m k, mat2 k n -> m n", contracts="m k n",
+        saves="mat1 if mat2, mat2 if mat1",
+    ),
+    *_contraction("mm", "self m k, mat2 k n -> m n", contracts="m k n",
+                  saves="self if mat2, mat2 if self"),
+    *_contraction(
+        "bmm", "self b m k, mat2 b k n -> b m n", contracts="b m k n",
+        saves="self if mat2, mat2 if self", names="b=heads k=head_dim n=head_dim",
+    ),
+    *_contraction(
+        "baddbmm", "self? … m n, batch1 b m k, batch2 b k n -> b m n", contracts="b m k n",
+        saves="batch1 if batch2, batch2 if batch1", names="b=heads k=head_dim n=head_dim",
+    ),
+    *_contraction(
+        "matmul", "self … m k, other … k n -> … m n", contracts="… m k n",
+        saves="self if other, other if self", names="…=heads k=head_dim n=head_dim",
+    ),
+    *_contraction("outer", "self m, vec2 n -> m n", contracts="m n",
+                  saves="self if vec2, vec2 if self"),
+    *_lines("einsum", s.einsum, "tensors", linear=_EACH, contracts=("*",)),
+    *_lines(
+        "scaled_dot_product_attention", s.attention, "query, key, value, out, f32(… h q)",
+        linear=_NO, contracts=("… h q t e", "… h q t f"),
+        names="h=heads k=kv_heads g=group e=head_dim f=head_dim q=seq t=seq",
+    ),
+    *_contraction(
+        "conv1d", "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
+        contracts="n g o c p k", saves=_CONV_SAVES, names="c=channels o=channels",
+        g="groups",
+    ),
+    *_contraction(
+        "conv2d", "input n g·c [y] [x], weight g·o c [j] [k], bias? g·o -> n g·o [p] [q]",
+        contracts="n g o c p q j k", saves=_CONV_SAVES,
+        names="c=channels o=channels y=height x=width p=height q=width", g="groups",
+    ),
+    *_contraction(
+        "conv3d", "input n g·c [z] [y] [x], weight g·o c [i] [j] [k], bias? g·o "
+        "-> n g·o [r] [p] [q]", contracts="n g o c r p q i j k", saves=_CONV_SAVES,
+        names="c=channels o=channels", g="groups",
+    ),
+    # --- look-ups
+    *_lines("embedding", "weight v d, indices … -> … d", "indices", traffic=Traffic.GATHERED,
+            names="v=entries d=embed"),
+    *_lines("embedding_bag", "weight v d, indices n [l] -> n d", "indices",
+            traffic=Traffic.GATHERED, names="v=vocab d=embed"),
+    # --- norms and softmax
+    *_lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
+            _NORM_SAVES + ", f32(…), f32(…)", names="d=embed"),
+    *_lines("rms_norm", "input … [d], weight? d -> … d", _NORM_SAVES + ", f32(…)",
+            names="d=embed"),
+    *_lines("batch_norm", "input n c […], weight? c, bias? c, running_mean? c, "
+            "running_var? c -> n c […]",
+            _NORM_SAVES + ", f32(c), f32(c)", names="c=channels"),
+    *_lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out"),
+    *_lines("cross_entropy_loss", "self n v …, target n …, weight? v ->",
+            "self(n v …), target",
+            names="v=classes"),
+    *_lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target"),
+    *_lines("mse_loss smooth_l1_loss l1_loss huber_loss", s.elementwise, "self, target"),
+    *_lines("binary_cross_entropy_with_logits", s.elementwise, "self, target"),
+    # --- elementwise
+    *_elementwise("add.Tensor add_.Tensor sub.Tensor sub_.Tensor rsub.Scalar", linear=_JOINTLY),
+    *_elementwise("add.Scalar sub.Scalar"),
+    *_elementwise("neg clone contiguous", linear=_JOINTLY),
+    *_elementwise("to.dtype to.device to.dtype_layout to.other _to_copy type_as", linear=_JOINTLY),
+    *_elementwise("mul.Tensor mul_.Tensor", "self if other, other if self", linear=_EACH),
+    *_elementwise("mul.Scalar", linear=_JOINTLY),
+    *_elementwise("div.Tensor div_.Tensor", "other if self, self if other"),
+    *_elementwise("div.Scalar", linear=_JOINTLY),
+    *_elementwise("gelu silu pow.Tensor_Scalar abs log softplus hardtanh hardswish leaky_relu elu "
+                  "sin cos clamp mish", "self"),
+    *_elementwise("relu relu_ tanh sigmoid exp rsqrt sqrt reciprocal tanh_ sigmoid_", "out"),
+    *_elementwise("pow.Scalar", "out"),
+    *_elementwise("pow.Tensor_Tensor", "self, exponent, out"),
+    *_elementwise("dropout dropout_ feature_dropout", "bool(*) when fused, noise(*) when unfused"),
+    *_elementwise("where.self", "condition"),
+    *_elementwise("where.ScalarOther where.ScalarSelf where.Scalar", "condition"),
+    *_elementwise("masked_fill.Scalar masked_fill_.Scalar masked_fill.Tensor", "mask"),
+    *_elementwise("maximum minimum min.other max.other", "self, other"),
+    *_elementwise("eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar "
+                  "gt.Tensor gt.Scalar ge.Tensor ge.Scalar __and__.Tensor __or__.Tensor logical_not "
+                  "logical_and logical_or bitwise_not bitwise_and.Tensor isnan isinf floor ceil "
+                  "round sign floor_divide remainder.Scalar remainder.Tensor erf log1p copy_ fill_ "
+                  "fill_.Scalar detach zeros_like ones_like full_like rand_like randn_like "
+                  "empty_like bernoulli bernoulli_.float"),
+    # --- views
+    *_views("view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints "
+            "unflatten.int", s.reshape),
+    *_lines("reshape", s.reshape, linear=_JOINTLY, traffic=Traffic.NONE),
+    *_views("transpose.int transpose_", s.permuted(s.transpose_order)),
+    *_views("permute", s.permuted(s.permute_order)),
+    *_views("t numpy_T mT", s.permuted(s.reversed_order)),
+    *_views("expand expand_as broadcast_to", s.expanded),
+    *_views("chunk split.Tensor split.sizes split_with_sizes tensor_split.sections", s.split),
+    *_views("slice.Tensor narrow", s.sliced),
+    *_views("select.int unbind.int", s.selected),
+    # --- moving data
+    *_lines("cat", s.cat, linear=_JOINTLY),
+    *_lines("stack", s.stack, linear=_JOINTLY),
+    *_lines("repeat", s.repeated, linear=_JOINTLY),
+    *_lines("repeat_interleave.self_int", s.interleaved, linear=_JOINTLY),
+    *_lines("pad constant_pad_nd", s.padded, linear=_JOINTLY),
+    *_lines("index.Tensor", s.indexed, "indices", traffic=Traffic.GATHERED, linear=_JOINTLY),
+    *_lines("gather", s.gathered, "index", traffic=Traffic.GATHERED, linear=_JOINTLY),
+    *_lines("roll flip", s.over("dims"), linear=_JOINTLY),
+    # --- reductions
+    *_lines("sum sum.dim_IntList mean mean.dim", s.reduced(partial=True), linear=_JOINTLY),
+    *_lines("amax amin argmax argmin max.dim min.dim max min any all any.dim all.dim",
+            s.reduced(partial=False)),
+    *_lines("cumsum sort topk argsort diff", s.over("dim")),
+    # --- pooling and resizing
+    *_lines("max_pool2d", "self n c [y] [x] -> n c [p] [q]", "self, i64(n c p q)"),
+    *_lines("avg_pool2d adaptive_avg_pool2d", "self n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
+    *_lines("adaptive_avg_pool1d avg_pool1d", "self n c [x] -> n c [p]", linear=_JOINTLY),
+    *_lines("upsample_bilinear2d.vec upsample_nearest2d.vec upsample_bicubic2d.vec",
+            "input n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
+    # --- made from nothing
+    *_lines("arange arange.start arange.start_step zeros ones full empty rand randn new_ones "
+            "new_zeros new_full new_empty scalar_tensor linspace eye tril triu", s.made),
+)  # fmt: skip
+
+
+def _full_name(target: str) -> str:
+    return f"aten.{target}" if "." in target else f"aten.{target}.default"
+
+
+TABLE: Mapping[str, Rule] = MappingProxyType({_full_name(rule.target): rule for rule in _RULES})
+
+_UNKNOWN = Rule(target="", shape=s.opaque, saves=Saved.parse_all("*inputs, out"))
+
+
+def rule_of(target: str) -> Rule:
+    """Return the rule of an op; an op that has none gets the one that knows only the batch."""
+    return TABLE.get(target, _UNKNOWN)
+
+
+def has_rule(target: str) -> bool:
+    """Whether the table has a line for an op."""
+    return target in TABLE
