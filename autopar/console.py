@@ -13,8 +13,11 @@ from autopar.planner.errors import AutoparError
 
 
 def results() -> Console:
-    """Return the console for results; without a terminal it has no colour and does not wrap."""
-    return Console(highlight=False, soft_wrap=not sys.stdout.isatty())
+    """Return the console for results; without a terminal it is wide and has no colour."""
+    return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
+
+
+_FILE_WIDTH = 120
 
 
 @contextmanager

@@ -8,12 +8,13 @@ import inspect
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 from autopar.planner.errors import AutoparError, InputError
 
@@ -73,7 +74,7 @@ def _split(spec: str) -> tuple[Path, str]:
     if not name or "/" in factory or factory.endswith(".py"):
         name, factory = spec, "build_model"
     path = Path(name)
-    if path.is_dir():
+    if name and path.is_dir():
         hint = next(iter(sorted(path.glob("*.py"))), path / "model.py")
         raise InputError(f"{name} is a folder", expected="a model file", fix=f"name it: {hint}")
     if not path.is_file():
@@ -164,18 +165,19 @@ def _known_parameters(functions: Mapping[str, Callable[..., Any]]) -> dict[str, 
 
 
 def _parse_value(key: str, raw: str, annotation: str) -> Any:
-    if annotation in ("str", "Path", "str | None"):
-        return None if annotation.endswith("None") and raw.lower() == "none" else raw
+    kinds = annotation.removeprefix("Optional[").removesuffix("]").split(" | ")
+    if raw.lower() == "none" and ("None" in kinds or "Optional[" in annotation):
+        return None
+    if kinds[0] in ("str", "Path"):
+        return raw
     words = {"true": True, "false": False, "none": None}
     try:
         value = words[raw.lower()] if raw.lower() in words else ast.literal_eval(raw)
     except (ValueError, SyntaxError):
         value = raw
-    expected = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(
-        annotation.split(" |")[0]
-    )
-    wrong = expected and not isinstance(value, expected)
-    if (wrong and value is not None) or (annotation == "int" and isinstance(value, bool)):
+    # By exact type: True is an int for Python, but not for a person.
+    expected = {"int": (int,), "float": (int, float), "bool": (bool,)}.get(kinds[0])
+    if expected and type(value) not in expected:
         raise InputError(f"--arg {key}={raw} is not of type {annotation}")
     return value
 
@@ -186,12 +188,25 @@ def _bind(
     """Return the function with its share of the arguments, its failures told as ours."""
     parameters = inspect.signature(function).parameters
     share = {key: value for key, value in values.items() if key in parameters}
+    _check_call(function, share, name=name, path=path)
 
     def call(*positional: Any) -> Any:
         with _guarded(f"calling {name}", path), _no_process_group(path):
             return function(*positional, **share)
 
     return call
+
+
+def _check_call(
+    function: Callable[..., Any], share: Mapping[str, Any], *, name: str, path: Path
+) -> None:
+    """Check that autopar can call a function: it passes so many arguments, --arg gives the rest."""
+    passed = {"example_batch": 1, "loss": 2, "build_optimizer": 1, "build_scheduler": 1}
+    try:
+        inspect.signature(function).bind(*[None] * passed.get(name, 0), **share)
+    except TypeError as error:
+        fix = "give it by --arg name=value, or give the parameter a default"
+        raise InputError(f"{name}: {error}", where=str(path), expected=CONTRACT, fix=fix) from None
 
 
 @contextmanager
@@ -202,7 +217,7 @@ def _guarded(doing: str, path: Path) -> Iterator[None]:
     except (AutoparError, KeyboardInterrupt):
         raise
     except SyntaxError as error:
-        where = f"{error.filename}:{error.lineno}"
+        where = f"{error.filename}:{error.lineno}" if error.filename else str(path)
         raise InputError(f"{doing} failed: {error.msg}", where=where, expected=CONTRACT) from None
     except SystemExit as error:
         found = f"{doing} ended the process (exit {error.code})"
@@ -217,6 +232,7 @@ def _guarded(doing: str, path: Path) -> Iterator[None]:
 def _no_process_group(path: Path) -> Iterator[None]:
     """Refuse a process group: planning happens in one process, before any group exists."""
     import torch.distributed as dist
+    from torch.distributed import device_mesh
 
     def refuse(*_: Any, **__: Any) -> None:
         raise InputError(
@@ -226,17 +242,22 @@ def _no_process_group(path: Path) -> Iterator[None]:
             fix="leave it out: the emitted script starts the process group",
         )
 
-    original = dist.init_process_group
-    dist.init_process_group = refuse
-    try:
+    holders = (dist, dist.distributed_c10d, device_mesh)
+    with ExitStack() as patches:
+        for holder in holders:
+            patches.enter_context(patch.object(holder, "init_process_group", refuse))
         yield
-    finally:
-        dist.init_process_group = original
 
 
 def user_location(error: BaseException, path: Path) -> str:
-    """Return file:line of the innermost frame in the model file, else of where it was raised."""
+    """Return file:line of the innermost frame in the model file or its neighbours."""
     frames = traceback.extract_tb(error.__traceback__)
-    own = [frame for frame in frames if Path(frame.filename) == path]
-    last = (own or list(frames))[-1:]
-    return f"{last[0].filename}:{last[0].lineno}" if last else str(path)
+    own = [frame for frame in frames if _is_own(frame.filename, path)]
+    return f"{own[-1].filename}:{own[-1].lineno}" if own else str(path)
+
+
+def _is_own(filename: str, path: Path) -> bool:
+    """Whether a frame is the user's: in the folder of the model file, but no installed package."""
+    if filename == __file__ or "site-packages" in filename:
+        return False
+    return path.parent in Path(filename).parents

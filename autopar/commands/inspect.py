@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from dataclasses import asdict
 from typing import Annotated
 
 import typer
 
 from autopar.console import progress, results
+from autopar.inspection_page import page
+from autopar.planner.inspection import inspect_graph
 from autopar.planner.model_file import load_model_file
 from autopar.planner.trace import trace
 
@@ -14,10 +18,22 @@ from autopar.planner.trace import trace
 def inspect(
     model: Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")],
     arg: Annotated[
-        list[str] | None, typer.Option("--arg", metavar="KEY=VALUE", help="For the model file.")
+        list[str] | None,
+        typer.Option("--arg", metavar="KEY=VALUE", help="An argument for the model file."),
     ] = None,
+    batch: Annotated[int, typer.Option("--batch", min=1, help="Rows to cost.")] = 1,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
-    """Show what autopar understands of a model: parameters, layers, axes, costs."""
+    """Show what autopar understands of a model: parameters, layers, axes, costs.
+
+    Example: autopar inspect models_zoo/gpt2.py --arg size=124m --batch 8
+    """
+    model_file = load_model_file(model, arg or ())
     with progress("tracing the model"):
-        graph = trace(load_model_file(model, arg or ()))
-    results().print(f"{len(graph.ops)} ops, {len(graph.parameters)} parameters")
+        graph = trace(model_file)
+        inspection = inspect_graph(graph, model=model_file.name, batch=batch)
+    if as_json:
+        print(json.dumps(asdict(inspection), indent=2))
+        return
+    for part in page(inspection):
+        results().print(part)

@@ -31,6 +31,8 @@ _RANKS = {
     "positions": 35,
     "ffn": 10,
 }
+# Features laid end to end are features each; half a head_dim is no head_dim.
+_MADE_OF_ALIKE = ("channels", "embed")
 _WEAK = 30  # how much a name loses where it is only likely
 
 
@@ -136,6 +138,9 @@ def _propose(
             chosen[open_[0].name] = name
         elif len(open_) == 2 and name == "heads" and whole:
             chosen[open_[0].name], chosen[open_[1].name] = "kv_heads", "group"
+    elif name in _MADE_OF_ALIKE:
+        for part in top.parts:
+            _propose(part, name, unifier, chosen, wholes)
     else:
         wholes.setdefault(unifier.resolved(top), name)
 

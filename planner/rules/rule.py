@@ -57,8 +57,8 @@ class Rule:
 
     `flops` is the product of these letters' sizes, twice (multiply and add); "*" stands for all
     letters of the operands and results. `saves` lists what the backward needs: `x if y` is
-    the tensor argument x where the argument y needs a gradient, `out` is the result, `f32(a b)` is a
-    tensor of that type over these letters. `names` proposes what people call a letter.
+    the tensor argument x where the argument y needs a gradient, `out` is the result, `f32(a b)`
+    is a tensor of that type over these letters. `names` proposes what people call a letter.
     """
 
     target: str

@@ -87,8 +87,6 @@ _RULES = (
         "matmul", "self … m k, other … k n -> … m n", contracts="… m k n",
         saves="self if other, other if self", names="…=heads k=head_dim n=head_dim",
     ),
-    *_contraction("outer", "self m, vec2 n -> m n", contracts="m n",
-                  saves="self if vec2, vec2 if self"),
     *_lines("einsum", s.einsum, "tensors", linear=_EACH, contracts=("*",)),
     *_lines(
         "scaled_dot_product_attention", s.attention, "query, key, value, out, f32(… h q)",
@@ -150,8 +148,9 @@ _RULES = (
     *_elementwise("masked_fill.Scalar masked_fill_.Scalar masked_fill.Tensor", "mask"),
     *_elementwise("maximum minimum min.other max.other", "self, other"),
     *_elementwise("eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar "
-                  "gt.Tensor gt.Scalar ge.Tensor ge.Scalar __and__.Tensor __or__.Tensor logical_not "
-                  "logical_and logical_or bitwise_not bitwise_and.Tensor isnan isinf floor ceil "
+                  "gt.Tensor gt.Scalar ge.Tensor ge.Scalar __and__.Tensor __or__.Tensor "
+                  "logical_not logical_and logical_or bitwise_not bitwise_and.Tensor isnan "
+                  "isinf floor ceil "
                   "round sign floor_divide remainder.Scalar remainder.Tensor erf log1p copy_ fill_ "
                   "fill_.Scalar detach zeros_like ones_like full_like rand_like randn_like "
                   "empty_like bernoulli bernoulli_.float"),

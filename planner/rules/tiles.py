@@ -14,11 +14,17 @@ Tiles = tuple[tuple[Extent, ...], int]
 def tiles_of(graph: Graph) -> Mapping[str, Tiles]:
     """Return, for each slice whose fellows tile the dim, all the tiles and its own position."""
     cuts: dict[tuple[str, int], dict[str, tuple[int, int]]] = defaultdict(dict)
+    source: dict[str, str] = {}  # x[:] → x
     for op in graph.ops:
         cut = _cut(op, graph)
         if cut is not None:
             dim, start, end = cut
-            cuts[op.inputs[0], dim][op.name] = (start, end)
+            first = op.inputs[0]
+            cuts[source.get(first, first), dim][op.name] = (start, end)
+        if op.target == "aten.slice.Tensor":
+            taken, out = op.inputs[0], op.outputs[0]
+            if graph.tensors[taken].shape == graph.tensors[out].shape:
+                source[out] = source.get(taken, taken)
     found: dict[str, Tiles] = {}
     for (tensor, dim), pieces in cuts.items():
         ends = graph.tensors[tensor].shape[dim].at(0)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from keyword import iskeyword
 from pathlib import Path
 from typing import Any
 
@@ -117,15 +118,15 @@ def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:
     if not isinstance(batch, Mapping):
         expected = "a dict from argument names to tensors"
         raise InputError(f"example_batch returned {_kind(batch)}", where=where, expected=expected)
-    if not any(isinstance(value, torch.Tensor) for value in batch.values()):
-        raise InputError("the batch has no tensor", where=where)
     for key, value in batch.items():
         _check_entry(key, value, batch_size, where)
+    if not any(isinstance(value, torch.Tensor) for value in batch.values()):
+        raise InputError("the batch has no tensor", where=where)
     return dict(batch)
 
 
 def _check_entry(key: object, value: object, batch_size: int, where: str) -> None:
-    if not isinstance(key, str) or not key.isidentifier():
+    if not isinstance(key, str) or not key.isidentifier() or iskeyword(key):
         raise InputError(f"the batch has the key {key!r}", where=where, expected="argument names")
     if isinstance(value, (str, int, float, bool, type(None))):
         return  # an argument that is the same for every batch
@@ -206,4 +207,6 @@ def _own_dtype(model: nn.Module) -> torch.dtype:
 
 
 def _kind(value: object) -> str:
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
+        return f"a plain {type(value).__name__.removeprefix('Sym').lower()}"
     return "None" if value is None else f"a {type(value).__name__}"

@@ -151,7 +151,8 @@ class _Converter:
             trainable = origin is Origin.PARAMETER and self.names.is_trainable(name)
             self._add_tensor(name, val, storage=name, origin=origin, requires_grad=trainable)
             if origin is Origin.CONSTANT:
-                self.constants[name] = constant(name, self.program.constants.get(node.name, None))
+                target = self.specs[node.name].target or ""
+                self.constants[name] = constant(name, self.program.constants.get(target))
         scope.storages[storage_of(val)] = name
 
     def _add_tensor(
@@ -418,8 +419,9 @@ class _Converter:
         """Return what the replaying module has where the template has this parameter or buffer."""
         spec = self.specs[node.name]
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
-            if (spec.target or "").startswith("lifted_tensor"):
-                self._bind_outside(node, spec.target or "", Origin.CONSTANT, scope)
+            target = (spec.target or "").removeprefix("model.")
+            if target.rpartition(".")[2].startswith("lifted_tensor"):
+                self._bind_outside(node, target, Origin.CONSTANT, scope)
                 return scope.values[node]
             raise CannotReplayError(node.name)
         assert scope.template is not None

@@ -19,7 +19,7 @@ from autopar.planner.errors import AutoparError, TraceError
 from autopar.planner.trace.build import Step, Subject
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.record import Recording, recorded
-from autopar.planner.trace.traps import watched
+from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ def export(subject: Subject, *, fold: bool) -> Exported:
     try:
         with (
             _quiet(),
-            watched(subject.model),
+            no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
             _ListIndices(),
         ):
@@ -84,7 +84,8 @@ def _traced(
 
     def run(**batch: Any) -> torch.Tensor:
         recording.restart()
-        return step.run({**batch, **constants})
+        with attributes_kept(step.model):
+            return step.run({**batch, **constants})
 
     names = ", ".join(tensors)
     pairs = ", ".join(f"{key}={key}" for key in tensors)
@@ -152,7 +153,7 @@ def told(error: BaseException, subject: Subject) -> TraceError:
 
 
 def _summary(error: BaseException) -> str:
-    """Return the first telling line of a torch error."""
+    """Return the first telling line of a torch error, its symbol for the batch as B."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
-    first = lines[0] if lines else type(error).__name__
+    first = re.sub(r"\bs\d+\b", "B", lines[0]) if lines else type(error).__name__
     return first if len(first) <= 200 else first[:197] + "…"

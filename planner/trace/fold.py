@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-_BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules", "training"})
+BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules", "training"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,7 +130,7 @@ def _leaf(leaf: Form | int | Plain, inputs: Sequence[Any], fresh: Iterator[torch
 def _structure(module: nn.Module) -> Hashable:
     """Return what two modules must have in common to compute alike, parameters' values aside."""
     positions: dict[int, int] = {}
-    attributes = {k: v for k, v in vars(module).items() if k not in _BOOKKEEPING}
+    attributes = {k: v for k, v in vars(module).items() if k not in BOOKKEEPING}
     tensors = [
         (name, positions.setdefault(id(tensor), len(positions)), _tensor_key(tensor))
         for name, tensor in (*module._parameters.items(), *module._buffers.items())

@@ -23,7 +23,8 @@ from torch import nn
 from torch.fx import node as fx_node
 from torch.utils import _pytree as pytree
 
-from autopar.planner.trace.fold import Template, call_key, repeated_blocks, template_of
+from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
+from autopar.planner.trace.traps import assigned_buffers_written
 
 TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
@@ -65,6 +66,15 @@ class Recording:
             borders.clear()
         self.templates.clear()
         self.replays.clear()
+
+    def held_by(self, call: str) -> Hashable:
+        """Return the identities of what the attributes of a called module hold, children's too."""
+        return tuple(
+            (id(module), name, tuple(map(id, pytree.tree_leaves(value))))
+            for module in self.modules[self.paths[call]].modules()
+            for name, value in vars(module).items()
+            if name not in BOOKKEEPING
+        )
 
     def open(self, path: str, class_name: str) -> str:
         """Begin a call of a module and return its key."""
@@ -128,7 +138,8 @@ def _recording_forward(module: nn.Module, path: str, recording: Recording) -> Ca
         call = recording.open(path, type(module).__name__)
         recording.entered[call] = _mark(torch.ops.autopar.enter, leaves, spec, call)
         try:
-            result = _run_or_replay(recording, call, original, args, kwargs)
+            with assigned_buffers_written(module, path):
+                result = _run_or_replay(recording, call, original, args, kwargs)
         finally:
             recording.open_calls.pop()
         recording.left[call] = _mark(torch.ops.autopar.leave, *pytree.tree_flatten(result), call)
@@ -175,9 +186,16 @@ def _run_or_replay(
         recording.replays[call] = template
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return template.result(leaves, iter(torch.ops.autopar.replay(tensors, call)))
+    before = recording.held_by(call)
     result = function(*args, **kwargs)
     made = template_of(call, leaves, result)
-    if key is not None and made is not None:
+    # A block that leaves tensors elsewhere than in its result (a list, an attribute such as
+    # `self.aux_loss`) must run each time.
+    leaves_after, _ = pytree.tree_flatten((args, kwargs))
+    is_pure = before == recording.held_by(call) and list(map(id, leaves)) == list(
+        map(id, leaves_after)
+    )
+    if key is not None and made is not None and is_pure:
         recording.templates[key] = made
     return result
 

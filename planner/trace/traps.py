@@ -2,21 +2,23 @@
 
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.
+- A buffer that the forward replaces instead of writing to it: the exporter forgets the new value.
 
-The third silent trap, the lost backward of a custom autograd.Function, is met in `record`.
+The other silent trap, the lost backward of a custom autograd.Function, is met in `record`.
 """
 
 from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import numpy as np
+import torch
 from torch import nn
 
 from autopar.planner.errors import TraceError
@@ -32,23 +34,64 @@ _RANDOM_SOURCES = (
 
 
 @contextmanager
-def watched(model: nn.Module) -> Iterator[None]:
-    """Raise a TraceError after the body if the model fell into a trap while it ran."""
+def no_foreign_randomness(model: nn.Module) -> Iterator[None]:
+    """Raise a TraceError after the body if random numbers were drawn outside torch."""
     found: list[TraceError] = []
-    before = _attributes(model)
-    states = random.getstate(), str(np.random.get_state())
+    before = _random_states(model)
     with ExitStack() as patches:
         for module, names in _RANDOM_SOURCES:
             for name in names:
                 spy = _spy(getattr(module, name), found)
                 patches.enter_context(patch.object(module, name, spy))
         yield
-    drawn = states != (random.getstate(), str(np.random.get_state()))
-    if drawn and not any("random" in error.found for error in found):
-        found.append(_baked_randomness(""))
-    found.extend(_changed(before, _attributes(model)))
+    if not found and before != _random_states(model):
+        found.append(_baked_randomness("the model's forward"))
     if found:
         raise found[0]
+
+
+@contextmanager
+def attributes_kept(model: nn.Module) -> Iterator[None]:
+    """Raise a TraceError after the body if an attribute of a module got another value.
+
+    It must surround one run of the model, for the exporter resets attributes afterwards. Plain
+    values and tensors are looked at. What was absent or None before passes: a cache that is filled
+    once, or a result put down for the loss.
+    """
+    before = _attributes(model)
+    yield
+    for (path, name), value in _attributes(model).items():
+        old = before.get((path, name))
+        if old is not None and old != value:
+            raise TraceError(
+                f"the forward changes the attribute {name}: the trace would keep one value for ever",
+                where=f"module {path or '(root)'}",
+                expected="state that changes in training to be a buffer",
+                fix=f"self.register_buffer({name!r}, …), changed in place",
+            )
+
+
+@contextmanager
+def assigned_buffers_written(module: nn.Module, path: str) -> Iterator[None]:
+    """Turn `self.mean = 0.9 * self.mean + …` in the body into a write to the buffer.
+
+    The exporter sees an assignment to a buffer of the root module only; any other is lost.
+    """
+    before = dict(module._buffers)
+    yield
+    for name, old in before.items():
+        new = module._buffers.get(name)
+        if old is None or new is None or new is old:
+            continue
+        if new.requires_grad or new.shape != old.shape:
+            fault = "a value with gradient" if new.requires_grad else "a value of another shape"
+            raise TraceError(
+                f"the forward assigns {fault} to the buffer {name}",
+                where=f"module {path or '(root)'}",
+                expected="buffers that keep their shape and stay outside the gradient",
+                fix=f"self.{name}.copy_(value.detach())",
+            )
+        module._buffers[name] = old.copy_(new)
 
 
 def _spy(function: Callable[..., Any], found: list[TraceError]) -> Callable[..., Any]:
@@ -64,7 +107,7 @@ def _spy(function: Callable[..., Any], found: list[TraceError]) -> Callable[...,
 def _baked_randomness(where: str) -> TraceError:
     return TraceError(
         "the forward draws random numbers of Python or numpy: one draw would become a constant",
-        where=where or "the model's forward",
+        where=where,
         expected="random numbers from torch, which stay random in the trace",
         fix="use torch.rand and its kin, or draw in the data set",
     )
@@ -78,25 +121,49 @@ def _caller() -> str:
     return f"{frame.f_code.co_filename}:{frame.f_lineno}"
 
 
-def _attributes(model: nn.Module) -> dict[tuple[str, str], object]:
-    return {
-        (path, name): value
-        for path, module in model.named_modules()
-        for name, value in vars(module).items()
-        if isinstance(value, _PLAIN) and name != "training"
+def _random_states(model: nn.Module) -> tuple[str, ...]:
+    """Return the states of Python's and numpy's generators and of those that the model holds."""
+    held = {
+        id(value): value
+        for module in model.modules()
+        for value in (*vars(module).values(), *_globals(module).values())
+        if isinstance(value, (random.Random, np.random.Generator, np.random.RandomState))
     }
+    return (
+        str(random.getstate()),
+        str(np.random.get_state()),
+        *(_random_state(generator) for generator in held.values()),
+    )
 
 
-def _changed(
-    before: dict[tuple[str, str], object], after: dict[tuple[str, str], object]
-) -> Iterator[TraceError]:
-    for key, value in after.items():
-        if key in before and before[key] != value:
-            path, name = key
-            yield TraceError(
-                f"the forward changes the attribute {name} from {before[key]!r} to {value!r}: "
-                "the trace would hold one value for ever",
-                where=f"module {path or '(root)'}",
-                expected="state that changes in training to be a buffer",
-                fix=f"self.register_buffer({name!r}, …), changed in place",
-            )
+def _random_state(generator: random.Random | np.random.Generator | np.random.RandomState) -> str:
+    if isinstance(generator, random.Random):
+        return str(generator.getstate())
+    if isinstance(generator, np.random.RandomState):
+        return str(generator.get_state())
+    return str(generator.bit_generator.state)
+
+
+def _globals(module: nn.Module) -> dict[str, Any]:
+    """Return the names that the file of a module's class defines."""
+    return getattr(type(module).forward, "__globals__", {})
+
+
+def _attributes(model: nn.Module) -> dict[tuple[str, str], Hashable]:
+    """Return the attributes of all modules that are plain values or tensors, to be compared."""
+    found: dict[tuple[str, str], Hashable] = {}
+    for path, module in model.named_modules():
+        for name, value in vars(module).items():
+            if isinstance(value, torch.Tensor):
+                found[path, name] = id(value)
+            elif name != "training" and _is_plain(value):
+                found[path, name] = repr(value) if value is not None else None
+    return found
+
+
+def _is_plain(value: object) -> bool:
+    if isinstance(value, dict):
+        return all(map(_is_plain, (*value.keys(), *value.values())))
+    if isinstance(value, (list, tuple, set)):
+        return all(map(_is_plain, value))
+    return isinstance(value, _PLAIN)

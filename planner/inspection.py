@@ -1,0 +1,228 @@
+"""Gathers what is worth telling of a model: parameters, layers, axes, costs, ops without a rule."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from math import prod
+
+from autopar.planner.annotate import Annotation, Precision, State, Work, annotate, state_of
+from autopar.planner.axes.infer import Axes, infer_axes
+from autopar.planner.axes.terms import leaves
+from autopar.planner.graph import Graph, Parameter
+from autopar.planner.layers import Layers, find_layers
+from autopar.planner.rules.table import has_rule
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Both:
+    """One figure at both precisions."""
+
+    fp32: int
+    bf16: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunLine:
+    """Equal layers in a row, as one line."""
+
+    name: str
+    first_call: str
+    count: int
+    ops: int
+    parameters: int
+    forward_flops: int
+    backward_flops: int
+    saved_bytes: Both
+    moved_bytes: Both
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AxisLine:
+    """A logical axis: its size, and how many parameter dims it occurs in."""
+
+    name: str
+    size: str
+    parameters: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterLine:
+    """The dims of one parameter in logical axes, and of how many others alike."""
+
+    name: str
+    shape: tuple[int, ...]
+    dims: tuple[str, ...]
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpLine:
+    """An op that the table has no line for."""
+
+    target: str
+    count: int
+    location: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StateLine:
+    """What the parameters occupy at one precision, with AdamW."""
+
+    precision: str
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inspection:
+    """What autopar understands of a model at one batch."""
+
+    model: str
+    batch: int
+    batch_is_fixed: bool
+    tokens: int
+    parameters: int
+    trainable_parameters: int
+    tied: tuple[tuple[str, ...], ...]
+    updated_buffers: tuple[str, ...]
+    custom_functions: tuple[str, ...]
+    layers: int
+    layer_classes: int
+    runs: tuple[RunLine, ...]
+    axes: tuple[AxisLine, ...]
+    parameter_dims: tuple[ParameterLine, ...]
+    conflicts: tuple[str, ...]
+    forward_flops: int
+    backward_flops: int
+    saved_bytes: Both
+    states: tuple[StateLine, ...]
+    ops: int
+    ops_without_rule: tuple[OpLine, ...]
+
+
+def inspect_graph(graph: Graph, *, model: str, batch: int) -> Inspection:
+    """Return what is worth telling of a traced model."""
+    axes = infer_axes(graph)
+    layers = find_layers(graph, axes)
+    fp32, bf16 = (
+        annotate(graph, axes, batch=batch, precision=precision) for precision in Precision
+    )
+    total, total_bf16 = fp32.total(graph.ops), bf16.total(graph.ops)
+    used = graph.fixed_batch or batch
+    return Inspection(
+        model=model,
+        batch=used,
+        batch_is_fixed=graph.fixed_batch is not None,
+        tokens=_tokens(graph, used),
+        parameters=sum(map(_count, graph.parameters)),
+        trainable_parameters=sum(_count(p) for p in graph.parameters if p.trainable),
+        tied=tuple((p.name, *p.aliases) for p in graph.parameters if p.aliases),
+        updated_buffers=tuple(b.name for b in graph.buffers if b.updated),
+        custom_functions=tuple(
+            sorted({c.class_name for c in graph.calls.values() if c.is_function})
+        ),
+        layers=len(layers.layers),
+        layer_classes=len(layers.classes),
+        runs=_runs(graph, layers, fp32, bf16),
+        axes=_axes(graph, axes),
+        parameter_dims=_parameter_dims(graph, axes),
+        conflicts=tuple(f"{c.op}: dim {c.dim} of {c.tensor}" for c in axes.conflicts),
+        forward_flops=total.forward_flops,
+        backward_flops=total.backward_flops,
+        saved_bytes=Both(fp32=total.saved_bytes, bf16=total_bf16.saved_bytes),
+        states=tuple(_state(graph, precision) for precision in Precision),
+        ops=len(graph.ops),
+        ops_without_rule=_without_rule(graph),
+    )
+
+
+def _count(parameter: Parameter) -> int:
+    return prod(size.at(0) for size in parameter.shape)
+
+
+def _tokens(graph: Graph, batch: int) -> int:
+    """Return the positions of a text batch; 0 where the inputs are no sequences of numbers."""
+    for name in graph.inputs:
+        tensor = graph.tensors[name]
+        if tensor.dtype.startswith("int") and len(tensor.shape) == 2:
+            return tensor.numel.at(batch)
+    return 0
+
+
+def _runs(graph: Graph, layers: Layers, fp32: Annotation, bf16: Annotation) -> tuple[RunLine, ...]:
+    lines = []
+    counted: set[str] = set()
+    for run in layers.runs:
+        members = layers.layers[run.first : run.first + run.count]
+        ops = [op for layer in members for op in layer.ops]
+        work, narrow = fp32.total(ops), bf16.total(ops)
+        names = {n for op in ops for n in op.inputs} & {p.name for p in graph.parameters}
+        own = [p for p in graph.parameters if p.name in names - counted]
+        counted |= names
+        lines.append(
+            RunLine(
+                name=layers.classes[run.layer_class].name,
+                first_call=members[0].call,
+                count=run.count,
+                ops=len(ops) // run.count,
+                parameters=sum(map(_count, own)),
+                forward_flops=work.forward_flops,
+                backward_flops=work.backward_flops,
+                saved_bytes=Both(fp32=work.saved_bytes, bf16=narrow.saved_bytes),
+                moved_bytes=Both(fp32=_moved(work), bf16=_moved(narrow)),
+            )
+        )
+    return tuple(lines)
+
+
+def _moved(work: Work) -> int:
+    return work.forward_bytes + work.backward_bytes
+
+
+def _axes(graph: Graph, axes: Axes) -> tuple[AxisLine, ...]:
+    """Return the named axes of inputs and parameters, the most used first."""
+    counts: Counter[tuple[str, str]] = Counter()
+    for name in (*graph.inputs, *(p.name for p in graph.parameters)):
+        found = {
+            (axes.names[leaf.name], str(leaf.size))
+            for dim in axes.dims[name]
+            for leaf in leaves(dim)
+        }
+        counts.update(pair for pair in found if not pair[0].isdigit())
+    return tuple(AxisLine(name=n, size=s, parameters=c) for (n, s), c in counts.most_common())
+
+
+def _parameter_dims(graph: Graph, axes: Axes) -> tuple[ParameterLine, ...]:
+    """Return the dims of the parameters, those alike in shape, meaning and last name as one."""
+    groups: dict[tuple[str, tuple[int, ...], tuple[str, ...]], list[str]] = {}
+    for parameter in graph.parameters:
+        shape = tuple(size.at(0) for size in parameter.shape)
+        dims = tuple(map(axes.text, axes.dims[parameter.name]))
+        last = ".".join(parameter.name.split(".")[-2:])
+        groups.setdefault((last, shape, dims), []).append(parameter.name)
+    return tuple(
+        ParameterLine(name=names[0], shape=shape, dims=dims, count=len(names))
+        for (_, shape, dims), names in groups.items()
+    )
+
+
+def _state(graph: Graph, precision: Precision) -> StateLine:
+    state: State = state_of(graph.parameters, precision)
+    return StateLine(
+        precision=str(precision),
+        parameter_bytes=state.parameter_bytes,
+        gradient_bytes=state.gradient_bytes,
+        optimizer_bytes=state.optimizer_bytes,
+    )
+
+
+def _without_rule(graph: Graph) -> tuple[OpLine, ...]:
+    unknown = [op for op in graph.ops if not has_rule(op.target)]
+    counts = Counter(op.target for op in unknown)
+    first = {op.target: op.location for op in reversed(unknown)}
+    return tuple(
+        OpLine(target=target, count=count, location=first[target])
+        for target, count in counts.most_common()
+    )

@@ -1,0 +1,190 @@
+"""Cuts a graph into layers, and finds which layers are equal: layer classes and runs.
+
+A layer is a repeated block of the model where there is one, and what stands beside the blocks
+(embedding, head) otherwise. Equal layers have the same ops in the same order on tensors of the same
+form; they are costed and solved once.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.graph import Call, Graph, Op, Origin, Ref, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layer:
+    """One layer: its call, its ops in order, the class that it belongs to."""
+
+    call: str
+    ops: tuple[Op, ...]
+    layer_class: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerClass:
+    """All layers that are equal, under the name of their module's class."""
+
+    name: str
+    layers: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Run:
+    """Equal layers in a row."""
+
+    layer_class: int
+    first: int
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Layers:
+    """A graph as a sequence of layers."""
+
+    layers: tuple[Layer, ...]
+    classes: tuple[LayerClass, ...]
+    runs: tuple[Run, ...]
+
+
+def find_layers(graph: Graph, axes: Axes) -> Layers:
+    """Return the layers of a graph in the order in which they begin."""
+    tree = _CallTree(graph)
+    units = _units(tree, graph)
+    groups = _assigned(graph, tree, units)
+    forms: dict[Hashable, int] = {}
+    layers = tuple(
+        Layer(call=call, ops=ops, layer_class=forms.setdefault(_form(ops, graph, axes), len(forms)))
+        for call, ops in groups
+    )
+    members: dict[int, list[int]] = defaultdict(list)
+    for position, layer in enumerate(layers):
+        members[layer.layer_class].append(position)
+    classes = tuple(
+        LayerClass(name=_class_name(layers[positions[0]].call, graph), layers=tuple(positions))
+        for _, positions in sorted(members.items())
+    )
+    return Layers(layers=layers, classes=classes, runs=tuple(_runs(layers)))
+
+
+class _CallTree:
+    """The calls that have ops, by parent, and the ops of each with those of its inner calls."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.ops: dict[str, list[Op]] = defaultdict(list)
+        self.children: dict[str | None, list[str]] = defaultdict(list)
+        for op in graph.ops:
+            for call in ancestors(op.call, graph.calls):
+                if call not in self.ops:
+                    self.children[graph.calls[call].parent].append(call)
+                self.ops[call].append(op)
+        self.forms = {call: _form(tuple(ops), graph, None) for call, ops in self.ops.items()}
+
+
+def ancestors(call: str | None, calls: Mapping[str, Call]) -> Iterator[str]:
+    """Yield a call and the calls around it, the innermost first."""
+    while call is not None and call in calls:
+        yield call
+        call = calls[call].parent
+
+
+def _units(tree: _CallTree, graph: Graph) -> list[str]:
+    """Return the calls that are layers: descend until a block, or where nothing is repeated."""
+
+    def fellows(call: str) -> list[str]:
+        kind, parent = graph.calls[call].class_name, graph.calls[call].parent
+        return [
+            c
+            for c in tree.children[parent]
+            if graph.calls[c].class_name == kind and tree.children[c]
+        ]
+
+    def is_block(call: str) -> bool:
+        alike = fellows(call)
+        forms = Counter(tree.forms[fellow] for fellow in alike)
+        has_equals = any(count > 1 for count in forms.values())
+        return call in alike and len(alike) > 1 and (has_equals or not has_block_inside(call))
+
+    def has_block_inside(call: str) -> bool:
+        return any(is_block(child) or has_block_inside(child) for child in tree.children[call])
+
+    def expand(call: str) -> Iterator[str]:
+        inner = tree.children[call]
+        only_holds = inner and len(tree.ops[call]) == sum(len(tree.ops[c]) for c in inner)
+        is_root = graph.calls[call].parent is None
+        if not is_root and (is_block(call) or not inner or graph.calls[call].is_function):
+            yield call
+        elif is_root or only_holds or has_block_inside(call):
+            for child in inner:
+                yield from expand(child)
+        else:
+            yield call
+
+    return [unit for root in tree.children[None] for unit in expand(root)]
+
+
+def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str, tuple[Op, ...]]]:
+    """Give every op to one layer; what lies between layers joins the one before."""
+    weighty = {unit for unit in units if any(_has_parameter(op, graph) for op in tree.ops[unit])}
+    order: list[str] = []
+    groups: dict[str, list[Op]] = {}
+    early: list[Op] = []
+    for op in graph.ops:
+        own = next((c for c in ancestors(op.call, graph.calls) if c in weighty), None)
+        if own is None and not order and _has_parameter(op, graph):
+            own = op.call  # a model that holds its weights itself, outside of any module
+        if own is not None and own not in groups:
+            order.append(own)
+            groups[own] = []
+        target = own if own is not None else (order[-1] if order else None)
+        (groups[target] if target is not None else early).append(op)
+    if not order:
+        return [("", graph.ops)]
+    groups[order[0]][:0] = early
+    return [(call, tuple(groups[call])) for call in order]
+
+
+def _has_parameter(op: Op, graph: Graph) -> bool:
+    return any(graph.tensors[name].origin is Origin.PARAMETER for name in op.inputs)
+
+
+def _form(ops: tuple[Op, ...], graph: Graph, axes: Axes | None) -> Hashable:
+    """Return the canonical form of some ops: tensors by where they were first met."""
+    numbers: dict[str, int] = {}
+    parts: list[Hashable] = []
+
+    def met(name: str) -> Hashable:
+        if name in numbers:
+            return numbers[name]
+        numbers[name] = len(numbers)
+        tensor = graph.tensors[name]
+        dims = tuple(map(axes.text, axes.dims[name])) if axes is not None else ()
+        outside = tensor.origin is Origin.PARAMETER
+        return (numbers[name], tensor.shape, tensor.dtype, tensor.requires_grad, outside, dims)
+
+    def value(argument: Value) -> Hashable:
+        if isinstance(argument, Ref):
+            return met(argument.tensor)
+        if isinstance(argument, tuple):
+            return tuple(map(value, argument))
+        return (type(argument).__name__, argument)
+
+    for op in ops:
+        arguments = tuple((name, value(argument)) for name, argument in op.arguments)
+        parts.append((op.target, arguments, op.grad_enabled, tuple(map(met, op.outputs))))
+    return tuple(parts)
+
+
+def _class_name(call: str, graph: Graph) -> str:
+    return graph.calls[call].class_name if call in graph.calls else "model"
+
+
+def _runs(layers: tuple[Layer, ...]) -> Iterator[Run]:
+    first = 0
+    for end in range(1, len(layers) + 1):
+        if end == len(layers) or layers[end].layer_class != layers[first].layer_class:
+            yield Run(layer_class=layers[first].layer_class, first=first, count=end - first)
+            first = end

@@ -1,0 +1,50 @@
+"""Small factories: graphs of zoo models and of Hugging Face families, traced once per process."""
+
+from functools import cache
+from pathlib import Path
+
+from autopar.planner.graph import Graph
+from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.trace import trace
+from autopar.planner.trace.build import Subject, build
+from tests.planner.huggingface.families import FAMILIES
+
+ZOO = Path(__file__).parents[2] / "models_zoo"
+ZOO_MODELS = (
+    "gpt2.py", "llama.py", "bert.py", "t5.py", "vit.py", "resnet.py", "mnist.py", "intent.py",
+    "transformer_lm.py",
+)  # fmt: skip
+
+
+def zoo_file(name: str, *arguments: str) -> ModelFile:
+    """Load a model file of the zoo."""
+    return load_model_file(str(ZOO / name), arguments)
+
+
+@cache
+def zoo_graph(name: str, *arguments: str) -> Graph:
+    """Trace a model of the zoo."""
+    return trace(zoo_file(name, *arguments))
+
+
+@cache
+def family_graph(name: str) -> Graph:
+    """Trace a tiny Hugging Face model as the product would, from its config."""
+    family = next(family for family in FAMILIES if family.name == name)
+    file = ModelFile(
+        path=Path(f"{name}.py"),
+        factory="build_model",
+        arguments=(),
+        build_model=family.build_model,
+        example_batch=family.example_batch,
+        loss=None,
+        build_dataset=None,
+        build_optimizer=None,
+        build_scheduler=None,
+    )
+    return trace(file)
+
+
+def meta_subject(name: str, *arguments: str, batch_size: int) -> Subject:
+    """Build a zoo model on the meta device, ready to run."""
+    return build(zoo_file(name, *arguments), device="meta", dtype=None, batch_size=batch_size)

@@ -1,0 +1,310 @@
+"""Models that a trace would get wrong without a word: each is refused, or kept right."""
+
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.errors import TraceError
+from autopar.planner.graph import Ref
+from tests.planner.trace.model_source import buffer_of, line_of, ops_of, traced, written
+
+RANDOM = """
+    import random
+    import numpy as np
+
+    GENERATOR = np.random.default_rng(0)
+    OLD_GENERATOR = np.random.RandomState(0)
+    PYTHON_GENERATOR = random.Random(0)
+    DRAW = random.random
+
+    class Noisy(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.generator = random.Random(0)
+
+        def forward(self, x):
+            noise = {draw}  # the draw
+            return self.linear(x) * float(noise)
+
+    def build_model():
+        return Noisy()
+"""
+
+DOUBLED_BACKWARD = """
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, scale):
+            ctx.scale = scale
+            return x * scale
+
+        @staticmethod
+        def backward(ctx, gradient):
+            return 2 * gradient * ctx.scale, None
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            return Doubled.apply(self.linear(x), 3.0)
+
+    def build_model():
+        return {model}
+"""
+
+
+def test_the_backward_of_a_custom_function_is_not_lost(tmp_path: Path) -> None:
+    graph = traced(tmp_path, DOUBLED_BACKWARD.format(model="Model()"))
+    (call,) = (call for call in graph.calls.values() if call.is_function)
+    (linear,) = ops_of(graph, "linear")
+    (scaled,) = (op for op in graph.ops if op.call == call.key)
+    assert (call.class_name, call.parent) == ("Doubled", "")
+    assert call.arguments == (Ref(linear.outputs[0]), 3.0)
+    assert call.result == Ref(scaled.outputs[0])
+
+
+def test_a_custom_function_is_seen_in_each_of_equal_blocks(tmp_path: Path) -> None:
+    graph = traced(tmp_path, DOUBLED_BACKWARD.format(model="Stack(Model(), Model())"))
+    functions = [call for call in graph.calls.values() if call.is_function]
+    assert [call.parent for call in functions] == ["0", "1"]
+
+
+def test_a_custom_function_in_the_loss_is_seen(tmp_path: Path) -> None:
+    custom_loss = """
+    def loss(outputs, batch):
+        return Doubled.apply(outputs, 2.0).mean()
+    """
+    graph = traced(tmp_path, DOUBLED_BACKWARD.format(model="Stack(nn.Linear(4, 4))") + custom_loss)
+    (call,) = (call for call in graph.calls.values() if call.is_function)
+    assert call.parent is None
+
+
+@pytest.mark.parametrize(
+    "draw",
+    [
+        "random.random()",
+        "random.choice([1, 2, 3])",
+        "random.triangular()",
+        "PYTHON_GENERATOR.random()",
+        "self.generator.random()",
+        "DRAW()",
+        "np.random.rand()",
+        "np.random.standard_normal()",
+        "OLD_GENERATOR.rand()",
+        "np.random.default_rng(0).random()",
+        "GENERATOR.random()",
+    ],
+)
+def test_randomness_outside_torch_is_refused(tmp_path: Path, draw: str) -> None:
+    with pytest.raises(TraceError, match="random numbers of Python or numpy"):
+        traced(tmp_path, RANDOM.replace("{draw}", draw))
+
+
+@pytest.mark.parametrize(
+    "draw", ["random.random()", "np.random.rand()", "np.random.default_rng().random()"]
+)
+def test_the_draw_is_named_by_file_and_line(tmp_path: Path, draw: str) -> None:
+    source = RANDOM.replace("{draw}", draw)
+    with pytest.raises(TraceError) as raised:
+        traced(tmp_path, source)
+    path = written(tmp_path, source)
+    assert raised.value.where == f"{path}:{line_of(path, 'the draw')}"
+
+
+def test_randomness_of_torch_stays_random(tmp_path: Path) -> None:
+    graph = traced(tmp_path, RANDOM.replace("{draw}", "1").replace("float(noise)", "torch.rand(4)"))
+    assert len(ops_of(graph, "rand")) == 1
+
+
+def test_randomness_while_the_model_is_built_is_fine(tmp_path: Path) -> None:
+    source = RANDOM.replace("{draw}", "1").replace(
+        "return Noisy()", "return Noisy() if DRAW() < 2 else 0"
+    )
+    assert ops_of(traced(tmp_path, source), "linear")
+
+
+COUNTER = """
+    class Counter(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            {initial}
+
+        def forward(self, x):
+            {change}
+            return self.linear(x)
+
+    def build_model():
+        return Counter()
+"""
+
+
+@pytest.mark.parametrize(
+    ("initial", "change"),
+    [
+        ("self.steps = 0", "self.steps += 1"),
+        ("self.warm = False", "self.warm = True"),
+        ("self.history = []", "self.history.append(1)"),
+        ("self.state = torch.zeros(4)", "self.state = self.state + 1"),
+        ("self.seen = {'steps': 0}", "self.seen['steps'] += 1"),
+    ],
+)
+def test_a_step_counter_is_refused(tmp_path: Path, initial: str, change: str) -> None:
+    with pytest.raises(TraceError, match=r"the forward changes the attribute \w+") as raised:
+        traced(tmp_path, COUNTER.format(initial=initial, change=change))
+    assert raised.value.where == "module (root)"
+    assert "register_buffer" in raised.value.fix
+
+
+@pytest.mark.parametrize(
+    ("initial", "change"),
+    [
+        ("self.width = 4", "self.width = 4"),
+        ("self.width = None", "self.width = x.shape[1]"),
+        ("pass", "self.width = x.shape[1]"),
+    ],
+)
+def test_a_cache_that_is_filled_once_is_fine(tmp_path: Path, initial: str, change: str) -> None:
+    assert ops_of(traced(tmp_path, COUNTER.format(initial=initial, change=change)), "linear")
+
+
+TIED = """
+    class Tied(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.embedding = nn.Embedding(10, 4)
+            self.head = nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+            self.again = self.head
+
+        def forward(self, x):
+            return self.again(self.embedding(x.long()))
+
+    def build_model():
+        return Tied()
+"""
+
+
+def test_tied_weights_are_one_parameter_under_its_first_name(tmp_path: Path) -> None:
+    graph = traced(tmp_path, TIED)
+    (parameter,) = graph.parameters
+    assert parameter.name == "embedding.weight"
+    assert parameter.aliases == ("head.weight", "again.weight")
+    (embedding,), (linear,) = ops_of(graph, "embedding"), ops_of(graph, "linear")
+    assert embedding.argument("weight") == linear.argument("weight") == Ref("embedding.weight")
+
+
+NORMED = """
+    class Normed(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.norm = nn.BatchNorm1d(4)
+            self.register_buffer("count", torch.zeros((), dtype=torch.long))
+            self.register_buffer("kept", torch.ones(4), persistent=False)
+
+        def forward(self, x):
+            self.count += 1
+            return self.norm(self.linear(x)) * self.kept
+
+    def build_model():
+        return Normed()
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "updated"),
+    [
+        ("norm.running_mean", True),
+        ("norm.running_var", True),
+        ("norm.num_batches_tracked", True),
+        ("count", True),
+        ("kept", False),
+    ],
+)
+def test_buffers_that_the_forward_writes_are_marked(
+    tmp_path: Path, name: str, updated: bool
+) -> None:
+    assert buffer_of(traced(tmp_path, NORMED), name).updated is updated
+
+
+def test_buffers_know_whether_they_are_saved(tmp_path: Path) -> None:
+    graph = traced(tmp_path, NORMED)
+    assert buffer_of(graph, "count").persistent
+    assert not buffer_of(graph, "kept").persistent
+
+
+@pytest.mark.parametrize(
+    "update",
+    [
+        "self.count[0] += 1",
+        "self.count.copy_(self.count + 1)",
+        "self.count.view(2, 2).add_(1)",
+        "self.count = self.count + 1",
+    ],
+)
+def test_an_update_by_any_means_marks_the_buffer(tmp_path: Path, update: str) -> None:
+    source = COUNTER.format(initial="self.register_buffer('count', torch.zeros(4))", change=update)
+    assert buffer_of(traced(tmp_path, source), "count").updated
+
+
+def test_an_update_under_no_grad_marks_the_buffer_and_comes_before_its_use(tmp_path: Path) -> None:
+    source = """
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            y = self.linear(x)
+            with torch.no_grad():
+                self.mean.mul_(0.9).add_(y.mean(0), alpha=0.1)
+            return y - self.mean
+
+    def build_model():
+        return Average()
+    """
+    graph = traced(tmp_path, source)
+    (added,), (difference,) = ops_of(graph, "add_"), ops_of(graph, "sub")
+    assert buffer_of(graph, "mean").updated
+    assert not added.grad_enabled
+    assert difference.inputs[1] == added.outputs[0]
+
+
+REPLACED = """
+    class Average(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.register_buffer("mean", torch.zeros(4))
+
+        def forward(self, x):
+            y = self.linear(x)
+            self.mean = {value}
+            return y - self.mean
+
+    def build_model():
+        return Stack(Average(), Average(), Average())
+"""
+
+
+def test_a_buffer_replaced_in_a_repeated_block_is_written_in_each(tmp_path: Path) -> None:
+    graph = traced(tmp_path, REPLACED.format(value="0.9 * self.mean + y.mean(0).detach()"))
+    writes = [name for op in ops_of(graph, "copy_") for name in op.writes]
+    assert writes == ["0.mean", "1.mean", "2.mean"]
+    assert all(buffer.updated for buffer in graph.buffers)
+
+
+@pytest.mark.parametrize(
+    ("value", "fault"),
+    [("y.mean(0)", "a value with gradient"), ("torch.zeros(1, 4)", "a value of another shape")],
+)
+def test_a_buffer_replaced_by_what_no_buffer_can_hold_is_refused(
+    tmp_path: Path, value: str, fault: str
+) -> None:
+    with pytest.raises(TraceError, match=f"assigns {fault} to the buffer mean") as raised:
+        traced(tmp_path, REPLACED.format(value=value))
+    assert raised.value.where == "module 0"
