@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils import _pytree as pytree
 
 PLAIN = (int, float, complex, str, bytes, bool, type(None), torch.dtype, torch.device, torch.Size)
-BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules", "training"})
+BOOKKEEPING = frozenset({"_parameters", "_buffers", "_modules"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

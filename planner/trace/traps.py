@@ -64,7 +64,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
         old = before.get((path, name))
         if old is not None and old != value:
             raise TraceError(
-                f"the forward changes the attribute {name}: the trace would keep one value for ever",
+                f"the forward changes the attribute {name}: the trace would keep one value",
                 where=f"module {path or '(root)'}",
                 expected="state that changes in training to be a buffer",
                 fix=f"self.register_buffer({name!r}, …), changed in place",

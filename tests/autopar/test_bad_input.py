@@ -123,7 +123,7 @@ def test_a_model_that_is_not_there_is_named(
         ("import sys\nsys.exit(3)\n", "ended the process (exit 3)"),
         ("import torch.distributed as d\nd.init_process_group('gloo')\n", "process group"),
         (
-            "from torch.distributed.device_mesh import init_device_mesh as mesh\nmesh('cpu', (1,))\n",
+            "from torch.distributed import device_mesh as d\nd.init_device_mesh('cpu', (1,))\n",
             "process group",
         ),
         ("from torch.distributed import init_process_group as i\ni('gloo')\n", "process group"),
@@ -196,7 +196,7 @@ def test_a_wrong_argument_is_told(
         ("def build_model(): return Model", "return Model(…), not the class"),
         ("def build_model(): return Model(), 3", "build_model returned a tuple"),
         ("def build_model(size): return Model()", "missing a required argument: 'size'"),
-        ("async def build_model(): return Model()", "build_model returned a coroutine"),
+        ("def build_model(): yield Model()", "build_model returned a generator"),
         ("def build_model(): raise SystemExit(0)", "ended the process (exit 0)"),
         ("def build_model(): torch.distributed.init_process_group('gloo')", "process group"),
         ("def build_model(): return nn.ReLU()", "the model has no parameters"),

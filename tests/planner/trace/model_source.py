@@ -4,6 +4,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from textwrap import dedent
 
+import torch
+
 from autopar.planner.graph import Buffer, Graph, Op
 from autopar.planner.model_file import load_model_file
 from autopar.planner.trace import trace
@@ -43,7 +45,7 @@ def traced(folder: Path, source: str, arguments: Sequence[str] = ()) -> Graph:
 def traced_without_folding(folder: Path, source: str) -> Graph:
     """Trace every block of the model anew, as `trace` does where blocks differ."""
     model_file = load_model_file(str(written(folder, source)))
-    subject = build(model_file, device="meta", dtype=None, batch_size=TRACED_BATCH)
+    subject = build(model_file, device="meta", dtype=torch.float64, batch_size=TRACED_BATCH)
     return convert(export(subject, fold=False))
 
 

@@ -1,0 +1,250 @@
+"""A repeated block is traced once, and the graph is the one that tracing each block would give."""
+
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.graph import Graph, Op
+from autopar.planner.model_file import load_model_file
+from autopar.planner.trace.build import TRACED_BATCH, build
+from autopar.planner.trace.export import export
+from autopar.planner.trace.record import REPLAY
+from tests.planner.trace.model_source import ops_of, traced, traced_without_folding, written
+
+BLOCK = """
+    class Block(nn.Module):
+        def __init__(self, scale=1.0):
+            super().__init__()
+            self.norm = nn.LayerNorm(4)
+            self.up, self.down = nn.Linear(4, 8), nn.Linear(8, 4)
+            self.scale = scale
+
+        def forward(self, x):
+            return x + self.scale * self.down(F.gelu(self.up(self.norm(x))))
+"""
+
+MODELS = {
+    "equal blocks": """
+    def build_model():
+        return Stack(nn.Linear(4, 4), *[Block() for _ in range(4)], nn.Linear(4, 2))
+    """,
+    "blocks that differ in an attribute": """
+    def build_model():
+        return Stack(nn.Linear(4, 4), *[Block(scale) for scale in (1.0, 2.0, 1.0, 2.0)])
+    """,
+    "one block called several times": """
+    class Shared(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.block, self.twin = nn.Linear(4, 4), Block(), Block()
+
+        def forward(self, x):
+            x = self.first(x)
+            for _ in range(3):
+                x = self.block(x)
+            return self.twin(x)
+
+    def build_model():
+        return Shared()
+    """,
+    "blocks whose weights are tied in part": """
+    def build_model():
+        model = Stack(nn.Linear(4, 4), *[Block() for _ in range(3)])
+        model[3].up = model[1].up
+        return model
+    """,
+    "blocks that read a tensor from elsewhere": """
+    class Reading(Block):
+        memory = []
+
+        def forward(self, x):
+            return super().forward(x) + self.memory[-1]
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([Reading() for _ in range(3)])
+
+        def forward(self, x):
+            x = self.first(x)
+            Reading.memory.append(x.sigmoid())
+            for block in self.blocks:
+                x = block(x)
+            Reading.memory.clear()
+            return x
+
+    def build_model():
+        return Model()
+    """,
+    "blocks that leave a tensor in an attribute": """
+    class Leaving(Block):
+        def forward(self, x):
+            self.balance = x.mean()
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([Leaving() for _ in range(3)])
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return x + sum(block.balance for block in self.blocks)
+
+    def build_model():
+        return Model()
+    """,
+    "blocks that append to a list": """
+    class Leaving(Block):
+        def forward(self, x, seen):
+            seen.append(x.mean())
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([Leaving() for _ in range(3)])
+
+        def forward(self, x):
+            x, seen = self.first(x), []
+            for block in self.blocks:
+                x = block(x, seen)
+            return x + sum(seen)
+
+    def build_model():
+        return Model()
+    """,
+    "blocks that return several values": """
+    class Pair(Block):
+        def forward(self, x, *, mask):
+            y = super().forward(x) * mask
+            return {"y": y, "same": x, "parts": (y.mean(), None, 3)}
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([Pair() for _ in range(3)])
+
+        def forward(self, x):
+            mask, x = x > 0, self.first(x)
+            for block in self.blocks:
+                out = block(x, mask=mask)
+                x = out["y"] + out["same"] * out["parts"][0] * out["parts"][2]
+            return x
+
+    def build_model():
+        return Model()
+    """,
+    "blocks under no_grad": """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([Block() for _ in range(4)])
+
+        def forward(self, x):
+            x = self.first(x)
+            for block in self.blocks:
+                with torch.set_grad_enabled(block in list(self.blocks)[2:]):
+                    x = block(x)
+            return x
+
+    def build_model():
+        return Model()
+    """,
+    "blocks in train and in eval mode": """
+    class Dropping(Block):
+        def forward(self, x):
+            return F.dropout(super().forward(x), 0.5, self.training)
+
+    class Model(Stack):
+        def train(self, mode=True):
+            super().train(mode)
+            self[2].eval()
+            return self
+
+    def build_model():
+        return Model(nn.Linear(4, 4), *[Dropping() for _ in range(3)])
+    """,
+    "blocks that are frozen": """
+    def build_model():
+        model = Stack(nn.Linear(4, 4), *[Block() for _ in range(4)])
+        model[1].requires_grad_(False)
+        model[2].requires_grad_(False)
+        return model
+    """,
+    "blocks with a hook": """
+    def build_model():
+        model = Stack(nn.Linear(4, 4), *[Block() for _ in range(3)])
+        model[2].register_forward_hook(lambda module, inputs, output: output * 2)
+        return model
+    """,
+}
+
+
+def described(op: Op, graph: Graph) -> tuple[object, ...]:
+    """Say all of an op but the names of the tensors that ops make."""
+    outside = [name for name in op.inputs if name in {p.name for p in graph.parameters}]
+    made = [(graph.tensors[name].shape, graph.tensors[name].dtype) for name in op.outputs]
+    gradients = [graph.tensors[name].requires_grad for name in op.outputs]
+    return (op.target, op.call, op.grad_enabled, op.location, outside, op.writes, made, gradients)
+
+
+def wiring(graph: Graph) -> list[list[object]]:
+    """Return for each op the numbers of the ops that its inputs come from."""
+    makers: dict[str, object] = {
+        name: number for number, op in enumerate(graph.ops) for name in op.outputs
+    }
+    return [[makers.get(name, name) for name in op.inputs] for op in graph.ops]
+
+
+@pytest.mark.parametrize("case", MODELS)
+def test_the_folded_graph_is_the_unfolded_one(tmp_path: Path, case: str) -> None:
+    source = BLOCK + MODELS[case]
+    folded, unfolded = traced(tmp_path, source), traced_without_folding(tmp_path, source)
+    assert [op.target for op in folded.ops] == [op.target for op in unfolded.ops]
+    for ours, theirs in zip(folded.ops, unfolded.ops, strict=True):
+        assert described(ours, folded) == described(theirs, unfolded)
+    assert wiring(folded) == wiring(unfolded)
+    assert list(folded.calls) == list(unfolded.calls)
+    assert (folded.parameters, folded.buffers) == (unfolded.parameters, unfolded.buffers)
+
+
+@pytest.mark.parametrize(
+    ("case", "replays"),
+    [
+        ("equal blocks", 3),
+        ("blocks that differ in an attribute", 2),
+        ("one block called several times", 3),
+        ("blocks that return several values", 2),
+        ("blocks that leave a tensor in an attribute", 0),
+        ("blocks that append to a list", 0),
+        ("blocks in train and in eval mode", 1),
+        ("blocks with a hook", 1),
+    ],
+)
+def test_equal_blocks_and_only_those_are_traced_once(
+    tmp_path: Path, case: str, replays: int
+) -> None:
+    model_file = load_model_file(str(written(tmp_path, BLOCK + MODELS[case])))
+    subject = build(model_file, device="meta", dtype=None, batch_size=TRACED_BATCH)
+    nodes = export(subject, fold=True).program.graph.nodes
+    assert sum(str(node.target) == REPLAY for node in nodes) == replays
+
+
+def test_a_replayed_block_uses_its_own_parameters(tmp_path: Path) -> None:
+    graph = traced(tmp_path, BLOCK + MODELS["equal blocks"])
+    weights = [op.inputs[1] for op in ops_of(graph, "linear")]
+    blocks = [f"{block}.{name}.weight" for block in range(1, 5) for name in ("up", "down")]
+    assert weights == ["0.weight", *blocks, "5.weight"]
+
+
+def test_tracing_leaves_the_model_and_torch_as_they_were(tmp_path: Path) -> None:
+    source = BLOCK + MODELS["equal blocks"]
+    assert traced(tmp_path, source) == traced(tmp_path, source)

@@ -1,0 +1,119 @@
+"""What a graph says of sizes, element types and gradients."""
+
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.errors import TraceError
+from autopar.planner.extent import BATCH, Extent, constant
+from autopar.planner.graph import MODEL_DTYPE, DType, Graph
+from tests.planner.trace.model_source import ops_of, traced
+
+MODEL = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+
+        def forward(self, x):
+            y = self.linear(x)
+            return {value}
+
+    def build_model():
+        return Model()
+"""
+
+
+def of_value(folder: Path, value: str) -> Graph:
+    return traced(folder, MODEL.format(value=value))
+
+
+@pytest.mark.parametrize(
+    ("value", "kind", "shape"),
+    [
+        ("y.sigmoid()", "sigmoid", (BATCH, constant(6))),
+        ("y.flatten().sigmoid()", "sigmoid", (Extent.of(0, 6),)),
+        ("torch.cat([y, y[:1]]).sigmoid()", "sigmoid", (BATCH + constant(1), constant(6))),
+        ("(y @ y.T).sigmoid()", "sigmoid", (BATCH, BATCH)),
+        ("(y @ y.T).flatten().sigmoid()", "sigmoid", (Extent.of(0, 0, 1),)),
+        ("y.view(-1, 2, 3).sigmoid()", "sigmoid", (BATCH, constant(2), constant(3))),
+    ],
+)
+def test_sizes_are_polynomials_in_the_batch(
+    tmp_path: Path, value: str, kind: str, shape: tuple[Extent, ...]
+) -> None:
+    graph = of_value(tmp_path, value)
+    (op,) = ops_of(graph, kind)
+    assert graph.tensors[op.outputs[0]].shape == shape
+    assert graph.fixed_batch is None
+
+
+def test_a_model_that_fixes_its_batch_says_so(tmp_path: Path) -> None:
+    graph = of_value(tmp_path, "y.view(7, 2, 3).sigmoid()")
+    (op,) = ops_of(graph, "sigmoid")
+    assert graph.fixed_batch == 7
+    assert graph.tensors[op.outputs[0]].shape == (constant(7), constant(2), constant(3))
+
+
+def test_a_size_that_is_no_whole_multiple_of_the_batch_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(TraceError):
+        of_value(tmp_path, "y[: x.shape[0] // 2 + 1].sigmoid()")
+
+
+def test_what_the_model_pins_to_float32_stays_visible(tmp_path: Path) -> None:
+    graph = of_value(tmp_path, "y.float().softmax(-1).type_as(y).sigmoid()")
+    kinds = {"linear": MODEL_DTYPE, "softmax": "float32", "sigmoid": MODEL_DTYPE}
+    for kind, dtype in kinds.items():
+        (op,) = ops_of(graph, kind)
+        assert graph.tensors[op.outputs[0]].dtype == dtype
+    assert {parameter.dtype for parameter in graph.parameters} == {MODEL_DTYPE}
+
+
+def test_a_type_as_an_argument_is_that_of_the_model(tmp_path: Path) -> None:
+    graph = of_value(tmp_path, "y * torch.arange(6, dtype=x.dtype) + torch.arange(6)")
+    first, second = ops_of(graph, "arange")
+    assert first.argument("dtype") == DType(MODEL_DTYPE)
+    assert graph.tensors[second.outputs[0]].dtype == "int64"
+
+
+def test_a_region_without_gradient_is_marked(tmp_path: Path) -> None:
+    source = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 6)
+
+        def forward(self, x):
+            y = self.linear(x)
+            with torch.no_grad():
+                scale = y.sigmoid()
+                with torch.enable_grad():
+                    again = y.tanh()
+            return y * scale * again.relu() * y.detach().exp()
+
+    def build_model():
+        return Model()
+    """
+    graph = traced(tmp_path, source)
+    enabled = {"linear": True, "sigmoid": False, "tanh": True, "relu": True, "exp": True}
+    gradient = {"linear": True, "sigmoid": False, "tanh": True, "relu": True, "exp": False}
+    for kind in enabled:
+        (op,) = ops_of(graph, kind)
+        assert op.grad_enabled is enabled[kind]
+        assert graph.tensors[op.outputs[0]].requires_grad is gradient[kind]
+
+
+def test_a_model_in_half_precision_is_traced_as_it_is(tmp_path: Path) -> None:
+    graph = traced(
+        tmp_path,
+        """
+        def example_batch(batch_size):
+            return {"x": torch.randn(batch_size, 4, dtype=torch.bfloat16)}
+
+        def build_model():
+            return Stack(nn.Linear(4, 4).to(torch.bfloat16))
+        """,
+    )
+    (linear,) = ops_of(graph, "linear")
+    assert graph.tensors[linear.outputs[0]].dtype == MODEL_DTYPE
+    assert graph.tensors["x"].dtype == MODEL_DTYPE
