@@ -473,7 +473,9 @@ def _fixed_batch(exported: Exported) -> int | None:
     signature = exported.program.graph_signature
     nodes = {n.name: n for n in exported.program.graph.nodes if n.op == "placeholder"}
     sizes = [nodes[name].meta["val"].shape[0] for name in signature.user_inputs if name in nodes]
-    return exported.subject.batch_size if any(isinstance(size, int) for size in sizes) else None
+    # A symbol that the model compared with a number is still a symbol here, but has that value.
+    is_fixed = any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
+    return exported.subject.batch_size if is_fixed else None
 
 
 def _structured(value: Any) -> Value:

@@ -89,7 +89,7 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
 
 def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
     """Return the outermost modules with children that have an equal elsewhere, by path."""
-    structures = {path: _structure(module) for path, module in model.named_modules()}
+    structures = {path: _structure(module, {}) for path, module in model.named_modules()}
     counts = Counter(structures.values())
     found: dict[str, Hashable] = {}
 
@@ -127,15 +127,19 @@ def _leaf(leaf: Form | int | Plain, inputs: Sequence[Any], fresh: Iterator[torch
     return inputs[leaf] if isinstance(leaf, int) else leaf.value
 
 
-def _structure(module: nn.Module) -> Hashable:
-    """Return what two modules must have in common to compute alike, parameters' values aside."""
-    positions: dict[int, int] = {}
+def _structure(module: nn.Module, positions: dict[int, int]) -> Hashable:
+    """Return what two modules must have in common to compute alike, parameters' values aside.
+
+    `positions` numbers the tensors of the outermost module, so that ties inside it count.
+    """
     attributes = {k: v for k, v in vars(module).items() if k not in BOOKKEEPING}
     tensors = [
         (name, positions.setdefault(id(tensor), len(positions)), _tensor_key(tensor))
         for name, tensor in (*module._parameters.items(), *module._buffers.items())
     ]
-    children = [(name, child and _structure(child)) for name, child in module._modules.items()]
+    children = [
+        (name, child and _structure(child, positions)) for name, child in module._modules.items()
+    ]
     return (type(module), _comparable(attributes), tuple(tensors), tuple(children))
 
 

@@ -215,6 +215,7 @@ def test_a_wrong_argument_is_told(
         ),
     ],
 )
+@pytest.mark.filterwarnings("ignore:Complex modules")
 def test_a_factory_that_gives_nothing_to_train_is_told(
     inspect: Inspect, tmp_path: Path, addition: str, telling: str
 ) -> None:
