@@ -48,7 +48,6 @@ def test_sizes_are_polynomials_in_the_batch(
     assert graph.fixed_batch is None
 
 
-@pytest.mark.xfail(strict=True, reason="the exporter gives a symbol whose value is a number")
 def test_a_model_that_fixes_its_batch_says_so(tmp_path: Path) -> None:
     graph = of_value(tmp_path, "y.view(7, 2, 3).sigmoid()")
     (op,) = ops_of(graph, "sigmoid")
