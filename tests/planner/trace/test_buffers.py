@@ -1,4 +1,4 @@
-"""Buffers that the forward changes, in whatever way, are marked and written where they should be."""
+"""Buffers that the forward writes to, and tied weights, are told in the graph."""
 
 from pathlib import Path
 
