@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from types import MappingProxyType
 
+from autopar.planner.rules import contractions, cuts
 from autopar.planner.rules import shapes as s
 from autopar.planner.rules.rule import Linear, Rule, Saved, Traffic
 from autopar.planner.rules.shapes import ShapeFunction
@@ -87,10 +88,11 @@ _RULES = (
         "matmul", "self … m k, other … k n -> … m n", contracts="… m k n",
         saves="self if other, other if self", names="…=heads k=head_dim n=head_dim",
     ),
-    *_lines("einsum", s.einsum, "tensors", linear=_EACH, contracts=("*",)),
+    *_lines("einsum", contractions.einsum, "tensors",
+            linear=_EACH, contracts=("*",)),
     *_lines(
-        "scaled_dot_product_attention", s.attention, "query, key, value, out, f32(… h q)",
-        linear=_NO, contracts=("… h q t e", "… h q t f"),
+        "scaled_dot_product_attention", contractions.attention,
+        "query, key, value, out, f32(… h q)", linear=_NO, contracts=("… h q t e", "… h q t f"),
         names="h=heads k=kv_heads g=group e=head_dim f=head_dim q=seq t=seq",
     ),
     *_contraction(
@@ -162,17 +164,17 @@ _RULES = (
     *_views("permute", s.permuted(s.permute_order)),
     *_views("t numpy_T mT", s.permuted(s.reversed_order)),
     *_views("expand expand_as broadcast_to", s.expanded),
-    *_views("chunk split.Tensor split.sizes split_with_sizes tensor_split.sections", s.split),
-    *_views("slice.Tensor narrow", s.sliced),
-    *_views("select.int unbind.int", s.selected),
+    *_views("chunk split.Tensor split.sizes split_with_sizes tensor_split.sections", cuts.split),
+    *_views("slice.Tensor narrow", cuts.sliced),
+    *_views("select.int unbind.int", cuts.selected),
     # --- moving data
-    *_lines("cat", s.cat, linear=_JOINTLY),
-    *_lines("stack", s.stack, linear=_JOINTLY),
+    *_lines("cat", cuts.cat, linear=_JOINTLY),
+    *_lines("stack", cuts.stack, linear=_JOINTLY),
     *_lines("repeat", s.repeated, linear=_JOINTLY),
     *_lines("repeat_interleave.self_int", s.interleaved, linear=_JOINTLY),
-    *_lines("pad constant_pad_nd", s.padded, linear=_JOINTLY),
-    *_lines("index.Tensor", s.indexed, "indices", traffic=Traffic.GATHERED, linear=_JOINTLY),
-    *_lines("gather", s.gathered, "index", traffic=Traffic.GATHERED, linear=_JOINTLY),
+    *_lines("pad constant_pad_nd", cuts.padded, linear=_JOINTLY),
+    *_lines("index.Tensor", cuts.indexed, "indices", traffic=Traffic.GATHERED, linear=_JOINTLY),
+    *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_JOINTLY),
     *_lines("roll flip", s.over("dims"), linear=_JOINTLY),
     # --- reductions
     *_lines("sum sum.dim_IntList mean mean.dim", s.reduced(partial=True), linear=_JOINTLY),

@@ -1,0 +1,67 @@
+"""Signatures of contractions that no single pattern tells: attention and einsum."""
+
+from __future__ import annotations
+
+from autopar.planner.axes.terms import UNIT, Dim, product
+from autopar.planner.extent import ONE
+from autopar.planner.graph import refs
+from autopar.planner.rules.shapes import aligned, opaque
+from autopar.planner.rules.signature import Case, Dims, Letters, Signature, names_of
+
+
+def attention(case: Case) -> Signature:
+    """Query … h q [e], key … h [t] [e], value … h [t] [f] -> … h q [f].
+
+    With fewer key heads than query heads, h is (k·g): each of k key heads serves a group of g.
+    """
+    query, key, value = (case.tensor(name) or "" for name in ("query", "key", "value"))
+    letters = Letters()
+    q_shape, k_shape, v_shape = case.shape(query), case.shape(key), case.shape(value)
+    lead, (q, e) = list(letters.of(q_shape[:-2])), letters.of(q_shape[-2:])
+    t, f = letters.new(k_shape[-2]), letters.new(v_shape[-1])
+    named = {"q": q, "t": t, "e": e, "f": f}
+    key_lead = list(lead)
+    if len(lead) > 1:
+        kv_size = k_shape[-3]
+        if kv_size not in (q_shape[-3], ONE):
+            group = q_shape[-3].divided_by(kv_size)
+            named["k"], named["g"] = letters.new(kv_size), letters.new(group or ONE)
+            lead[-1] = product((named["k"], named["g"]))
+            key_lead[-1] = named["k"]
+        else:
+            named["h"] = lead[-1]
+            key_lead[-1] = UNIT if kv_size == ONE else lead[-1]
+        named |= {f"…{i}": dim for i, dim in enumerate(lead[:-1])}
+    else:
+        named |= {f"…{i}": dim for i, dim in enumerate(lead)}
+    operands = [(query, (*lead, q, e)), (key, (*key_lead, t, e)), (value, (*key_lead, t, f))]
+    mask = case.tensor("attn_mask")
+    if mask is not None:
+        operands.append((mask, aligned((*lead, q, t), case.shape(mask))))
+    return Signature(
+        operands=tuple(operands),
+        results=((case.result, (*lead, q, f)),),
+        whole=names_of(t, e, f),
+        letters={name: dim for name, dim in named.items() if dim != UNIT},
+    )
+
+
+def einsum(case: Case) -> Signature:
+    """The equation itself is the signature."""
+    equation = str(case.argument("equation")).replace(" ", "")
+    left, _, right = equation.partition("->")
+    names = list(refs(case.argument("tensors")))
+    terms = left.split(",")
+    if "..." in equation or (not right and "->" not in equation) or len(terms) != len(names):
+        return opaque(case)
+    letters, known = Letters(), dict[str, Dim]()
+
+    def dims(term: str, name: str) -> Dims:
+        sizes = zip(term, case.shape(name), strict=True)
+        return tuple(
+            UNIT if size == ONE else known.setdefault(letter, letters.new(size))
+            for letter, size in sizes
+        )
+
+    operands = tuple((name, dims(term, name)) for term, name in zip(terms, names, strict=True))
+    return Signature(operands=operands, results=((case.result, dims(right, case.result)),))
