@@ -1,0 +1,182 @@
+"""The words of costs: what a layer costs, how a training is arranged, what a step takes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum, StrEnum
+
+from autopar.planner.annotate import Precision
+from autopar.planner.costs.schedule import ScheduleKind
+
+
+class Provenance(StrEnum):
+    """Where a figure comes from."""
+
+    FORMULA = "formula"
+    MEASURED = "measured"
+    MIXED = "measured and formula"
+
+
+class Recompute(StrEnum):
+    """What of a layer is computed again in the backward."""
+
+    NONE = "none"
+    SELECTIVE = "selective"  # everything but matrix products and fused attention
+    FULL = "full"  # the whole layer, from its inputs
+
+
+class Zero(IntEnum):
+    """What the ranks of the shard axis hold a part of, each level with those before."""
+
+    NONE = 0
+    OPTIMIZER = 1
+    GRADIENTS = 2
+    PARAMETERS = 3
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Arrangement:
+    """How the ranks share the training; ranks are counted tensor first, then data, then pipeline.
+
+    `shard` ranks hold one sharded copy between them: all of `data`, or fewer (HSDP).
+    """
+
+    pipeline: int
+    data: int
+    tensor: int
+    shard: int
+    microbatch: int  # rows of one microbatch on one data rank
+    microbatches: int  # of one data rank in one step
+    schedule: ScheduleKind
+    stages_per_rank: int
+    zero: Zero
+    bucket_bytes: int
+    compressed_gradients: bool  # reduced in 16 bits
+    precision: Precision
+
+    @property
+    def ranks(self) -> int:
+        """The processes of the training."""
+        return self.pipeline * self.data * self.tensor
+
+    @property
+    def global_batch(self) -> int:
+        """Rows of one optimizer step, all ranks."""
+        return self.microbatch * self.microbatches * self.data
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerCost:
+    """What one layer costs one rank for one microbatch, under one layout and recompute mode.
+
+    Seconds contain the tensor axis' collectives, which nothing hides; their share stands apart.
+    The backward contains what is computed again. Bytes are of this rank, before ZeRO divides them.
+    """
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_gradient_seconds: float  # the part of the backward that a zero-bubble schedule defers
+    communication_seconds: float  # of both, on the tensor axis
+    recompute_seconds: float  # of the backward
+    saved_bytes: int  # kept from the forward to the backward of a microbatch
+    transient_bytes: int  # at most, beside what is kept, while the layer runs
+    output_bytes: int  # that cross a cut behind this layer, in one direction
+    parameters: int  # elements that this rank holds
+    trainable: int  # of these, elements with gradient and optimizer state
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    replicated_gradient_bytes: int  # of R parameters: summed over the tensor axis once per step
+    measured_seconds: float  # of both, as far as measured and not by formula
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CommunicationTerm:
+    """One kind of communication of the busiest rank in one step, and why it is there."""
+
+    reason: str  # "data parallel gradients", "tensor parallel activations", …
+    collective: str
+    ranks: int
+    count: int
+    payload_bytes: int  # of all of them
+    seconds: float
+    exposed_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimeTerm:
+    """One term of the step's time; the terms of a prediction sum to the step."""
+
+    name: str
+    seconds: float
+    provenance: Provenance
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class MemoryPrediction:
+    """What one rank holds at its peak, by category.
+
+    allocated: tensors. reserved: with the allocator's fragments. device: with the context too.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    activation_bytes: int  # saved, of all microbatches in flight
+    transient_bytes: int  # of the layer at the peak, logits included
+    unsharded_bytes: int  # gathered parameters and gradients before they are scattered
+    communication_bytes: int  # buckets and buffers
+    margin_bytes: int  # allocator fragments
+    context_bytes: int  # device context and communication libraries
+
+    @property
+    def allocated_bytes(self) -> int:
+        """Of all tensors."""
+        return (
+            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes
+            + self.activation_bytes + self.transient_bytes + self.unsharded_bytes
+            + self.communication_bytes
+        )  # fmt: skip
+
+    @property
+    def reserved_bytes(self) -> int:
+        """With the allocator's fragments."""
+        return self.allocated_bytes + self.margin_bytes
+
+    @property
+    def device_bytes(self) -> int:
+        """All that the device has to have."""
+        return self.reserved_bytes + self.context_bytes
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrediction:
+    """One stage on its rank: the seconds of one microbatch, and what the rank does meanwhile."""
+
+    forward_seconds: float
+    backward_seconds: float
+    idle_seconds: float  # of its rank in one step
+    in_flight: int
+    memory: MemoryPrediction  # of its rank, all its stages together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prediction:
+    """What one step takes."""
+
+    step_seconds: float
+    terms: tuple[TimeTerm, ...]
+    communication: tuple[CommunicationTerm, ...]
+    stages: tuple[StagePrediction, ...]
+    model_flops: int  # of one step, all ranks, nothing counted twice
+    peak_flops_per_second: float  # of all devices together
+
+    @property
+    def mfu(self) -> float:
+        """Model FLOPs utilisation."""
+        return self.model_flops / (self.step_seconds * self.peak_flops_per_second)
+
+    @property
+    def peak_memory(self) -> MemoryPrediction:
+        """Of the fullest rank."""
+        return max((stage.memory for stage in self.stages), key=lambda m: m.device_bytes)

@@ -1,0 +1,106 @@
+"""The types of a plan: everything that emission, comparison and explanation need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.planner.costs.prediction import Arrangement, Prediction, Recompute
+from autopar.planner.graph import Graph
+from autopar.planner.layouts import OpLayout, ParameterLayout
+
+FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Model:
+    """The model that was planned for; `spec` is path.py or path.py:factory as the user gave it."""
+
+    name: str
+    spec: str
+    arguments: tuple[tuple[str, str], ...]
+    source_hash: str
+    parameters: int
+    has_loss: bool  # the model file's own loss function; the model returns its loss otherwise
+    has_dataset: bool
+    has_optimizer: bool
+    has_scheduler: bool
+    tokens_per_row: int  # 1 where rows have no sequence
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """The cluster that was planned for."""
+
+    devices: int
+    nodes: int
+    device: str
+    memory_bytes: int  # of the smallest device
+    limit_bytes: int  # that a rank may use of it
+    usd_per_hour: float | None
+    backend: str  # nccl, gloo, …
+    content_hash: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """Consecutive layers, where they run, and what each computes again."""
+
+    rank: int  # on the pipeline axis
+    first: int
+    count: int
+    recompute: tuple[Recompute, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Proof:
+    """How much of the space was looked at, and how far the choice can be from the best."""
+
+    enumerated: int
+    refused: int  # by constraints, divisibility or the schedule
+    pruned: int  # by a bound worse than the best plan
+    solved: int
+    infeasible: int
+    programs: int  # integer programs
+    solver: str
+    bound_seconds: float
+    gap: float
+    search_seconds: float
+    is_complete: bool  # False when the time limit came first
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RunnerUp:
+    """Another plan that was solved, and what sets it apart."""
+
+    arrangement: Arrangement
+    recompute: str  # "none", "selective", "full" or a mix such as "full 20/32"
+    step_seconds: float
+    mfu: float
+    device_bytes: int
+    communication_seconds: float  # exposed
+    idle_seconds: float
+    difference: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """One way to train one model on one cluster.
+
+    `layouts[c][i]` is for the op at position i of the layers of class c (planner.layers), which
+    are the same for every layer of the class.
+    """
+
+    format: int
+    autopar: str  # version
+    model: Model
+    machines: Machines
+    objective: str
+    constraints: tuple[str, ...]  # as the user declared them, one per line
+    arrangement: Arrangement
+    stages: tuple[Stage, ...]
+    layouts: tuple[tuple[OpLayout, ...], ...]
+    parameters: tuple[ParameterLayout, ...]
+    prediction: Prediction
+    proof: Proof
+    runners_up: tuple[RunnerUp, ...]
+    graph: Graph
