@@ -16,7 +16,7 @@ from autopar.planner.layouts import (
 
 def test_every_pair_of_different_kinds_has_a_conversion() -> None:
     pairs = {(a, b) for a in Kind for b in Kind if a is not b}
-    assert pairs - CONVERSIONS.keys() == {(Kind.PARTIAL, Kind.PARTIAL)} - pairs
+    assert pairs <= CONVERSIONS.keys()
 
 
 def test_equal_layouts_need_no_conversion() -> None:
