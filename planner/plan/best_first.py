@@ -1,0 +1,99 @@
+"""Searches a tree best first: what has the lowest bound is looked at next, until that is a leaf.
+
+A node's bound never exceeds the value of any leaf below it, so the first leaf that comes to the top
+is the best one, and what is still waiting is pruned by its bound. Ties go to the simpler leaf, so
+nodes come before leaves of equal value.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+Item = TypeVar("Item")
+Leaf = TypeVar("Leaf")
+Rank = tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Node(Generic[Item]):
+    """Something that can be expanded; `rank` orders nodes of equal bound, the simpler first."""
+
+    bound: float
+    rank: Rank
+    item: Item
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Found(Generic[Leaf]):
+    """A leaf with its exact value."""
+
+    value: float
+    rank: Rank
+    leaf: Leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outcome(Generic[Item, Leaf]):
+    """All leaves that were made, the best first; what was left waiting; the best possible value."""
+
+    found: tuple[Found[Leaf], ...]
+    waiting: tuple[Item, ...]
+    bound: float
+    is_complete: bool
+
+    @property
+    def gap(self) -> float:
+        """How far the best leaf can be from the best possible one, as a share of it."""
+        best = self.found[0].value
+        return max(0.0, best - self.bound) / best if best else 0.0
+
+
+def best_first(
+    roots: Iterable[Node[Item]],
+    expand: Callable[[Item], Iterable[Node[Item] | Found[Leaf]]],
+    *,
+    is_late: Callable[[], bool] = lambda: False,
+    enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
+) -> Outcome[Item, Leaf]:
+    """Expand nodes until `enough` leaves came to the top, or until it is late.
+
+    A bound that a parent has already proved holds for its children too.
+    """
+    count = 0
+    heap: list[tuple[float, int, Rank, int, Node[Item] | Found[Leaf]]] = []
+    found: list[Found[Leaf]] = []
+    passed: list[Found[Leaf]] = []
+
+    def push(entry: Node[Item] | Found[Leaf], floor: float) -> None:
+        nonlocal count
+        count += 1
+        if isinstance(entry, Found):
+            found.append(entry)
+            heapq.heappush(heap, (entry.value, 1, entry.rank, count, entry))
+        else:
+            heapq.heappush(heap, (max(entry.bound, floor), 0, entry.rank, count, entry))
+
+    for root in roots:
+        push(root, 0.0)
+    is_complete = True
+    while heap and not enough(len(passed)):
+        if is_late():
+            is_complete = bool(passed)
+            break
+        bound, _, _, _, top = heapq.heappop(heap)
+        if isinstance(top, Found):
+            passed.append(top)
+            continue
+        for child in expand(top.item):
+            push(child, bound)
+    first = passed[0].value if passed else float("inf")
+    best_possible = min([first, *(entry[0] for entry in heap)], default=float("inf"))
+    return Outcome(
+        found=tuple(sorted(found, key=lambda leaf: (leaf.value, leaf.rank))),
+        waiting=tuple(entry[4].item for entry in heap if isinstance(entry[4], Node)),
+        bound=best_possible,
+        is_complete=is_complete,
+    )

@@ -1,0 +1,117 @@
+"""Enumerates the arrangements of a training: degrees, microbatch, schedule, ZeRO, as a tree.
+
+The first branch of a point is (degrees, microbatch); its variants differ in schedule, stages per
+rank, ZeRO level and shard degree only, so that they share every layer's layout and cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+
+from autopar.planner.annotate import Precision
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.schedule import PipelineShape, ScheduleKind, refusal
+
+DEFAULT_BUCKET_BYTES = 25 * 2**20  # what DDP takes; tuned for the plans that are solved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Choices:
+    """What the variants of a point may differ in."""
+
+    schedules: tuple[ScheduleKind, ...]
+    zero_levels: tuple[Zero, ...]
+    compressed: tuple[bool, ...]
+    stages_per_rank: int | None  # pinned
+    shard: int | None  # pinned
+    node_devices: int  # of the smallest node
+    layers: int
+
+
+def divisors(number: int) -> tuple[int, ...]:
+    """Return the divisors of a positive number, ascending."""
+    small = [d for d in range(1, int(number**0.5) + 1) if number % d == 0]
+    return tuple(sorted({*small, *(number // d for d in small)}))
+
+
+def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]:
+    """Return the pairs (rows of a microbatch, microbatches of a data rank)."""
+    if global_batch % data:
+        return ()
+    rows = global_batch // data
+    return tuple((size, rows // size) for size in divisors(rows))
+
+
+def simplest(
+    *, pipeline: int, data: int, tensor: int, microbatch: int, microbatches: int,
+    precision: Precision,
+) -> Arrangement:  # fmt: skip
+    """Return a point before its variants are told apart."""
+    return Arrangement(
+        pipeline=pipeline,
+        data=data,
+        tensor=tensor,
+        shard=data,
+        microbatch=microbatch,
+        microbatches=microbatches,
+        schedule=ScheduleKind.ONE_F_ONE_B,
+        stages_per_rank=1,
+        zero=Zero.NONE,
+        bucket_bytes=DEFAULT_BUCKET_BYTES,
+        compressed_gradients=False,
+        precision=precision,
+    )
+
+
+def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
+    """Yield the arrangements of a point that torch can run."""
+    for schedule, stages_per_rank in pipelines(point, choices):
+        for zero, shard in sharding(point, choices):
+            for compressed in choices.compressed if point.data > 1 else (False,):
+                yield replace(
+                    point,
+                    schedule=schedule,
+                    stages_per_rank=stages_per_rank,
+                    zero=zero,
+                    shard=shard,
+                    compressed_gradients=compressed,
+                )
+
+
+def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKind, int]]:
+    """Yield schedules with their stages per rank; without a pipeline there is nothing to choose."""
+    if point.pipeline == 1:
+        yield ScheduleKind.ONE_F_ONE_B, 1
+        return
+    for kind in choices.schedules:
+        for stages_per_rank in divisors(max(1, choices.layers // point.pipeline))[:4]:
+            shape = PipelineShape(
+                ranks=point.pipeline,
+                stages_per_rank=stages_per_rank,
+                microbatches=point.microbatches,
+            )
+            pinned = choices.stages_per_rank
+            is_wanted = pinned is None or pinned == stages_per_rank
+            if is_wanted and is_worthwhile(kind, stages_per_rank) and not refusal(kind, shape):
+                yield kind, stages_per_rank
+
+
+def is_worthwhile(kind: ScheduleKind, stages_per_rank: int) -> bool:
+    """Whether a schedule differs from a simpler one: one stage per rank is not interleaved."""
+    return stages_per_rank > 1 or kind is not ScheduleKind.INTERLEAVED_1F1B
+
+
+def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:
+    """Yield ZeRO levels with their shard degree: all data ranks, or those of one node (HSDP)."""
+    inside = choices.node_devices // point.tensor
+    for zero in choices.zero_levels:
+        if zero is Zero.NONE:
+            yield zero, point.data
+        elif point.data > 1:
+            degrees = {point.data}
+            if zero >= Zero.GRADIENTS and 1 < inside < point.data and point.data % inside == 0:
+                degrees.add(inside)
+            if choices.shard is not None:
+                degrees = {choices.shard} if point.data % choices.shard == 0 else set()
+            yield from ((zero, degree) for degree in sorted(degrees, reverse=True))

@@ -1,0 +1,1 @@
+"""Tests of the plan and its search."""
