@@ -32,12 +32,19 @@ class Unifier:
         return Leaf(f"d{self._count}", size)
 
     def representative(self, dim: Dim) -> Dim:
-        """Return the leaf that stands for all leaves equal to this one."""
+        """Return the leaf that stands for all leaves equal to this one; the way there is cut short.
+
+        Without that, every layer of a deep model would walk through all the layers before it.
+        """
+        passed: list[str] = []
         while isinstance(dim, Leaf):
             bound = self._bound.get(dim.name)
             if not isinstance(bound, Leaf):
-                return dim
+                break
+            passed.append(dim.name)
             dim = bound
+        for name in passed[:-1]:
+            self._bound[name] = dim
         return dim
 
     def structure(self, dim: Dim) -> Dim:
