@@ -8,7 +8,10 @@ from typing import Annotated
 import typer
 
 import autopar
+from autopar.commands.diff import diff
+from autopar.commands.explain import explain_plan
 from autopar.commands.inspect import inspect
+from autopar.commands.plan import plan
 from autopar.console import tell_error
 from autopar.planner.errors import AutoparError, ExitCode
 
@@ -20,6 +23,9 @@ app = typer.Typer(
     rich_markup_mode="rich",
 )
 app.command()(inspect)
+app.command()(plan)
+app.command("explain")(explain_plan)
+app.command()(diff)
 
 
 def _version(wanted: bool) -> None:

@@ -27,6 +27,9 @@ class Config:
     seq_len: int = 1024
     vocab_size: int = 50257
     dropout: float = 0.1
+    kv_heads: int | None = None  # as many as there are heads
+    ffn: int | None = None  # four times dim
+    tied: bool = True
 
 
 SIZES = {
@@ -44,9 +47,11 @@ class SelfAttention(nn.Module):
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.c_attn = nn.Linear(config.dim, 3 * config.dim)
-        self.c_proj = nn.Linear(config.dim, config.dim)
         self.head_dim = config.dim // config.heads
+        shared = (config.kv_heads or config.heads) * self.head_dim
+        self.widths = (config.dim, shared, shared)  # of query, key and value
+        self.c_attn = nn.Linear(config.dim, sum(self.widths))
+        self.c_proj = nn.Linear(config.dim, config.dim)
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -54,21 +59,24 @@ class SelfAttention(nn.Module):
         batch, seq, _ = x.shape
         q, k, v = (
             part.view(batch, seq, -1, self.head_dim).transpose(1, 2)
-            for part in self.c_attn(x).chunk(3, dim=-1)
+            for part in self.c_attn(x).split(self.widths, dim=-1)
         )
         dropout = self.dropout if self.training else 0.0
-        y = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        y = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=k.shape != q.shape
+        )
         y = self.c_proj(y.transpose(1, 2).reshape(batch, seq, -1))
         return F.dropout(y, self.dropout, self.training)
 
 
 class MLP(nn.Module):
-    """The feed-forward half of a block, four times as wide inside."""
+    """The feed-forward half of a block, four times as wide inside unless the shape says more."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
-        self.c_fc = nn.Linear(config.dim, 4 * config.dim)
-        self.c_proj = nn.Linear(4 * config.dim, config.dim)
+        ffn = config.ffn or 4 * config.dim
+        self.c_fc = nn.Linear(config.dim, ffn)
+        self.c_proj = nn.Linear(ffn, config.dim)
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
@@ -105,7 +113,8 @@ class GPT2(nn.Module):
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         self.ln_f = nn.LayerNorm(config.dim)
         self.lm_head = nn.Linear(config.dim, config.vocab_size, bias=False)
-        self.lm_head.weight = self.wte.weight  # tied: one table reads tokens in and out
+        if config.tied:
+            self.lm_head.weight = self.wte.weight  # one table reads tokens in and out
         self.init_weights(config.layers)
 
     def init_weights(self, layers: int) -> None:
@@ -131,14 +140,29 @@ class GPT2(nn.Module):
 def build_model(
     size: str = "tiny",
     layers: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    dim: int | None = None,
+    ffn: int | None = None,
     seq_len: int | None = None,
     vocab_size: int | None = None,
     dropout: float | None = None,
+    tied: bool | None = None,
 ) -> nn.Module:
     """Return a GPT-2 of a published size, with what is given put in place of its own."""
     return GPT2(
         pick_size(
-            SIZES, size, layers=layers, seq_len=seq_len, vocab_size=vocab_size, dropout=dropout
+            SIZES,
+            size,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            ffn=ffn,
+            seq_len=seq_len,
+            vocab_size=vocab_size,
+            dropout=dropout,
+            tied=tied,
         )
     )
 

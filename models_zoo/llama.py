@@ -141,10 +141,29 @@ class Llama(nn.Module):
 
 
 def build_model(
-    size: str = "tiny", layers: int | None = None, vocab_size: int | None = None
+    size: str = "tiny",
+    layers: int | None = None,
+    heads: int | None = None,
+    kv_heads: int | None = None,
+    dim: int | None = None,
+    ffn: int | None = None,
+    vocab_size: int | None = None,
+    tied: bool | None = None,
 ) -> nn.Module:
     """Return a Llama of a published size, with what is given put in place of its own."""
-    return Llama(pick_size(SIZES, size, layers=layers, vocab_size=vocab_size))
+    return Llama(
+        pick_size(
+            SIZES,
+            size,
+            layers=layers,
+            heads=heads,
+            kv_heads=kv_heads,
+            dim=dim,
+            ffn=ffn,
+            vocab_size=vocab_size,
+            tied=tied,
+        )
+    )
 
 
 def example_batch(

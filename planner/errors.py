@@ -46,6 +46,18 @@ class TraceError(AutoparError):
     exit_code = ExitCode.UNTRACEABLE
 
 
+class InfeasibleError(AutoparError):
+    """No plan satisfies what was declared; the text names the least that stands in the way."""
+
+    exit_code = ExitCode.INFEASIBLE
+
+
+class TimeLimitError(AutoparError):
+    """The time limit came before the first plan."""
+
+    exit_code = ExitCode.NO_PLAN
+
+
 def gathered(faults: Sequence[str], *, where: str, fix: str = "") -> InputError:
     """Return one error that tells all faults of one input together."""
     found = faults[0] if len(faults) == 1 else "\n".join(f"- {fault}" for fault in faults)

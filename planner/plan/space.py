@@ -13,6 +13,7 @@ from autopar.planner.annotate import Precision
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedule import PipelineShape, ScheduleKind, refusal
 
+STAGES_PER_RANK = (1, 2, 4)  # more make the bubble little smaller, and transfers many more
 DEFAULT_BUCKET_BYTES = 25 * 2**20  # what DDP takes; tuned for the plans that are solved
 
 
@@ -85,7 +86,9 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
         yield ScheduleKind.ONE_F_ONE_B, 1
         return
     for kind in choices.schedules:
-        for stages_per_rank in divisors(max(1, choices.layers // point.pipeline))[:4]:
+        for stages_per_rank in STAGES_PER_RANK:
+            if stages_per_rank * point.pipeline > choices.layers:
+                break
             shape = PipelineShape(
                 ranks=point.pipeline,
                 stages_per_rank=stages_per_rank,
@@ -93,13 +96,22 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
             )
             pinned = choices.stages_per_rank
             is_wanted = pinned is None or pinned == stages_per_rank
-            if is_wanted and is_worthwhile(kind, stages_per_rank) and not refusal(kind, shape):
+            if is_wanted and is_worthwhile(kind, shape, choices) and not refusal(kind, shape):
                 yield kind, stages_per_rank
 
 
-def is_worthwhile(kind: ScheduleKind, stages_per_rank: int) -> bool:
-    """Whether a schedule differs from a simpler one: one stage per rank is not interleaved."""
-    return stages_per_rank > 1 or kind is not ScheduleKind.INTERLEAVED_1F1B
+def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) -> bool:
+    """Whether a simpler schedule does not do the same.
+
+    Interleaving one stage per rank is none, and where 1F1B can run it takes the time of GPipe with
+    less memory.
+    """
+    if kind is ScheduleKind.INTERLEAVED_1F1B:
+        return shape.stages_per_rank > 1
+    plain = ScheduleKind.ONE_F_ONE_B
+    if kind is ScheduleKind.GPIPE and plain in choices.schedules:
+        return bool(refusal(plain, shape))
+    return True
 
 
 def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:

@@ -25,12 +25,14 @@ def test_equal_layouts_need_no_conversion() -> None:
 
 def test_another_axis_is_an_exchange() -> None:
     found = conversion(split("seq", 1), split("heads", 2))
-    assert found is not None and found.function == "exchange"
+    assert found is not None
+    assert found.function == "exchange"
 
 
 def test_a_conversion_back_and_forth_communicates_as_much() -> None:
     """Megatron's f and g are each other's backward."""
     there, back = conversion(WHOLE, REPLICATED), conversion(PARTIAL, WHOLE)
-    assert there is not None and back is not None
+    assert there is not None
+    assert back is not None
     assert (there.forward, there.backward) == (back.backward, back.forward)
     assert there.forward is Local.NOTHING

@@ -1,0 +1,89 @@
+"""`autopar explain`: why a plan is what it is, from plan.json alone."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import RenderableType
+
+from autopar.console import results
+from autopar.explanation_page import (
+    communication_table,
+    explanation_page,
+    layout_parts,
+    memory_table,
+    stage_table,
+    why_not_page,
+)
+from autopar.planner.errors import InputError
+from autopar.planner.plan.constraints import constraints_of
+from autopar.planner.plan.constraints_options import parse_pins
+from autopar.planner.plan.document import read_plan
+from autopar.planner.plan.explanation import Explanation, explain
+from autopar.planner.plan.parts import parts_of
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.why_not import WhyNot, why_not
+
+
+def explain_plan(
+    plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
+    stage: Annotated[
+        int | None, typer.Option("--stage", min=0, metavar="I", help="Only this stage.")
+    ] = None,
+    memory: Annotated[bool, typer.Option("--memory", help="Only the memory.")] = False,
+    comm: Annotated[
+        bool, typer.Option("--comm", help="Only communication and what is split.")
+    ] = False,
+    other: Annotated[
+        str | None, typer.Option("--why-not", metavar="KEY=VALUE,…", help="What that would cost.")
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Say why a plan is what it is: time, stages, memory, communication, what is split.
+
+    Example: autopar explain out/plan.json --why-not tp=8
+    """
+    found = read_plan(plan)
+    if stage is not None and stage >= len(found.stages):
+        raise InputError(
+            f"there is no stage {stage}", expected=f"0 to {len(found.stages) - 1}", where=str(plan)
+        )
+    if other is not None:
+        pins = constraints_of(parse_pins([other], option="--why-not"))
+        answer = why_not(found, pins)
+        _print([why_not_page(answer)], answer if as_json else None)
+        return
+    explanation = explain(found, *parts_of(found, where=str(plan)))
+    parts = _chosen(found, explanation, stage=stage, memory=memory, comm=comm)
+    _print(parts, explanation if as_json else None)
+
+
+def _chosen(
+    plan: Plan, explanation: Explanation, *, stage: int | None, memory: bool, comm: bool
+) -> Iterator[RenderableType]:
+    """Yield the sections that were asked for, all where none was."""
+    if stage is None and not memory and not comm:
+        yield from explanation_page(plan, explanation)
+        return
+    if stage is not None:
+        yield stage_table(plan, explanation, stage)
+    if memory or (stage is not None and not comm):
+        yield memory_table(explanation, stage)
+    if comm:
+        yield communication_table(plan)
+        yield from layout_parts(explanation)
+
+
+def _print(
+    parts: Iterator[RenderableType] | list[RenderableType], data: Explanation | WhyNot | None
+) -> None:
+    if data is not None:
+        print(json.dumps(asdict(data), indent=2))
+        return
+    for part in parts:
+        results().print(part)

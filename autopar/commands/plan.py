@@ -1,0 +1,104 @@
+"""`autopar plan`: the best way to split a training, with its proof."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+from autopar.commands import plan_options as options
+from autopar.console import results
+from autopar.plan_page import plan_page
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.layers import find_layers
+from autopar.planner.model_file import load_model_file
+from autopar.planner.plan.constraint_names import check_names
+from autopar.planner.plan.constraints import Constraints
+from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.degrees import check_degrees
+from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
+from autopar.planner.plan.model_facts import model_facts
+from autopar.planner.plan.plan import Plan
+from autopar.planner.trace import trace
+from autopar.progress import reported
+
+
+def plan(
+    model: options.MODEL,
+    gpus: options.GPUS = None,
+    device: options.DEVICE = None,
+    nodes: options.NODES = None,
+    cluster: options.CLUSTER = None,
+    arg: options.ARG = None,
+    global_batch: options.GLOBAL_BATCH = None,
+    precision: options.PRECISION = None,
+    pin: options.PIN = None,
+    max_tp: options.MAX_TP = None,
+    max_pp: options.MAX_PP = None,
+    max_dp: options.MAX_DP = None,
+    memory: options.MEMORY = None,
+    objective: options.OBJECTIVE = None,
+    constraints: options.CONSTRAINTS = None,
+    time_limit: options.TIME_LIMIT = None,
+    output: options.OUTPUT = Path(),
+    as_json: options.AS_JSON = False,
+) -> None:
+    """Plan how to split the training of a model, prove the choice, and write DIR/plan.json.
+
+    Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
+    """
+    options.check_time_limit(time_limit)
+    demands = {
+        "limits.tp": max_tp,
+        "limits.pp": max_pp,
+        "limits.dp": max_dp,
+        "limits.memory": memory,
+        "objective": objective,
+        "global_batch": global_batch,
+        "precision": precision,
+    }
+    declared = gathered_constraints(pin or (), demands, constraints)
+    machines = options.cluster_of(gpus, device, nodes, cluster)
+    refuse_foreign(output / FILE_NAME)
+    found = make_plan(model, arg or (), machines, declared, time_limit_seconds=time_limit)
+    write_plan(found, output / FILE_NAME)
+    if as_json:
+        print(json.dumps(summary(found), indent=2))
+        return
+    for part in plan_page(found):
+        results().print(part)
+    results().print(f"Written: {output / FILE_NAME}", markup=False)
+
+
+def make_plan(
+    spec: str,
+    arguments: Sequence[str],
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    time_limit_seconds: float | None,
+) -> Plan:
+    """Trace a model and search its best plan; what cannot be is refused as early as it shows."""
+    from autopar.planner.plan.search import search  # here alone: other commands need no solver
+
+    check_degrees(cluster.size, constraints)
+    model_file = load_model_file(spec, arguments)
+    with reported("tracing the model") as report:
+        graph = trace(model_file)
+        report("finding its axes and layers")
+        axes = infer_axes(graph)
+        layers = find_layers(graph, axes)
+        check_degrees(cluster.size, constraints, fixed_batch=graph.fixed_batch)
+        check_names(constraints, graph, axes, layers=len(layers.layers))
+        report("searching")
+        return search(
+            graph,
+            axes,
+            layers,
+            model_facts(model_file, graph, spec=spec, arguments=arguments),
+            cluster,
+            constraints,
+            time_limit_seconds=time_limit_seconds,
+            report=report,
+        )

@@ -1,0 +1,112 @@
+"""The options of `autopar plan`, and the cluster and constraints that they describe."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.file import read_cluster
+from autopar.planner.errors import InputError
+
+MODEL = Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")]
+ARG = Annotated[
+    list[str] | None,
+    typer.Option("--arg", metavar="KEY=VALUE", help="An argument for the model file."),
+]
+GPUS = Annotated[str | None, typer.Option("--gpus", metavar="N", help="Devices in all.")]
+DEVICE = Annotated[
+    str | None,
+    typer.Option("--device", metavar="NAME", help="Such as h100-sxm; else those of this machine."),
+]
+NODES = Annotated[str | None, typer.Option("--nodes", metavar="N", help="Machines.")]
+CLUSTER = Annotated[
+    Path | None,
+    typer.Option("--cluster", metavar="FILE", help="Other machines: docs/cluster-file.md."),
+]
+GLOBAL_BATCH = Annotated[
+    str | None,
+    typer.Option("--global-batch", metavar="ROWS", help="Of one step, all devices together."),
+]
+PRECISION = Annotated[
+    str | None, typer.Option("--precision", metavar="TYPE", help="bf16 (as usual) or fp32.")
+]
+PIN = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--pin",
+        metavar="KEY=VALUE,…",
+        help="pp, dp, tp, shard, microbatch, stages_per_rank, zero, schedule.",
+    ),
+]
+MAX_TP = Annotated[str | None, typer.Option("--max-tp", metavar="N", help="Most tensor ranks.")]
+MAX_PP = Annotated[str | None, typer.Option("--max-pp", metavar="N", help="Most pipeline ranks.")]
+MAX_DP = Annotated[str | None, typer.Option("--max-dp", metavar="N", help="Most data ranks.")]
+MEMORY = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "90%".'),
+]
+OBJECTIVE = Annotated[
+    str | None,
+    typer.Option("--objective", metavar="WHAT", help="Least step-time, memory or cost."),
+]
+CONSTRAINTS = Annotated[
+    Path | None,
+    typer.Option(
+        "-c", "--constraints", metavar="FILE", help="More of them: docs/constraints-file.md."
+    ),
+]
+TIME_LIMIT = Annotated[
+    float | None,
+    typer.Option("--time-limit", metavar="SECONDS", help="Take the best plan found until then."),
+]
+OUTPUT = Annotated[
+    Path, typer.Option("-o", "--output", metavar="DIR", help="Where plan.json goes.")
+]
+AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+
+def cluster_of(
+    gpus: str | None, device: str | None, nodes: str | None, file: Path | None
+) -> Cluster:
+    """Return the cluster that the options describe."""
+    if file is None:
+        if gpus is None:
+            raise InputError(
+                "no machines are given", fix="--gpus 8, or --cluster cluster.toml for unequal ones"
+            )
+        machines = None if nodes is None else _whole(nodes, "--nodes")
+        return choose_cluster(_whole(gpus, "--gpus"), device, machines)
+    given = _named(("--gpus", gpus), ("--device", device), ("--nodes", nodes))
+    if given:
+        raise InputError(
+            f"{', '.join(given)} and --cluster both say what the machines are",
+            fix="leave one of them out",
+        )
+    return read_cluster(file)
+
+
+def _whole(text: str, option: str) -> int:
+    """Return the whole number that an option says; which numbers make sense is checked later."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"{text!r} is not a number of devices", where=option, expected="a whole number"
+        ) from None
+
+
+def _named(*options: tuple[str, object]) -> Sequence[str]:
+    return [name for name, value in options if value is not None]
+
+
+def check_time_limit(seconds: float | None) -> None:
+    """Refuse a time limit that is none."""
+    if seconds is not None and not 0 < seconds < float("inf"):
+        raise InputError(
+            f"--time-limit {seconds:g} is no time", expected="seconds, above 0, such as 60"
+        )

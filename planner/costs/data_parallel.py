@@ -1,0 +1,181 @@
+"""Turns a stage and the ranks that share its data into seconds of gathering and reducing.
+
+    ZeRO 0      all-reduce of the gradients, by the bucket, beside the last backward
+    ZeRO 1      reduce-scatter likewise; the updated parameters are gathered beside the next forward
+    ZeRO 2      as 1, but every microbatch scatters, since no rank keeps whole gradients
+    ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
+                scatters its gradients
+
+Where a sharded copy lies on fewer ranks than share the data (HSDP), what was scattered is summed
+over the copies. One bucket that holds everything is a reduction which nothing overlaps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.collective_choice import Collective, collective_seconds
+from autopar.planner.costs.overlap import (
+    LayerLoad,
+    Overlapped,
+    Seconds,
+    bucketed_reduction,
+    forward_during_gather,
+    hierarchical_reduction_seconds,
+    sharded_backward,
+    sharded_forward,
+)
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.stage_load import Repeated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataGroups:
+    """The ranks that share the data of a stage, and how they share its state."""
+
+    shard: GroupShape  # hold one sharded copy between them
+    replicas: GroupShape  # hold the same part of different copies
+    zero: Zero
+    bucket_bytes: int
+    gradient_share: float  # of the gradient's bytes that travel: a half when sent in 16 bits
+    slowdown: float
+    copy_bytes_per_second: float  # of memory, reading and writing counted both
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DataSeconds:
+    """What sharing data adds to a stage, beyond computing; `alone` is without any overlap."""
+
+    each_forward: float
+    each_backward: float
+    last_backward: float  # more, after the last microbatch
+    first_forward: float  # more, before the first microbatch
+    gathers_alone: float  # of one step, with m microbatches
+    reductions_alone: float
+
+
+NOTHING = DataSeconds(
+    each_forward=0.0,
+    each_backward=0.0,
+    last_backward=0.0,
+    first_forward=0.0,
+    gathers_alone=0.0,
+    reductions_alone=0.0,
+)
+
+
+@lru_cache(maxsize=65536)
+def priced(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
+    """Return the seconds of a collective, remembered."""
+    return collective_seconds(collective, payload_bytes, shape)
+
+
+@lru_cache(maxsize=65536)
+def data_seconds(
+    layers: tuple[Repeated, ...], groups: DataGroups, *, microbatches: int
+) -> DataSeconds:
+    """Return what gathering and reducing add to the microbatches of a stage."""
+    if groups.shard.ranks * groups.replicas.ranks == 1 or not layers:
+        return NOTHING
+    loads = _loads(layers, groups.gradient_share)
+    if groups.zero is Zero.PARAMETERS:
+        return _sharded(loads, groups, microbatches)
+    return _reduced(loads, groups, microbatches)
+
+
+def _loads(layers: Sequence[Repeated], gradient_share: float) -> tuple[LayerLoad, ...]:
+    """Return the layers with gradients as they travel; one by one."""
+    return tuple(
+        load
+        for one in layers
+        for load in (replace(one.load, gradient_bytes=one.load.gradient_bytes * gradient_share),)
+        * one.count
+    )
+
+
+def _gathering(groups: DataGroups) -> Seconds:
+    return _remembered(lambda size: priced(Collective.ALL_GATHER, size, groups.shard))
+
+
+def _reducing(groups: DataGroups) -> Seconds:
+    """Return the seconds of the reduction of so many bytes of gradient."""
+    if groups.zero is Zero.NONE:
+        return _remembered(lambda size: priced(Collective.ALL_REDUCE, size, groups.shard))
+    scatter = _remembered(lambda size: priced(Collective.REDUCE_SCATTER, size, groups.shard))
+    if groups.replicas.ranks == 1:
+        return scatter
+    return hierarchical_reduction_seconds(
+        scatter,
+        _remembered(lambda size: priced(Collective.ALL_REDUCE, size, groups.replicas)),
+        shard_degree=groups.shard.ranks,
+    )
+
+
+def _remembered(seconds: Callable[[float], float]) -> Seconds:
+    return lru_cache(maxsize=256)(seconds)
+
+
+def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
+    """Return ZeRO-3; what is gathered is copied out of its buffer, gradients into theirs."""
+    gather, scatter = _gathering(groups), _reducing(groups)
+    copied = tuple(_with_copies(load, groups.copy_bytes_per_second) for load in loads)
+    forward = sharded_forward(copied, gather, slowdown=groups.slowdown)
+    backward = sharded_backward(copied, gather, scatter, slowdown=groups.slowdown)
+    forward_alone = sum(load.forward_seconds for load in loads)
+    backward_alone = sum(load.backward_seconds for load in loads)
+    gathers = sum(gather(load.parameter_bytes) for load in loads)
+    reductions = sum(scatter(load.gradient_bytes) for load in loads)
+    return DataSeconds(
+        each_forward=forward.total_seconds - forward_alone,
+        each_backward=backward.total_seconds - backward_alone,
+        last_backward=0.0,
+        first_forward=0.0,
+        gathers_alone=2 * microbatches * gathers,
+        reductions_alone=microbatches * reductions,
+    )
+
+
+def _with_copies(load: LayerLoad, bytes_per_second: float) -> LayerLoad:
+    """Add a read and a write of the parameters to each pass, and of the gradients to the second."""
+    parameters = 2 * load.parameter_bytes / bytes_per_second
+    gradients = 2 * load.gradient_bytes / bytes_per_second
+    return replace(
+        load,
+        forward_seconds=load.forward_seconds + parameters,
+        backward_seconds=load.backward_seconds + parameters + gradients,
+    )
+
+
+def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
+    reduce = _reducing(groups)
+    bucket = groups.bucket_bytes
+    backward = bucketed_reduction(loads, reduce, bucket_bytes=bucket, slowdown=groups.slowdown)
+    scatters_each = groups.zero is Zero.GRADIENTS
+    first = _added_by_gather(loads, groups) if groups.zero is not Zero.NONE else 0.0
+    gather_seconds = (
+        sum(map(_gathering(groups), (load.parameter_bytes for load in loads)))
+        if groups.zero is not Zero.NONE
+        else 0.0
+    )
+    return DataSeconds(
+        each_forward=0.0,
+        each_backward=_added(backward) if scatters_each else 0.0,
+        last_backward=0.0 if scatters_each else _added(backward),
+        first_forward=first,
+        gathers_alone=gather_seconds,
+        reductions_alone=backward.communication_seconds * (microbatches if scatters_each else 1),
+    )
+
+
+def _added_by_gather(loads: Sequence[LayerLoad], groups: DataGroups) -> float:
+    forward = forward_during_gather(
+        loads, _gathering(groups), bucket_bytes=groups.bucket_bytes, slowdown=groups.slowdown
+    )
+    return _added(forward)
+
+
+def _added(overlapped: Overlapped) -> float:
+    return overlapped.exposed_seconds + overlapped.slowdown_seconds

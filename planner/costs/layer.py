@@ -1,0 +1,135 @@
+"""Turns one layer in its layouts into what it costs one rank, under each recompute mode."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from types import MappingProxyType
+
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.conversions import DISPATCHES
+from autopar.planner.costs.layer_flow import Conversion, LayerFlow, PlacedOp, layer_flow
+from autopar.planner.costs.layer_memory import LayerMemory, layer_memory
+from autopar.planner.costs.layer_parameters import Held, layer_parameters
+from autopar.planner.costs.layer_recompute import Again, run_again
+from autopar.planner.costs.ops import Pricer
+from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.layers import Layer
+from autopar.planner.layouts import WHOLE, Layout, OpLayout
+
+_NOTHING: Mapping[str, Layout] = MappingProxyType({})
+
+
+def layer_cost(
+    pricer: Pricer,
+    layer: Layer,
+    layouts: Sequence[OpLayout],
+    *,
+    degree: int,
+    shape: GroupShape,
+    recompute: Recompute,
+    parameters: Mapping[str, Layout],
+    outside: Mapping[str, Layout] = _NOTHING,
+    counted: frozenset[str] = frozenset(),
+) -> LayerCost:
+    """Return what a layer costs under one recompute mode (see layer_costs)."""
+    return layer_costs(
+        pricer, layer, layouts, degree=degree, shape=shape,
+        parameters=parameters, outside=outside, counted=counted,
+    )[recompute]  # fmt: skip
+
+
+def layer_costs(
+    pricer: Pricer,
+    layer: Layer,
+    layouts: Sequence[OpLayout],
+    *,
+    degree: int,
+    shape: GroupShape,
+    parameters: Mapping[str, Layout],
+    outside: Mapping[str, Layout] = _NOTHING,
+    counted: frozenset[str] = frozenset(),
+) -> Mapping[Recompute, LayerCost]:
+    """Return what a layer costs under every recompute mode.
+
+    `outside` are the layouts of tensors that earlier layers made (I where it does not say), and
+    `counted` the parameters that an earlier layer of the same rank holds already. A conversion is
+    paid once per tensor and needed layout, by the layer that needs it.
+    """
+    flow = layer_flow(
+        pricer, layer, layouts, degree=degree, shape=shape, parameters=parameters, outside=outside
+    )
+    memory = layer_memory(flow)
+    held = layer_parameters(flow, parameters, counted)
+    output_bytes = _output_bytes(flow, outside)
+    return {
+        mode: _cost(flow, run_again(flow, mode), memory[mode], held, output_bytes=output_bytes)
+        for mode in Recompute
+    }
+
+
+def _cost(
+    flow: LayerFlow, again: Again, memory: LayerMemory, held: Held, *, output_bytes: int
+) -> LayerCost:
+    recompute = _forward(flow, again.ops, again.conversions)
+    return LayerCost(
+        forward_seconds=_forward(flow, flow.ops, flow.conversions),
+        backward_seconds=_backward(flow) + recompute,
+        weight_gradient_seconds=sum(one.cost.weight_gradient_seconds for one in flow.ops),
+        communication_seconds=_forward_wire(flow.ops, flow.conversions)
+        + sum(c.cost.backward_communication_seconds for c in flow.conversions)
+        + _forward_wire(again.ops, again.conversions),
+        recompute_seconds=recompute,
+        saved_bytes=memory.saved_bytes,
+        transient_bytes=memory.transient_bytes,
+        output_bytes=output_bytes,
+        parameters=held.elements,
+        trainable=held.trainable,
+        parameter_bytes=held.parameter_bytes,
+        gradient_bytes=held.gradient_bytes,
+        optimizer_bytes=held.optimizer_bytes,
+        replicated_gradient_bytes=held.replicated_gradient_bytes,
+        measured_seconds=_measured(flow, again.ops),
+    )
+
+
+def _forward(flow: LayerFlow, ops: Iterable[PlacedOp], conversions: Sequence[Conversion]) -> float:
+    """Return the seconds of a forward: the device's, or the host's where it takes longer."""
+    placed = tuple(ops)
+    device = sum(one.cost.forward_seconds for one in placed)
+    device += sum(one.inside_seconds for one in placed)
+    device += sum(conversion.cost.forward_seconds for conversion in conversions)
+    dispatches = len(placed) + DISPATCHES * len(conversions)
+    return flow.pricer.host.forward_region_seconds(device, dispatches)
+
+
+def _forward_wire(ops: Iterable[PlacedOp], conversions: Iterable[Conversion]) -> float:
+    """Return the seconds of a forward's collectives."""
+    inside = sum(one.inside_seconds for one in ops)
+    return inside + sum(c.cost.forward_communication_seconds for c in conversions)
+
+
+def _backward(flow: LayerFlow) -> float:
+    device = sum(one.cost.backward_seconds for one in flow.ops)
+    device += sum(conversion.cost.backward_seconds for conversion in flow.conversions)
+    dispatches = sum(one.is_differentiable for one in flow.ops)
+    dispatches += sum(conversion.cost.backward_dispatches for conversion in flow.conversions)
+    return flow.pricer.host.backward_region_seconds(device, dispatches)
+
+
+def _measured(flow: LayerFlow, again: Iterable[PlacedOp]) -> float:
+    """Return the seconds that were measured, of forward, backward and what runs again."""
+    once = sum(
+        one.cost.forward_seconds + one.cost.backward_seconds
+        for one in flow.ops
+        if one.cost.measured
+    )
+    return once + sum(one.cost.forward_seconds for one in again if one.cost.measured)
+
+
+def _output_bytes(flow: LayerFlow, outside: Mapping[str, Layout]) -> int:
+    """Return the bytes that cross the cut behind this layer, on one rank."""
+    pricer = flow.pricer
+    return sum(
+        pricer.tensor_bytes(name, flow.produced.get(name) or outside.get(name, WHOLE), flow.degree)
+        for name in pricer.residence.cuts[flow.position]
+    )

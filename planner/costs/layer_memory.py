@@ -1,0 +1,143 @@
+"""Says what a layer keeps from its forward to its backward, and what it takes while it runs.
+
+Memory is counted by *place*: whose memory a tensor lies in, and along which axis it is split. Two
+ops that keep the same place keep it once. What one later layer uses is counted by that layer, also
+where only its maker keeps it; what several later layers use is counted by its maker, and by no
+other. So every tensor is counted once, whichever recompute modes the layers have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.planner.costs.layer_flow import LayerFlow, PlacedOp
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.costs.split_loss import CROSS_ENTROPY
+from autopar.planner.graph import Origin
+from autopar.planner.layouts import Kind, Layout
+from autopar.planner.rules.rule import Traffic
+from autopar.planner.rules.table import rule_of
+
+Place = tuple[str, str]  # the root's name; the axis of its split, or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """What one layer keeps for its backward, and the most that it takes beside that."""
+
+    saved_bytes: int
+    transient_bytes: int
+
+
+def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
+    """Return the memory of a layer under every recompute mode.
+
+    none:       saved = what the ops keep;              transient = the largest working set
+    selective:  saved = inputs + results of contractions;   transient = that + what is made again
+    full:       saved = inputs;                             transient = that + what is made again
+    """
+    everything, working = kept_places(flow), working_bytes(flow)
+    inputs = input_places(flow)
+    costly = dict(inputs)
+    for one in flow.ops:
+        if one.is_contraction and one.is_differentiable:
+            costly |= _own_places(one)
+            costly |= dict(_places(flow, one, one.op.outputs))
+    modes = {Recompute.NONE: everything, Recompute.SELECTIVE: costly, Recompute.FULL: inputs}
+    return {
+        mode: LayerMemory(
+            saved_bytes=sum(saved.values()),
+            transient_bytes=working
+            + sum(size for place, size in everything.items() if place not in saved),
+        )
+        for mode, saved in modes.items()
+    }
+
+
+def kept_places(flow: LayerFlow) -> dict[Place, int]:
+    """Return what the ops of a layer keep where nothing is computed again."""
+    pricer = flow.pricer
+    places: dict[Place, int] = {}
+    for one in flow.ops:
+        places |= _own_places(one)
+        for place, size in _places(flow, one, one.kept.seen):
+            own = flow.made_here(place[0]) and not pricer.later_users.get(place[0])
+            if own or flow.takes_over(place[0]):
+                places[place] = size
+    crossing = _taken_over(flow) | _lent(flow)
+    return places | {place: size for place, size in crossing.items() if pricer.is_kept(place[0])}
+
+
+def input_places(flow: LayerFlow) -> dict[Place, int]:
+    """Return what a layer has to keep to be run again, and what it keeps for later layers."""
+    return _taken_over(flow) | _lent(flow)
+
+
+def _taken_over(flow: LayerFlow) -> dict[Place, int]:
+    """Return the tensors of earlier layers that this layer uses and counts."""
+    places: dict[Place, int] = {}
+    for one in flow.ops:
+        for name in one.op.inputs:
+            root = flow.pricer.memory.root(name)
+            if flow.takes_over(root) and not flow.made_here(name):
+                layout = flow.produced[name]
+                places.setdefault(_place(root, layout), _bytes(flow, name, layout))
+    return places
+
+
+def _lent(flow: LayerFlow) -> dict[Place, int]:
+    """Return what is made here and used by several later layers, such as an encoder's result."""
+    places: dict[Place, int] = {}
+    for one in flow.ops:
+        for name in one.op.outputs:
+            root = flow.pricer.memory.root(name)
+            if flow.made_here(root) and len(flow.pricer.later_users.get(root, ())) > 1:
+                layout = flow.produced[name]
+                places.setdefault(_place(root, layout), _bytes(flow, name, layout))
+    return places
+
+
+def working_bytes(flow: LayerFlow) -> int:
+    """Return the most that one op takes beside what is kept: gradients of results and inputs."""
+    return max((_working(flow, one) for one in flow.ops), default=0)
+
+
+def _working(flow: LayerFlow, one: PlacedOp) -> int:
+    """A loss also has the gradient of its log-probabilities: the logits again, in fp32."""
+    if rule_of(one.op.target).traffic is Traffic.NONE:
+        return 0
+    pricer, tensors = flow.pricer, flow.pricer.graph.tensors
+    results = sum(
+        pricer.tensor_bytes(name, one.layout_of(name), flow.degree) for name in one.op.outputs
+    )
+    if not one.is_differentiable:
+        return results
+    gradients = sum(
+        pricer.tensor_bytes(name, layout, flow.degree)
+        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
+        if tensors[name].requires_grad and tensors[name].origin is Origin.OP
+    )
+    if one.op.target == CROSS_ENTROPY:
+        logits = one.op.inputs[0]
+        gradients += 4 * pricer.elements(logits, one.layout_of(logits), flow.degree)
+    return results + gradients
+
+
+def _own_places(one: PlacedOp) -> dict[Place, int]:
+    own = one.kept.own_bytes(one.split)
+    return {(f"{one.op.name}:made", ""): own} if own else {}
+
+
+def _places(flow: LayerFlow, one: PlacedOp, names: tuple[str, ...]) -> Iterator[tuple[Place, int]]:
+    for name in names:
+        layout = one.layout_of(name)
+        yield _place(flow.pricer.memory.root(name), layout), _bytes(flow, name, layout)
+
+
+def _place(root: str, layout: Layout) -> Place:
+    return root, layout.axis if layout.kind is Kind.SPLIT else ""
+
+
+def _bytes(flow: LayerFlow, name: str, layout: Layout) -> int:
+    return flow.pricer.memory_bytes(name, layout, flow.degree)

@@ -1,0 +1,88 @@
+"""Names an op as a profile knows it: the key under which its measured seconds are found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.planner.costs.op_shapes import LocalShapes
+from autopar.planner.extent import Extent
+from autopar.planner.graph import DType, Op, Ref, Value, refs
+from autopar.planner.precision import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A tensor that an op reads: its local shape, its element type, whether it gets a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpKey:
+    """An op on one rank; two ops with equal keys take the same time."""
+
+    device: str
+    target: str
+    operands: tuple[Operand, ...]  # in the order of op.inputs
+    arguments: tuple[tuple[str, str], ...]  # those that are no tensors, as text; sizes are local
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """The measured seconds of one op on the device; the backward is of all its gradients."""
+
+    forward_seconds: float
+    backward_seconds: float
+
+
+class Measurements(Protocol):
+    """What was measured: a profile, or a table in a test."""
+
+    def seconds(self, key: OpKey) -> Timing | None:
+        """Return the timing of an op, None where it was not measured."""
+        ...
+
+
+def op_key(op: Op, shapes: LocalShapes, *, device: str, precision: Precision) -> OpKey:
+    """Return the key of an op with the sizes that it has on one rank."""
+    tensors = shapes.graph.tensors
+    operands = tuple(
+        Operand(
+            shape=shapes.shape(name),
+            dtype=tensors[name].dtype,
+            requires_grad=tensors[name].requires_grad,
+        )
+        for name in op.inputs
+    )
+    arguments = tuple(
+        (name, _local_groups(shapes) if name == "groups" else _text(value, shapes.batch))
+        for name, value in op.arguments
+        if not any(True for _ in refs(value))
+    )
+    return OpKey(
+        device=device,
+        target=op.target,
+        operands=operands,
+        arguments=arguments,
+        precision=precision,
+    )
+
+
+def _local_groups(shapes: LocalShapes) -> str:
+    """Return the groups of a convolution on one rank: a split of them leaves fewer."""
+    return str(shapes.letters(("g",)))
+
+
+def _text(value: Value, batch: int) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_text(item, batch) for item in value)})"
+    if isinstance(value, Extent):
+        return str(value.at(batch))
+    if isinstance(value, DType):
+        return value.name
+    assert not isinstance(value, Ref)
+    return repr(value)

@@ -1,0 +1,27 @@
+"""Turns the state that a rank owns into the seconds of its optimizer's step."""
+
+from __future__ import annotations
+
+from autopar.planner.costs.compute import Throughput
+from autopar.planner.costs.elementwise import adamw_fused_seconds
+
+
+def optimizer_seconds(
+    parameters: float,
+    *,
+    gradient_bytes: float,
+    copy_bytes: float,
+    passes: float,
+    rates: Throughput,
+) -> float:
+    """Return the seconds of AdamW on fp32 state with the gradient's norm and clipping.
+
+    seconds = passes · fused step. `passes` (fitted) is what the norm, the scaling of gradients, the
+    copies between precisions and unfused kernels add to one fused kernel. `gradient_bytes` and
+    `copy_bytes` are of one parameter. Leaves out the launches of many small parameters.
+    """
+    if not parameters:
+        return 0.0
+    return passes * adamw_fused_seconds(
+        parameters, state_bytes=4, gradient_bytes=gradient_bytes, copy_bytes=copy_bytes, rates=rates
+    )

@@ -1,0 +1,112 @@
+"""Finds the groups that an arrangement makes of the ranks of a cluster, once for each pair."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+from autopar.planner.precision import Precision
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.shape import GroupShape, group_shape, neighbour_shape, worst_shape
+from autopar.planner.costs.collective_choice import Collective
+from autopar.planner.costs.compute import Throughput
+from autopar.planner.costs.data_parallel import priced
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.rates import rates_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RankGroups:
+    """The shapes of all groups, and the rates of each pipeline rank."""
+
+    tensor: GroupShape
+    data: GroupShape
+    shard: GroupShape
+    replicas: GroupShape
+    neighbours: GroupShape  # of two stages in a row
+    ends: GroupShape  # of the first and the last stage
+    stage_rates: tuple[Throughput, ...]  # of the device of each pipeline rank
+    peak_flops_per_second: float
+
+    def transfer_seconds(self, size_bytes: int) -> float:
+        """Return the seconds of one tensor from a stage to the next."""
+        return priced(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
+
+
+def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
+    """Return the seconds to sum so many bytes over a group."""
+    return priced(Collective.ALL_REDUCE, size_bytes, shape)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Degrees:
+    pipeline: int
+    data: int
+    tensor: int
+    shard: int
+    precision: Precision
+
+
+class _Same:
+    """A cluster as a key that is equal to itself alone: hashing thousands of nodes takes long."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and other.cluster is self.cluster
+
+    def __hash__(self) -> int:
+        return id(self.cluster)
+
+
+def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
+    """Return the groups of an arrangement on a cluster, remembered."""
+    degrees = _Degrees(
+        pipeline=arrangement.pipeline,
+        data=arrangement.data,
+        tensor=arrangement.tensor,
+        shard=arrangement.shard,
+        precision=arrangement.precision,
+    )
+    return _groups(_Same(cluster), degrees)
+
+
+@lru_cache(maxsize=1024)
+def _groups(same: _Same, degrees: _Degrees) -> RankGroups:
+    """Return the groups: tensor ranks are neighbours, then shards, replicas, and the pipeline."""
+    cluster = same.cluster
+    tensor, data, pipeline, shard = (
+        degrees.tensor,
+        degrees.data,
+        degrees.pipeline,
+        degrees.shard,
+    )
+    width = tensor * data
+    last = (pipeline - 1) * width
+    devices = cluster.devices
+    return RankGroups(
+        tensor=group_shape(cluster, tensor, 1),
+        data=group_shape(cluster, data, tensor),
+        shard=group_shape(cluster, shard, tensor),
+        replicas=group_shape(cluster, data // shard, tensor * shard),
+        neighbours=neighbour_shape(cluster, pipeline, width),
+        ends=worst_shape(cluster, [(rank, rank + last) for rank in range(width)] if last else []),
+        stage_rates=tuple(
+            _rates(devices[rank * width], degrees.precision) for rank in range(pipeline)
+        ),
+        peak_flops_per_second=sum(_peak(device, degrees.precision) for device in devices),
+    )
+
+
+@lru_cache(maxsize=256)
+def _rates(device: Device, precision: Precision) -> Throughput:
+    return rates_of(device, precision).own
+
+
+def _peak(device: Device, precision: Precision) -> float:
+    """Return the peak of a precision; devices without bf16 units train in fp16 or fp32."""
+    peaks = dict(device.peaks)
+    wanted = ("fp32",) if precision is Precision.FP32 else ("bf16", "fp16", "fp32")
+    return next(peaks[dtype] for dtype in wanted if dtype in peaks)

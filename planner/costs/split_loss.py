@@ -1,0 +1,28 @@
+"""Turns the collectives inside a loss whose classes are split over the ranks into seconds."""
+
+from __future__ import annotations
+
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.collective_choice import Collective, collective_seconds
+from autopar.planner.costs.op_shapes import LocalShapes
+
+CROSS_ENTROPY = "aten.cross_entropy_loss.default"
+_ROW_BYTES = 4  # of the fp32 figure that each row of logits has
+
+
+def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
+    """Return the forward's all-reduces of a vocabulary-parallel loss; its backward needs none.
+
+    One of the rows' maxima, one of their sums of exponentials and their target's logit together.
+    Source: Megatron-LM, section 3 (which sends the last two apart). Nothing for any other op.
+    """
+    if shapes.op.target != CROSS_ENTROPY or shapes.split is None:
+        return 0.0
+    logits, classes = shapes.op.inputs[0], shapes.letters(("v",))
+    if classes == shapes.graph.tensors[logits].shape[1].at(shapes.batch):
+        return 0.0
+    rows = shapes.numel(logits) // max(1, classes)
+    return sum(
+        collective_seconds(Collective.ALL_REDUCE, figures * rows * _ROW_BYTES, shape)
+        for figures in (1, 2)
+    )

@@ -1,0 +1,116 @@
+"""Sums the layers of a stage into what the stage computes, sends, holds and reduces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+from autopar.planner.costs.overlap import LayerLoad
+from autopar.planner.costs.prediction import LayerCost
+from autopar.planner.costs.schedule_simulation import StageSeconds
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Repeated:
+    """Equal layers in a row, as far as gathering and reducing are concerned."""
+
+    load: LayerLoad
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageLoad:
+    """One stage: the seconds of one microbatch, and what its parameters weigh on one rank."""
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_gradient_seconds: float
+    communication_seconds: float
+    recompute_seconds: float
+    measured_seconds: float
+    saved_bytes: int
+    transient_bytes: int  # of the layer that needs most
+    output_bytes: int
+    trainable: int
+    parameter_bytes: int
+    gradient_bytes: int
+    optimizer_bytes: int
+    replicated_gradient_bytes: int
+    unit_bytes: tuple[int, int]  # parameters of the two heaviest neighbours, gradient of the first
+    layers: tuple[Repeated, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of one microbatch, forward and backward."""
+        return self.forward_seconds + self.backward_seconds
+
+    def slower(self, forward_seconds: float, backward_seconds: float) -> StageLoad:
+        """Return the stage with this much more to wait for in its forward and its backward."""
+        return replace(
+            self,
+            forward_seconds=self.forward_seconds + forward_seconds,
+            backward_seconds=self.backward_seconds + backward_seconds,
+        )
+
+    @property
+    def stage_seconds(self) -> StageSeconds:
+        """What a schedule needs to know."""
+        return StageSeconds(
+            forward_seconds=self.forward_seconds,
+            backward_seconds=self.backward_seconds,
+            input_gradient_seconds=self.backward_seconds - self.weight_gradient_seconds,
+            weight_gradient_seconds=self.weight_gradient_seconds,
+        )
+
+
+def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
+    """Return the sums over the layers of one stage; a row of one object is summed at once."""
+    runs = tuple(_runs(layers))
+
+    def seconds(name: str) -> float:
+        return sum(count * float(getattr(cost, name)) for cost, count in runs)
+
+    def total(name: str) -> int:
+        return sum(count * int(getattr(cost, name)) for cost, count in runs)
+
+    return StageLoad(
+        forward_seconds=seconds("forward_seconds"),
+        backward_seconds=seconds("backward_seconds"),
+        weight_gradient_seconds=seconds("weight_gradient_seconds"),
+        communication_seconds=seconds("communication_seconds"),
+        recompute_seconds=seconds("recompute_seconds"),
+        measured_seconds=seconds("measured_seconds"),
+        saved_bytes=total("saved_bytes"),
+        transient_bytes=max((cost.transient_bytes for cost, _ in runs), default=0),
+        output_bytes=layers[-1].output_bytes if layers else 0,
+        trainable=total("trainable"),
+        parameter_bytes=total("parameter_bytes"),
+        gradient_bytes=total("gradient_bytes"),
+        optimizer_bytes=total("optimizer_bytes"),
+        replicated_gradient_bytes=total("replicated_gradient_bytes"),
+        unit_bytes=_unit_bytes(runs),
+        layers=tuple(Repeated(load=_load(cost), count=count) for cost, count in runs),
+    )
+
+
+def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
+    for _, group in groupby(layers, key=id):
+        alike = list(group)
+        yield alike[0], len(alike)
+
+
+def _unit_bytes(runs: Sequence[tuple[LayerCost, int]]) -> tuple[int, int]:
+    """Return the heaviest pair of neighbours' parameters, and the heaviest layer's gradient."""
+    sizes = [cost.parameter_bytes for cost, count in runs for _ in range(min(count, 2))]
+    pairs = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)]
+    return max(pairs, default=0), max((cost.gradient_bytes for cost, _ in runs), default=0)
+
+
+def _load(cost: LayerCost) -> LayerLoad:
+    return LayerLoad(
+        forward_seconds=cost.forward_seconds,
+        backward_seconds=cost.backward_seconds,
+        parameter_bytes=cost.parameter_bytes,
+        gradient_bytes=cost.gradient_bytes,
+    )

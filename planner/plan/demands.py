@@ -1,0 +1,92 @@
+"""Turns what a person declared into what the programs understand: rules, pins, modes, limits."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.plan.candidate import Demands
+from autopar.planner.plan.constraints import Constraints, covers
+from autopar.planner.plan.costing import Subject
+from autopar.planner.plan.space import DEFAULT_BUCKET_BYTES, Choices
+from autopar.planner.programs.layout_rules import LayoutRules
+from autopar.planner.programs.layout_rules import Pin as LayoutPin
+from autopar.planner.programs.stage_problem import Pin
+
+HEADROOM = 0.05  # of a device: what a prediction may be wrong by before a training dies
+BUCKETS_BYTES = (DEFAULT_BUCKET_BYTES, 100 * 2**20, 400 * 2**20)
+EVERYWHERE = "*"
+
+
+def layout_rules(constraints: Constraints) -> LayoutRules:
+    """Return the rules for layouts: forbidden axes, pinned modules."""
+    forbidden = {
+        rule.axis
+        for rule in constraints.splits
+        if not rule.is_required and rule.modules == EVERYWHERE
+    }
+    pins = tuple(
+        LayoutPin(modules=rule.modules, axis=rule.axis)
+        for rule in constraints.splits
+        if rule.is_required
+    )
+    return LayoutRules(forbidden=frozenset(forbidden), pins=pins)
+
+
+def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
+    """Return the bytes that a rank may use of each kind of device."""
+    limits = {}
+    for node in cluster.nodes:
+        memory = node.device.memory_bytes
+        wanted = constraints.memory
+        allowed = wanted.bytes_of(memory) if wanted else int(memory * (1 - HEADROOM))
+        limits[node.device.name] = allowed
+    return limits
+
+
+def demands_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> Demands:
+    """Return what every candidate has to respect."""
+    return Demands(
+        limit_bytes=limits_of(cluster, constraints),
+        modes=tuple(_modes(subject, position, constraints) for position in _positions(subject)),
+        pins=tuple(
+            Pin(layer=position, stage=pin.stage)
+            for pin in constraints.stages
+            for position in _positions(subject)
+            if _is_meant(subject, position, pin.modules)
+        ),
+        bucket_bytes=constraints.bucket_bytes or BUCKETS_BYTES,
+    )
+
+
+def choices_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> Choices:
+    """Return what the variants of a point may differ in."""
+    return Choices(
+        schedules=constraints.schedules,
+        zero_levels=constraints.zero_levels,
+        compressed=constraints.compression,
+        stages_per_rank=constraints.stages_per_rank,
+        shard=constraints.shard,
+        node_devices=min(node.devices for node in cluster.nodes),
+        layers=len(subject.layers.layers),
+    )
+
+
+def _positions(subject: Subject) -> range:
+    return range(len(subject.layers.layers))
+
+
+def _modes(subject: Subject, position: int, constraints: Constraints) -> frozenset[Recompute]:
+    """Return the recompute modes of a layer: the one of the last rule that means it, or all."""
+    allowed = frozenset(Recompute)
+    for pin in constraints.recompute:
+        if _is_meant(subject, position, pin.modules):
+            allowed = frozenset({pin.mode})
+    return allowed
+
+
+def _is_meant(subject: Subject, position: int, modules: str) -> bool:
+    call = subject.layers.layers[position].call
+    calls = subject.graph.calls
+    return covers(modules, calls[call].path if call in calls else "")

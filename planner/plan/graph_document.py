@@ -1,0 +1,276 @@
+"""Turns a graph into rows for a JSON file, and such rows back into exactly the same graph.
+
+What JSON has no word for stands as an object of one key: {"tensor": …} for a tensor as an argument,
+{"dtype": …} for an element type, {"size": …} for a size, {"float": …} for a float, so that 1.0 and
+infinity survive every JSON tool. Lists are tuples. A size is a number, or the list of its
+coefficients where it depends on the batch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import NamedTuple
+
+from pydantic import JsonValue
+
+from autopar.planner.extent import Extent
+from autopar.planner.graph import (
+    Buffer,
+    Call,
+    Constant,
+    DType,
+    Graph,
+    Op,
+    Origin,
+    Parameter,
+    Ref,
+    Tensor,
+    Value,
+)
+
+SizeRow = int | tuple[int, ...]
+
+
+class OpRow(NamedTuple):
+    """One op as a list."""
+
+    name: str
+    target: str
+    arguments: tuple[tuple[str, JsonValue], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    call: str
+    location: str
+    grad_enabled: bool
+    writes: tuple[str, ...]
+
+
+class TensorRow(NamedTuple):
+    """One tensor as a list."""
+
+    name: str
+    shape: tuple[SizeRow, ...]
+    dtype: str
+    storage: str
+    origin: Origin
+    requires_grad: bool
+
+
+class ParameterRow(NamedTuple):
+    """One parameter as a list."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[SizeRow, ...]
+    dtype: str
+    trainable: bool
+
+
+class BufferRow(NamedTuple):
+    """One buffer as a list."""
+
+    name: str
+    shape: tuple[SizeRow, ...]
+    dtype: str
+    persistent: bool
+    updated: bool
+
+
+class CallRow(NamedTuple):
+    """One call of a module as a list."""
+
+    key: str
+    path: str
+    class_name: str
+    is_function: bool
+    parent: str | None
+    arguments: tuple[JsonValue, ...]
+    keywords: tuple[tuple[str, JsonValue], ...]
+    result: JsonValue
+
+
+class ConstantRow(NamedTuple):
+    """One constant as a list."""
+
+    name: str
+    values: JsonValue
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GraphDocument:
+    """A graph as it lies in a file: rows in the order of the graph."""
+
+    loss: str
+    fixed_batch: int | None
+    inputs: tuple[str, ...]
+    ops: tuple[OpRow, ...]
+    tensors: tuple[TensorRow, ...]
+    parameters: tuple[ParameterRow, ...]
+    buffers: tuple[BufferRow, ...]
+    constants: tuple[ConstantRow, ...]
+    calls: tuple[CallRow, ...]
+
+
+def value_document(value: Value) -> JsonValue:
+    """Return an argument in JSON."""
+    match value:
+        case Ref():
+            return {"tensor": value.tensor}
+        case DType():
+            return {"dtype": value.name}
+        case Extent():
+            return {"size": list(value.coefficients)}
+        case float():
+            return {"float": value if math.isfinite(value) else str(value)}
+        case tuple():
+            return [value_document(item) for item in value]
+    return value
+
+
+def value_of(document: JsonValue) -> Value:
+    """Return the argument that a JSON value stands for; ValueError where there is none."""
+    match document:
+        case None | bool() | int() | str():
+            return document
+        case list():
+            return tuple(map(value_of, document))
+        case {"tensor": str(name), **rest} if not rest:
+            return Ref(name)
+        case {"dtype": str(name), **rest} if not rest:
+            return DType(name)
+        case {"size": list(sizes), **rest} if not rest and _are_whole(sizes):
+            return Extent(tuple(int(str(size)) for size in sizes))
+        case {"float": number, **rest} if not rest and _is_float(number):
+            return float(str(number))
+    raise ValueError(f"{str(document)[:60]} is not an argument of an op")
+
+
+def _is_float(number: JsonValue) -> bool:
+    """Whether this is a float as it is written; other tools may have made 1 of 1.0."""
+    is_number = isinstance(number, (int, float)) and not isinstance(number, bool)
+    return is_number or number in ("inf", "-inf", "nan")
+
+
+def _are_whole(sizes: list[JsonValue]) -> bool:
+    return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
+
+
+def graph_document(graph: Graph) -> GraphDocument:
+    """Return a graph as rows."""
+    return GraphDocument(
+        loss=graph.loss,
+        fixed_batch=graph.fixed_batch,
+        inputs=graph.inputs,
+        ops=tuple(map(_op_row, graph.ops)),
+        tensors=tuple(
+            TensorRow(t.name, _shape_row(t.shape), t.dtype, t.storage, t.origin, t.requires_grad)
+            for t in graph.tensors.values()
+        ),
+        parameters=tuple(
+            ParameterRow(p.name, p.aliases, _shape_row(p.shape), p.dtype, p.trainable)
+            for p in graph.parameters
+        ),
+        buffers=tuple(
+            BufferRow(b.name, _shape_row(b.shape), b.dtype, b.persistent, b.updated)
+            for b in graph.buffers
+        ),
+        constants=tuple(
+            ConstantRow(c.name, value_document(c.values)) for c in graph.constants.values()
+        ),
+        calls=tuple(map(_call_row, graph.calls.values())),
+    )
+
+
+def _op_row(op: Op) -> OpRow:
+    return OpRow(
+        op.name,
+        op.target,
+        tuple((name, value_document(value)) for name, value in op.arguments),
+        op.inputs,
+        op.outputs,
+        op.call,
+        op.location,
+        op.grad_enabled,
+        op.writes,
+    )
+
+
+def _call_row(call: Call) -> CallRow:
+    return CallRow(
+        call.key,
+        call.path,
+        call.class_name,
+        call.is_function,
+        call.parent,
+        tuple(map(value_document, call.arguments)),
+        tuple((name, value_document(value)) for name, value in call.keywords),
+        value_document(call.result),
+    )
+
+
+def _shape_row(shape: tuple[Extent, ...]) -> tuple[SizeRow, ...]:
+    return tuple(s.coefficients[0] if len(s.coefficients) == 1 else s.coefficients for s in shape)
+
+
+def _shape(rows: tuple[SizeRow, ...]) -> tuple[Extent, ...]:
+    return tuple(Extent((row,) if isinstance(row, int) else row) for row in rows)
+
+
+def graph_of(document: GraphDocument) -> Graph:
+    """Return the graph that rows stand for; ValueError where they do not make one."""
+    graph = Graph(
+        ops=tuple(map(_op, document.ops)),
+        tensors=MappingProxyType({row.name: _tensor(row) for row in document.tensors}),
+        parameters=tuple(
+            Parameter(**{**row._asdict(), "shape": _shape(row.shape)})
+            for row in document.parameters
+        ),
+        buffers=tuple(
+            Buffer(**{**row._asdict(), "shape": _shape(row.shape)}) for row in document.buffers
+        ),
+        constants=MappingProxyType(
+            {r.name: Constant(name=r.name, values=value_of(r.values)) for r in document.constants}
+        ),
+        inputs=document.inputs,
+        calls=MappingProxyType({row.key: _call(row) for row in document.calls}),
+        loss=document.loss,
+        fixed_batch=document.fixed_batch,
+    )
+    for fault in _faults(graph):
+        raise ValueError(fault)
+    return graph
+
+
+def _op(row: OpRow) -> Op:
+    arguments = tuple((name, value_of(value)) for name, value in row.arguments)
+    return Op(**{**row._asdict(), "arguments": arguments})
+
+
+def _tensor(row: TensorRow) -> Tensor:
+    return Tensor(**{**row._asdict(), "shape": _shape(row.shape)})
+
+
+def _call(row: CallRow) -> Call:
+    changes = {
+        "arguments": tuple(map(value_of, row.arguments)),
+        "keywords": tuple((name, value_of(value)) for name, value in row.keywords),
+        "result": value_of(row.result),
+    }
+    return Call(**{**row._asdict(), **changes})
+
+
+def _faults(graph: Graph) -> Iterator[str]:
+    """Yield the names that nothing has; calls may be missing, as the loss function's is."""
+    parameters = tuple(parameter.name for parameter in graph.parameters)
+    named = [
+        ("the graph", (graph.loss, *graph.inputs, *parameters)),
+        *((f"op {op.name}", (*op.inputs, *op.outputs, *op.writes)) for op in graph.ops),
+        *((f"tensor {tensor.name}", (tensor.storage,)) for tensor in graph.tensors.values()),
+    ]
+    for who, names in named:
+        for name in names:
+            if name not in graph.tensors:
+                yield f"{who} names the tensor {name!r}, which is not there"

@@ -1,0 +1,96 @@
+"""Answers why a plan does not have other pins: what that would cost, or why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.errors import InfeasibleError
+from autopar.planner.plan.constraints import Constraints, allows
+from autopar.planner.plan.degrees import check_degrees
+from autopar.planner.plan.explanation import Part, part_seconds
+from autopar.planner.plan.plan import Plan, RunnerUp
+
+# Solves the best plan with these pins anew; a text is the reason why there is none.
+SolvePoint = Callable[[Plan, Constraints], RunnerUp | str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class WhyNot:
+    """The answer: another plan with what decides against it, or only the reason."""
+
+    wanted: str
+    alternative: RunnerUp | None
+    reasons: tuple[str, ...]
+
+
+def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None) -> WhyNot:
+    """Return why a plan has not what the pins want; `solve_point` is asked if unknown."""
+    wanted = ", ".join(one.text for one in pins.declared)
+
+    def answer(*reasons: str, alternative: RunnerUp | None = None) -> WhyNot:
+        return WhyNot(wanted=wanted, alternative=alternative, reasons=reasons)
+
+    if _has(plan.arrangement, pins):
+        return answer("the plan has it")
+    try:
+        check_degrees(plan.machines.devices, pins, fixed_batch=plan.graph.fixed_batch)
+    except InfeasibleError as error:
+        return answer(error.found, *filter(None, (error.expected, error.fix)))
+    known = [one for one in plan.runners_up if _has(one.arrangement, pins)]
+    if known:
+        best = min(known, key=lambda one: one.step_seconds)
+        return answer(*_compared(plan, best), alternative=best)
+    if solve_point is None:
+        return answer(*_unknown(plan))
+    solved = solve_point(plan, pins)
+    if isinstance(solved, str):
+        return answer(solved)
+    return answer(*_compared(plan, solved), alternative=solved)
+
+
+def _has(arrangement: Arrangement, pins: Constraints) -> bool:
+    """Whether an arrangement has what is pinned, whatever else the defaults of constraints say."""
+    pinned = replace(pins, precision=arrangement.precision, compression=(False, True))
+    return allows(pinned, arrangement)
+
+
+def _compared(plan: Plan, other: RunnerUp) -> tuple[str, ...]:
+    """Return what another plan would cost, the term that decides, and the memory."""
+    ours, prediction = plan.prediction.step_seconds, plan.prediction
+    change = other.step_seconds - ours
+    communication = other.communication_seconds - part_seconds(prediction, Part.COMMUNICATION)
+    idle = other.idle_seconds - part_seconds(prediction, Part.BUBBLE)
+    terms = (
+        ("communication", communication),
+        ("bubble", idle),
+        ("compute", change - communication - idle),
+    )
+    deciding = max(terms, key=lambda term: term[1] if change >= 0 else -term[1])
+    memory = other.device_bytes - prediction.peak_memory.device_bytes
+    return (
+        f"its step takes {seconds_text(other.step_seconds)} instead of {seconds_text(ours)} "
+        f"({change / ours:+.1%})",
+        *(f"{name} {_signed_seconds(seconds)}" for name, seconds in terms),
+        f"memory of the fullest device {_signed_bytes(memory)}",
+        f"{deciding[0]} decides" if change else "nothing decides: the plan is the simpler one",
+    )
+
+
+def _unknown(plan: Plan) -> tuple[str, ...]:
+    declared = f"; declared were {', '.join(plan.constraints)}" if plan.constraints else ""
+    return (
+        "it is not among the plans that were kept: a constraint refused it, it needs too much "
+        f"memory, or its bound is above {seconds_text(plan.prediction.step_seconds)}{declared}",
+        "plan again with this as --pin to see what it costs",
+    )
+
+
+def _signed_seconds(seconds: float) -> str:
+    return f"{'−' if seconds < 0 else '+'}{seconds_text(abs(seconds))}" if seconds else "±0"
+
+
+def _signed_bytes(size_bytes: int) -> str:
+    return f"{'−' if size_bytes < 0 else '+'}{bytes_text(abs(size_bytes))}" if size_bytes else "±0"

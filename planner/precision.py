@@ -1,0 +1,46 @@
+"""How numbers are held in training, and how many bytes that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from autopar.planner.graph import MODEL_DTYPE
+
+
+class Precision(StrEnum):
+    """How the model's own floating type is held in training."""
+
+    FP32 = "fp32"
+    BF16 = "bf16"  # bf16 weights and activations, fp32 gradients, master weights and moments
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What the device's kernels keep: flash attention always, one byte of dropout mask if fused."""
+
+    fused_dropout: bool = True
+
+
+FUSED = Kernels()
+
+ITEM_BYTES: Mapping[str, int] = MappingProxyType(
+    {"bool": 1, "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "f32": 4,
+     "i64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
+)  # fmt: skip
+
+GRADIENT_BYTES = 4  # of one element: fp32 under every precision
+
+
+def item_bytes(dtype: str, precision: Precision) -> int:
+    """Return the bytes of one element."""
+    if dtype == MODEL_DTYPE:
+        return 2 if precision is Precision.BF16 else 4
+    return ITEM_BYTES[dtype]
+
+
+def adamw_bytes(precision: Precision) -> int:
+    """Return AdamW's bytes per element: two fp32 moments, and a master weight beside bf16."""
+    return 12 if precision is Precision.BF16 else 8

@@ -1,0 +1,1 @@
+"""The integer programs that choose a plan and prove the choice."""

@@ -1,0 +1,171 @@
+"""Solves an integer program through PuLP and says what came of it: solved, infeasible, timed out.
+
+HiGHS solves where it can be imported, CBC otherwise. The verdict is read from `sol_status`, never
+from `status`: on a time-out PuLP calls the latter "Optimal", and CBC leaves plausible numbers in an
+infeasible program. Both solvers run on one thread and to a gap of zero, so that a program has one
+answer; what remains is their tolerance of feasibility, about 1e-9 (HiGHS) and 1e-7 (CBC) in the
+units of the program: state it in units in which the numbers are near one.
+"""
+
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from enum import StrEnum
+from functools import cache
+
+import pulp
+
+from autopar.planner.errors import AutoparError, ExitCode
+
+_TOLERANCE = 1e-9
+_HIGHS_OPTIONS = {
+    "mip_feasibility_tolerance": _TOLERANCE,
+    "primal_feasibility_tolerance": _TOLERANCE,
+    "dual_feasibility_tolerance": _TOLERANCE,
+}
+
+
+class SolverError(AutoparError):
+    """A solver broke down: neither a solution, nor a proof that there is none, nor a time-out."""
+
+    exit_code = ExitCode.NO_PLAN
+
+
+class SolverName(StrEnum):
+    """The solvers that PuLP drives for us."""
+
+    HIGHS = "HiGHS"
+    CBC = "CBC"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SolverReport:
+    """What was asked of the solvers: how often, how much in all, how long it took."""
+
+    calls: int = 0
+    variables: int = 0
+    constraints: int = 0
+    seconds: float = 0.0
+
+    def __add__(self, other: "SolverReport") -> "SolverReport":
+        return SolverReport(
+            calls=self.calls + other.calls,
+            variables=self.variables + other.variables,
+            constraints=self.constraints + other.constraints,
+            seconds=self.seconds + other.seconds,
+        )
+
+
+NOTHING_SOLVED = SolverReport()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Solved:
+    """The optimum was found and proved; the variables of the program hold it."""
+
+    objective: float
+    report: SolverReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Infeasible:
+    """It was proved that no assignment satisfies the constraints."""
+
+    report: SolverReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TimedOut:
+    """The time limit came first; with an objective, the variables hold the best that was found.
+
+    The bound is what no assignment can beat, as far as the solver tells (CBC does not, here).
+    """
+
+    objective: float | None
+    bound: float | None
+    report: SolverReport
+
+
+Outcome = Solved | Infeasible | TimedOut
+
+
+def new_program(name: str) -> pulp.LpProblem:
+    """Return an empty program to minimise; PuLP refuses a second constraint of the same name."""
+    return pulp.LpProblem(name, pulp.LpMinimize)
+
+
+@cache
+def default_solver() -> SolverName:
+    """Return HiGHS where highspy can be imported, else CBC, which PuLP brings along."""
+    return SolverName.HIGHS if pulp.HiGHS(msg=False).available() else SolverName.CBC
+
+
+def solve(
+    program: pulp.LpProblem, *, time_limit_seconds: float, solver: SolverName | None = None
+) -> Outcome:
+    """Solve a program to a gap of zero, within the time limit."""
+    assert program.sense == pulp.LpMinimize, "bounds are read as lower bounds"
+    program.checkDuplicateVars()
+    name = solver or default_solver()
+    began = time.perf_counter()
+    try:
+        program.solve(_engine(name, time_limit_seconds))
+    except pulp.PulpSolverError as broken:
+        raise SolverError(
+            f"{name} broke down: {broken}", fix="Is the solver installed as PuLP expects it?"
+        ) from broken
+    report = SolverReport(
+        calls=1,
+        variables=program.numVariables(),
+        constraints=program.numConstraints(),
+        seconds=time.perf_counter() - began,
+    )
+    return _outcome(program, name, report=report, limit_seconds=time_limit_seconds)
+
+
+def is_chosen(variable: pulp.LpVariable) -> bool:
+    """Return whether a binary variable of a solved program is one, up to the solver's tolerance."""
+    return bool(variable.varValue > 0.5)
+
+
+def chosen(variables: Iterable[pulp.LpVariable]) -> list[int]:
+    """Return the positions of the binary variables that are one."""
+    return [position for position, variable in enumerate(variables) if is_chosen(variable)]
+
+
+def _engine(solver: SolverName, time_limit_seconds: float) -> pulp.LpSolver:
+    limits = {"msg": False, "timeLimit": time_limit_seconds, "threads": 1}
+    if solver is SolverName.HIGHS:
+        return pulp.HiGHS(gapRel=0.0, gapAbs=0.0, **limits, **_HIGHS_OPTIONS)
+    return pulp.PULP_CBC_CMD(gapRel=0.0, gapAbs=0.0, options=["increment 1e-9"], **limits)
+
+
+def _outcome(
+    program: pulp.LpProblem, solver: SolverName, *, report: SolverReport, limit_seconds: float
+) -> Outcome:
+    match program.sol_status:
+        case pulp.LpSolutionOptimal:
+            return Solved(objective=_objective(program), report=report)
+        case pulp.LpSolutionInfeasible:
+            return Infeasible(report=report)
+        case pulp.LpSolutionIntegerFeasible:
+            objective, bound = _objective(program), _bound(program, solver)
+            return TimedOut(objective=objective, bound=bound, report=report)
+        case pulp.LpSolutionNoSolutionFound if report.seconds >= 0.9 * limit_seconds:
+            return TimedOut(objective=None, bound=_bound(program, solver), report=report)
+    raise SolverError(
+        f"{solver} says that program {program.name} is {pulp.LpSolution[program.sol_status]}",
+        expected="a solution, a proof that there is none, or the end of the time limit",
+    )
+
+
+def _objective(program: pulp.LpProblem) -> float:
+    """Return the objective with its constant, which PuLP does not pass on to HiGHS."""
+    return float(pulp.value(program.objective))
+
+
+def _bound(program: pulp.LpProblem, solver: SolverName) -> float | None:
+    if solver is not SolverName.HIGHS:
+        return None
+    bound = float(program.solverModel.getInfo().mip_dual_bound)
+    return bound + float(program.objective.constant) if abs(bound) < 1e30 else None

@@ -1,0 +1,109 @@
+"""Divides the memory of each rank among its stages, and finds the least memory any plan needs.
+
+One stage per rank has all of it. With several, each gets its share before the search, so that
+stages stay independent of each other:
+
+    share of p  =  need of p  +  (memory − Σ need) · K_p / Σ K       sums over the rank's stages
+
+where the need is what an even split of the layers takes on p when every layer is as light as it can
+be. Plans that fit the shares fit the rank (a stage's transient memory counts in its own share,
+though only one stage runs at a time), so no plan is ever too big; one that fits the rank, but not
+the shares, is not searched.
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.programs.stage_problem import (
+    LayerChoices,
+    LayerOption,
+    StageLimits,
+    boundary_windows,
+)
+
+Bytes = npt.NDArray[np.int64]
+
+_ENDLESS = 1 << 60
+
+
+def stage_memory_bytes(choices: LayerChoices, limits: StageLimits) -> tuple[int, ...]:
+    """Return the memory that each stage may use."""
+    if limits.stages_per_rank == 1:
+        return tuple(stage.memory_bytes for stage in limits.stages)
+    needs = [_even_need_bytes(choices, limits, stage) for stage in range(len(limits.stages))]
+    shares = list(needs)
+    for rank in range(limits.ranks):
+        mine = [p for p in range(len(needs)) if limits.rank_of(p) == rank]
+        left = limits.stages[mine[0]].memory_bytes - sum(needs[p] for p in mine)
+        in_flight = sum(limits.stages[p].in_flight for p in mine)
+        for p in mine:
+            shares[p] += left * limits.stages[p].in_flight // in_flight
+    return tuple(shares)
+
+
+def _even_need_bytes(choices: LayerChoices, limits: StageLimits, stage: int) -> int:
+    """Return the memory of a stage's part of an even split with the lightest options."""
+    limit, layers = limits.stages[stage], choices.layers
+    first, stop = (len(layers) * p // len(limits.stages) for p in (stage, stage + 1))
+    lightest = [
+        min(choices.options[limit.device_class][c], key=lambda o: _alone_bytes(o, limit.in_flight))
+        for c in layers[first:stop]
+    ]
+    resident = sum(option.resident_bytes(limit.in_flight) for option in lightest)
+    return resident + max((option.transient_bytes for option in lightest), default=0)
+
+
+def _alone_bytes(option: LayerOption, in_flight: int) -> int:
+    return option.resident_bytes(in_flight) + option.transient_bytes
+
+
+def memory_shortfall_bytes(choices: LayerChoices, limits: StageLimits) -> int | None:
+    """Return the bytes that every stage lacks at least, None if no memory makes a plan.
+
+    The least maximum, over all ways to cut the layers, of what a stage needs beyond what it has.
+    """
+    windows = boundary_windows(choices, len(limits.stages))
+    has = stage_memory_bytes(choices, limits)
+    least = np.full(len(choices.boundaries), _ENDLESS)
+    least[0] = -_ENDLESS
+    needs: dict[tuple[int, int], Bytes] = {}
+    for stage, limit in enumerate(limits.stages):
+        key = (limit.device_class, limit.in_flight)
+        if key not in needs:
+            needs[key] = _lightest_bytes(choices, *key)
+        worst = np.maximum(least[:, None], needs[key] - has[stage]).min(axis=0)
+        least = np.where(_is_legal(choices, windows[stage + 1]), worst, _ENDLESS)
+    shortfall = int(least[-1])
+    return shortfall if shortfall < _ENDLESS // 2 else None
+
+
+def _is_legal(choices: LayerChoices, window: tuple[int, int]) -> npt.NDArray[np.bool_]:
+    """Return for each boundary whether stages may meet there."""
+    earliest, latest = window
+    is_allowed = np.array([cut.is_allowed for cut in choices.boundaries])
+    places = np.arange(len(is_allowed))
+    return is_allowed & (earliest <= places) & (places <= latest)
+
+
+def _lightest_bytes(choices: LayerChoices, device_class: int, in_flight: int) -> Bytes:
+    """Return the least memory of the layers between each two boundaries; endless from behind."""
+    groups = choices.options[device_class]
+    levels = sorted({option.transient_bytes for group in groups for option in group})
+    count = len(choices.layers)
+    least = np.full((count + 1, count + 1), _ENDLESS)
+    for level in levels:
+        lightest = [
+            min(
+                (o.resident_bytes(in_flight) for o in group if o.transient_bytes <= level),
+                default=None,
+            )
+            for group in groups
+        ]
+        own = [lightest[c] for c in choices.layers]
+        before = np.cumsum([0, *(0 if one is None else one for one in own)])
+        missing = np.cumsum([0, *(one is None for one in own)])
+        memory = before[None, :] - before[:, None] + level
+        is_whole = missing[None, :] == missing[:, None]
+        least = np.minimum(least, np.where(is_whole, memory, _ENDLESS))
+    least[np.tril_indices(count + 1)] = _ENDLESS
+    return least

@@ -1,0 +1,1 @@
+"""Checks predictions against tables of published training runs."""

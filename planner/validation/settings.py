@@ -1,0 +1,159 @@
+"""Turns the layout columns of a row into an arrangement, a recompute mode and kernels.
+
+What a table does not state is taken as practice has it, by technique and never by source:
+
+    gradients     fp16 training holds and reduces them in 16 bits, bf16 in 32 unless the text says
+                  PURE, which reduces them in 16
+    loss          in fp32, unless the text says that it is one kernel
+    overlap       FSDP and distributed optimizers reduce by the bucket beside the backward; plain
+                  data parallel training and ZeRO-1 of the time before do not
+    dropout       0.1 where attention is not a flash kernel, none where it is
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autopar.planner.precision import Precision
+from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
+from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.errors import InputError
+from autopar.planner.validation.practice import Attention, Practice
+from autopar.planner.validation.table import Row
+
+WHOLE_BUCKET = 2**62  # bytes: one bucket, so one reduction after the backward
+USUAL_BUCKET = 160_000_000  # bytes: 40 million fp32 gradients, Megatron's usual bucket
+_OVERLAPS = re.compile(r"overlap-grad-reduce|overlap dp", re.IGNORECASE)
+_NEVER_OVERLAPS = re.compile(r"no comm overlap|no[- ]grad(ient)?[- ]bucket", re.IGNORECASE)
+_PURE = re.compile(r"mixed_precision=pure", re.IGNORECASE)
+_FUSED_LOSS = re.compile(r"\bce fusion", re.IGNORECASE)
+_GROUP = re.compile(r"(?:group|shard)\s+(\d+)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Remade:
+    """What the layers compute again: one mode, or for only `every`-th layer of a stage."""
+
+    recompute: Recompute
+    attention_only: bool = False  # of selective: scores and softmax, everything else is kept
+    every: int = 1
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """How a run was laid out, in the words of the planner."""
+
+    arrangement: Arrangement
+    remade: Remade
+    practice: Practice
+    dropout: float
+    has_narrow_gradients: bool  # of 16 bits, with an fp32 copy where the optimizer's state is
+    is_sequence_parallel: bool
+
+
+_REMADE: Mapping[str, Remade] = MappingProxyType(
+    {
+        "none": Remade(recompute=Recompute.NONE),
+        "full": Remade(recompute=Recompute.FULL),
+        "selective": Remade(recompute=Recompute.SELECTIVE, attention_only=True),
+        "selective (attention core)": Remade(recompute=Recompute.SELECTIVE, attention_only=True),
+        "selective (op)": Remade(recompute=Recompute.SELECTIVE),
+        "selective (layer)": Remade(recompute=Recompute.FULL, every=2),
+    }
+)
+
+# Words of the sharding column → level; the first that is found counts.
+_SHARDING: tuple[tuple[str, Zero], ...] = (
+    ("zero-3", Zero.PARAMETERS),
+    ("zero3", Zero.PARAMETERS),
+    ("full_shard", Zero.PARAMETERS),
+    ("full shard", Zero.PARAMETERS),
+    ("hsdp", Zero.PARAMETERS),
+    ("zero-2", Zero.GRADIENTS),
+    ("zero2", Zero.GRADIENTS),
+    ("shard_grad_op", Zero.GRADIENTS),
+    ("zero-1", Zero.OPTIMIZER),
+    ("distributed optimizer", Zero.OPTIMIZER),
+    ("fsdp", Zero.PARAMETERS),
+    ("zero-0", Zero.NONE),
+    ("none", Zero.NONE),
+    ("ddp", Zero.NONE),
+)
+
+
+def settings_of(row: Row) -> Settings:
+    """Return the settings of a fully specified row; what it asks for and we lack is refused."""
+    assert row.dp and row.tp and row.pp and row.micro_batch and row.global_batch
+    zero = _zero(row)
+    is_flash = row.flash_attention is not False
+    remade = remade_of(row.recompute)
+    arrangement = Arrangement(
+        pipeline=row.pp,
+        data=row.dp,
+        tensor=row.tp,
+        shard=_shard(row, zero),
+        microbatch=row.micro_batch,
+        microbatches=row.global_batch // (row.dp * row.micro_batch),
+        schedule=ScheduleKind.INTERLEAVED_1F1B
+        if row.pp > 1 and (row.vpp or 1) > 1
+        else ScheduleKind.ONE_F_ONE_B,
+        stages_per_rank=row.vpp or 1 if row.pp > 1 else 1,
+        zero=zero,
+        bucket_bytes=USUAL_BUCKET if _overlaps(row) else WHOLE_BUCKET,
+        compressed_gradients=bool(_PURE.search(row.notes)),
+        precision=Precision.BF16,
+    )
+    return Settings(
+        arrangement=arrangement,
+        remade=remade,
+        practice=Practice(
+            attention=_attention(row, remade), is_loss_fused=bool(_FUSED_LOSS.search(row.notes))
+        ),
+        dropout=0.0 if is_flash else 0.1,
+        has_narrow_gradients=row.dtype == "fp16",
+        is_sequence_parallel=bool(row.sp) and row.tp > 1,
+    )
+
+
+def _attention(row: Row, remade: Remade) -> Attention:
+    """Return the kernels of attention; MPT's positions are a bias on the scores (ALiBi)."""
+    if row.flash_attention is not False:
+        return Attention.BIASED if "mpt" in row.model_family.casefold() else Attention.FUSED
+    return Attention.UNFUSED_AGAIN if remade.attention_only else Attention.UNFUSED
+
+
+def remade_of(text: str) -> Remade:
+    """Return what the recompute column says."""
+    key = text.casefold().strip()
+    if key not in _REMADE:
+        raise InputError(f"recompute {text!r} is not modelled")
+    return _REMADE[key]
+
+
+def _zero(row: Row) -> Zero:
+    """Return the level of the sharding column; distributed optimizers are what nobody mentions."""
+    text = row.fsdp.casefold()
+    return next((level for word, level in _SHARDING if word in text), Zero.OPTIMIZER)
+
+
+def _shard(row: Row, zero: Zero) -> int:
+    assert row.dp
+    group = _GROUP.search(row.fsdp)
+    if zero is Zero.NONE:
+        return 1
+    shard = min(int(group[1]), row.dp) if group else row.dp
+    if row.dp % shard:
+        raise InputError(f"{row.dp} data ranks do not divide into shards of {shard}")
+    return shard
+
+
+def _overlaps(row: Row) -> bool:
+    told = f"{row.fsdp}; {row.notes}"
+    if _NEVER_OVERLAPS.search(told):
+        return False
+    text = row.fsdp.casefold()
+    is_plain = text.startswith(("none", "ddp", "zero-0", "zero-1")) and "optimizer" not in text
+    return bool(_OVERLAPS.search(told)) or not is_plain

@@ -1,0 +1,198 @@
+"""Reads a table of published runs (CSV) into rows, or tells every fault with its line."""
+
+from __future__ import annotations
+
+import csv
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, fields
+from pathlib import Path
+from types import MappingProxyType
+
+from autopar.planner.cluster.reading import did_you_mean
+from autopar.planner.errors import InputError, gathered
+
+MOST_FAULTS = 20  # told together; a table of another kind would have thousands
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Row:
+    """One published run, in the words of the table; None where it says nothing."""
+
+    table: str  # file
+    line: int
+    source: str
+    model_name: str
+    model_family: str
+    layers: int | None
+    hidden: int | None
+    ffn_hidden: int | None
+    heads: int | None
+    kv_heads: int | None
+    vocab: int | None
+    seq_len: int | None
+    experts: int | None
+    topk: int | None
+    params_b: float | None
+    gpu: str
+    gpus: int | None
+    gpus_per_node: int | None
+    intra_bw: str
+    inter_bw: str
+    dtype: str
+    tp: int | None
+    sp: bool | None
+    cp: int | None
+    pp: int | None
+    vpp: int | None
+    ep: int | None
+    dp: int | None
+    fsdp: str
+    micro_batch: int | None
+    global_batch: int | None
+    recompute: str
+    flash_attention: bool | None
+    torch_compile: bool | None
+    iteration_time_s: float | None
+    tokens_per_s_per_gpu: float | None
+    samples_per_s: float | None
+    tflops_per_gpu: float | None
+    mfu: float | None
+    peak_memory_gb: float | None
+    notes: str
+
+    @property
+    def where(self) -> str:
+        """The place of the row, for messages."""
+        return f"{self.table}:{self.line}"
+
+
+def _text(value: str) -> str:
+    return value
+
+
+def _count(value: str) -> int | None:
+    if not value:
+        return None
+    number = float(value)
+    if not number.is_integer() or number < 1:
+        raise ValueError("a whole number of at least 1")
+    return int(number)
+
+
+def _figure(value: str) -> float | None:
+    if not value:
+        return None
+    number = float(value)
+    if not 0 < number < math.inf:
+        raise ValueError("a positive, finite number")
+    return number
+
+
+def _flag(value: str) -> bool | None:
+    if value.casefold() not in ("", "true", "false"):
+        raise ValueError("True, False or nothing")
+    return value.casefold() == "true" if value else None
+
+
+def _rounded(value: str) -> float | None:
+    """Return a figure that its source cut to whole numbers: 0 says that it is below 1, no more."""
+    return None if value and float(value) == 0 else _figure(value)
+
+
+_PARSERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
+    {"str": _text, "int | None": _count, "float | None": _figure, "bool | None": _flag}
+)
+COLUMNS: Mapping[str, Callable[[str], object]] = MappingProxyType(
+    {
+        field.name: _rounded if field.name == "samples_per_s" else _PARSERS[str(field.type)]
+        for field in fields(Row)
+        if field.name not in ("table", "line")
+    }
+)
+
+
+def read_tables(paths: Sequence[Path]) -> tuple[Row, ...]:
+    """Return the rows of all tables."""
+    return tuple(row for path in paths for row in read_table(path))
+
+
+def read_table(path: Path) -> tuple[Row, ...]:
+    """Return the rows of one table, or one error that tells all its faults."""
+    records = _records(path)
+    faults: list[str] = []
+    rows: list[Row] = []
+    for line, record in records:
+        values, found = _values(record, line)
+        faults += found
+        if not found:
+            row = Row(table=path.name, line=line, **values)  # type: ignore[arg-type]
+            faults += [f"line {line}: {fault}" for fault in contradictions(row)]
+            rows.append(row)
+    if faults:
+        told = faults[:MOST_FAULTS]
+        more = len(faults) - len(told)
+        raise gathered([*told, *([f"… and {more} more"] if more else [])], where=str(path))
+    if not rows:
+        raise InputError("the table has no rows", where=str(path))
+    return tuple(rows)
+
+
+def _records(path: Path) -> list[tuple[int, dict[str, str]]]:
+    """Return line and cells of every row; refuses what is no such table."""
+    try:
+        with path.open(newline="", encoding="utf-8") as file:
+            reader = csv.DictReader(file, strict=True)
+            _require_columns(reader.fieldnames or (), path)
+            return [(reader.line_num, record) for record in reader]
+    except OSError as error:
+        raise InputError(f"cannot read the table: {error.strerror}", where=str(path)) from None
+    except UnicodeDecodeError as error:
+        raise InputError(f"the table is not UTF-8 text: {error.reason}", where=str(path)) from None
+    except csv.Error as error:
+        raise InputError(f"the table is not well-formed CSV: {error}", where=str(path)) from None
+
+
+def _require_columns(names: Sequence[str], path: Path) -> None:
+    twice = sorted({name for name in names if list(names).count(name) > 1})
+    missing = [name for name in COLUMNS if name not in names]
+    faults = [f"the column {name!r} is there twice" for name in twice]
+    faults += [f"the column {name!r} is missing{_near(name, names)}" for name in missing]
+    if faults:
+        told = faults[:MOST_FAULTS]
+        raise gathered(
+            told,
+            where=f"{path}, line 1",
+            fix=f"the first line names the columns: {', '.join(COLUMNS)}",
+        )
+
+
+def _near(name: str, names: Sequence[str]) -> str:
+    hint = did_you_mean(name, [one for one in names if one not in COLUMNS])
+    return f" ({hint})" if hint else ""
+
+
+def _values(record: Mapping[str, str], line: int) -> tuple[dict[str, object], list[str]]:
+    """Return the values of one row and its faults."""
+    if None in record or None in record.values():
+        return {}, [f"line {line}: more or fewer cells than the first line has columns"]
+    values: dict[str, object] = {}
+    faults: list[str] = []
+    for name, parse in COLUMNS.items():
+        cell = record[name].strip()
+        try:
+            values[name] = parse(cell)
+        except ValueError as error:
+            needed = str(error) if "could not convert" not in str(error) else "a number"
+            faults.append(f"line {line}: {name} is {cell!r}, needed: {needed}")
+    return values, faults
+
+
+def contradictions(row: Row) -> Iterator[str]:
+    """Yield what cannot all be true of one row."""
+    if row.gpus and row.tp and row.pp and row.dp:
+        context = row.cp or 1
+        product = row.tp * row.pp * row.dp * context
+        if product != row.gpus:
+            factors = f"tp {row.tp} · cp {context} · pp {row.pp} · dp {row.dp}"
+            yield f"{factors} = {product} ranks, but gpus is {row.gpus}"

@@ -1,0 +1,135 @@
+"""Turns batch normalisation over one rank's samples into that over the samples of an axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules._functions import SyncBatchNorm as CudaSyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autopar.runtime.mesh import Axis
+from autopar.runtime.transport import gathered, summed
+
+
+def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
+    """Make every batch norm of a module take its statistics over an axis.
+
+    The instances take a subclass of their class: parameters, buffers and names stay as they are.
+    """
+    if axis.size == 1:
+        return
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and not isinstance(child, _Synchronised):
+            child.__class__ = _synchronised_class(type(child))
+            child.__dict__["axis"] = axis
+
+
+class _Synchronised(_BatchNorm):
+    """A batch norm whose statistics are those of all ranks of an axis."""
+
+    axis: Axis
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Module calls use
+        """Normalise by the statistics of the whole axis in training, by the running ones else."""
+        self._check_input_dim(input)  # type: ignore[no-untyped-call]
+        if not (self.training or self.running_mean is None):
+            return functional.batch_norm(
+                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
+        momentum = self._count_batch()
+        arguments = (self.running_mean, self.running_var, self.eps, momentum, self.axis)
+        if input.is_cuda and self.weight is not None:
+            *shared, axis = arguments
+            output = CudaSyncBatchNorm.apply(  # type: ignore[no-untyped-call]
+                input.contiguous(), self.weight, self.bias, *shared, axis.group, axis.size
+            )
+        else:
+            output = _Normalise.apply(input, self.weight, self.bias, *arguments)  # type: ignore[no-untyped-call]
+        assert isinstance(output, Tensor)
+        return output
+
+    def _count_batch(self) -> float:
+        """Count this batch and return how much it weighs in the running statistics."""
+        if self.training and self.num_batches_tracked is not None:
+            self.num_batches_tracked.add_(1)
+            if self.momentum is None:
+                return 1.0 / float(self.num_batches_tracked)
+        return 0.0 if self.momentum is None else self.momentum
+
+
+def _synchronised_class(kind: type[_BatchNorm]) -> type[_Synchronised]:
+    return type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch norm with one collective each way, on any backend."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        eps: float,
+        momentum: float,
+        axis: Axis,
+    ) -> Tensor:
+        """Normalise x [batch, channels, …]."""
+        mean, variance, count = _statistics(x, axis)
+        if running_mean is not None and running_var is not None:
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        inverse = torch.rsqrt(variance + eps)
+        ctx.save_for_backward(x, weight, mean, inverse, count)
+        ctx.axis = axis
+        scale = inverse if weight is None else inverse * weight
+        shift = -mean * scale if bias is None else bias - mean * scale
+        return torch.addcmul(_wide(shift, x), x, _wide(scale, x)).to(x.dtype)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias; the latter two are this rank's part."""
+        x, weight, mean, inverse, count = ctx.saved_tensors
+        gradient = gradients[0].to(mean.dtype)
+        dims = [0, *range(2, x.dim())]
+        normal = (x - _wide(mean, x)) * _wide(inverse, x)
+        bias_gradient = gradient.sum(dims)
+        weight_gradient = (gradient * normal).sum(dims)
+        sums = summed(torch.stack([bias_gradient, weight_gradient]), ctx.axis)
+        mean_gradient, mean_product = sums / count
+        scale = inverse if weight is None else inverse * weight
+        of_x = gradient - _wide(mean_gradient, x) - normal * _wide(mean_product, x)
+        of_x = (of_x * _wide(scale, x)).to(x.dtype)
+        if weight is None:
+            return of_x, *[None] * 7
+        of_bias = bias_gradient.to(weight.dtype)
+        return of_x, weight_gradient.to(weight.dtype), of_bias, *[None] * 5
+
+
+def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, biased variance and count over an axis, from each rank's own (Chan's formula).
+
+    Sums of squares would take one collective too, but lose the variance beside a large mean.
+    """
+    dims = [0, *range(2, x.dim())]
+    channels = x.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    variance, mean = torch.var_mean(x.to(wide), dims, correction=0)
+    count = mean.new_full((1,), x.numel() // channels)
+    all_ranks = gathered(torch.cat([mean, variance, count]), axis)
+    means, variances, counts = all_ranks.split([channels, channels, 1], dim=1)  # type: ignore[no-untyped-call]
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    variance = ((variances + (means - mean).square()) * counts).sum(0) / total
+    return mean, variance, total
+
+
+def _wide(per_channel: Tensor, like: Tensor) -> Tensor:
+    """Shape [channels] so that it broadcasts over [batch, channels, …]."""
+    return per_channel.view(1, -1, *[1] * (like.dim() - 2))

@@ -1,0 +1,89 @@
+"""Turns a dataset, or an example batch, into the microbatches of one data rank.
+
+Step s takes rows s·G to (s+1)·G − 1 of one endless sequence, where G is the global batch: the rows
+of a step are the same under every plan. Within a step, microbatch m of all data ranks together is
+one block of it, so a plan with d data ranks trains on what one process would with d times the rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.randomness import mixed_seed
+
+Batch = dict[str, Tensor]
+
+
+class RankRows(Sampler[list[int]]):
+    """The row numbers of this data rank's microbatches, shuffled anew each time through the data.
+
+    The rows that are left at the end of one time through fill up a batch with the next.
+    """
+
+    def __init__(self, dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, seed: int) -> None:
+        self.length = len(dataset)  # type: ignore[arg-type]  # else torch says which class lacks it
+        self.mesh, self.microbatch, self.seed = mesh, microbatch, seed
+        if self.length == 0:
+            raise ValueError("the dataset is empty")
+
+    def __iter__(self) -> Iterator[list[int]]:
+        """Yield the rows of one microbatch after another, without end."""
+        data = self.mesh.data
+        rows = self._all_rows()
+        while True:
+            block = [next(rows) for _ in range(self.microbatch * data.size)]
+            yield block[data.rank * self.microbatch : (data.rank + 1) * self.microbatch]
+
+    def _all_rows(self) -> Iterator[int]:
+        epoch = 0
+        while True:
+            generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
+            yield from torch.randperm(self.length, generator=generator).tolist()
+            epoch += 1
+
+
+def dataset_batches(
+    dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, seed: int
+) -> Iterator[Batch]:
+    """Yield this rank's microbatches of a dataset, without end."""
+    rows = RankRows(dataset, mesh, microbatch=microbatch, seed=seed)
+    return iter(DataLoader(dataset, batch_sampler=rows, pin_memory=mesh.device.type == "cuda"))
+
+
+def synthetic_batches(
+    example_batch: Callable[[int], Mapping[str, Any]],
+    mesh: Mesh,
+    *,
+    microbatch: int,
+    microbatches: int,
+    seed: int,
+) -> Iterator[Batch]:
+    """Yield this rank's microbatches of one example batch, the same in every step."""
+    data = mesh.data
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        whole = example_batch(microbatch * microbatches * data.size)
+    tensors = {key: value for key, value in whole.items() if isinstance(value, Tensor)}
+    starts = [(m * data.size + data.rank) * microbatch for m in range(microbatches)]
+    own = [{k: v[start : start + microbatch] for k, v in tensors.items()} for start in starts]
+    while True:
+        yield from own
+
+
+def placed(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
+    """Return a batch on this process' device, its floating tensors in fp64 where dtype is that."""
+    wide = dtype is torch.float64
+    return {
+        key: value.to(
+            mesh.device,
+            dtype if wide and value.is_floating_point() else value.dtype,
+            non_blocking=True,
+        )
+        for key, value in batch.items()
+    }

@@ -1,0 +1,148 @@
+"""Turns a module on every rank into copies, or shards of copies, that are trained as one."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autopar.runtime.batch_norm import synchronise_batch_norms
+from autopar.runtime.gradient_buckets import HALF_DTYPES, GradientBuckets
+from autopar.runtime.mesh import Mesh
+
+
+def wrap(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    zero: int,
+    bucket_bytes: int = 25 * 2**20,
+    units: Sequence[nn.Module] = (),
+    compute_dtype: torch.dtype | None = None,
+    compress: bool = False,
+    sync_batch_norm: bool = False,
+) -> nn.Module:
+    """Give a module data parallelism in place and return it; names stay as they are.
+
+    zero 0 and 1: whole parameters, gradients averaged by the bucket (what ZeRO-1 shards is the
+    optimizer's states: `build_optimizer`). zero 2 and 3: `fully_shard` over mesh.shard, copies over
+    mesh.replica; `units` (the layers) are gathered one by one, the rest with the module itself.
+    zero 3 frees a unit's gathered parameters after its forward, zero 2 keeps them for the backward.
+
+    compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
+    copy in fp32. compress: gradients travel in 16 bits.
+    """
+    half = compute_dtype if compute_dtype in HALF_DTYPES else None
+    wire_dtype = (half or torch.bfloat16) if compress else None
+    if sync_batch_norm:
+        synchronise_batch_norms(module, mesh.data)
+    if half is not None:
+        _cast_buffers(module, half)
+    if zero >= 2 and mesh.data.size > 1:
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire_dtype or _wide(half))
+        _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
+        return module
+    if half is not None:
+        _compute_in(module, half)
+    if half is not None or mesh.data.size > 1:
+        buckets = GradientBuckets(
+            module, mesh.data, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype
+        )
+        object.__setattr__(module, "gradient_buckets", buckets)
+    return module
+
+
+def buckets_of(module: nn.Module) -> GradientBuckets | None:
+    """Return what averages the gradients of a wrapped module; None where fully_shard does."""
+    return getattr(module, "gradient_buckets", None)
+
+
+def set_sync(module: nn.Module, sync: bool) -> None:
+    """Say whether the next backward averages the gradients; False while microbatches accumulate.
+
+    With zero 2 and 3 the gradients of the microbatches before the last are then whole on every
+    rank. Leave it True to keep them sharded, at the price of a reduction per microbatch.
+    """
+    buckets = buckets_of(module)
+    if buckets is not None:
+        buckets.sync = sync
+    elif isinstance(module, FSDPModule):
+        module.set_requires_gradient_sync(sync)
+
+
+def _shard(
+    module: nn.Module,
+    mesh: Mesh,
+    units: Sequence[nn.Module],
+    *,
+    policy: MixedPrecisionPolicy,
+    frees_after_forward: bool,
+) -> None:
+    """Shard the units, inner ones first, then the module with all that is left."""
+    device_mesh = _shard_mesh(mesh)
+    chosen = {id(unit) for unit in units if unit is not module}
+    shared = _shared_parameters(module)
+    for child in reversed(list(module.modules())):
+        if id(child) not in chosen or shared.intersection(map(id, child.parameters())):
+            continue  # a weight that two modules share must lie in one unit: the outermost
+        if any(parameter.requires_grad for parameter in child.parameters()):
+            fully_shard(
+                child,
+                mesh=device_mesh,
+                reshard_after_forward=frees_after_forward,
+                mp_policy=policy,
+            )
+    # The backward begins with what the module itself holds: it would be gathered again at once.
+    fully_shard(module, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
+
+
+def _shard_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return the data axis as fully_shard wants it: (shard) or, with copies, (replica, shard)."""
+    names = ("replica", "shard") if mesh.replica.size > 1 else ("shard",)
+    return mesh.device_mesh[names if len(names) > 1 else names[0]]
+
+
+def _shared_parameters(module: nn.Module) -> set[int]:
+    """Return the ids of parameters that are registered in more than one place."""
+    places = Counter(
+        id(p) for m in module.modules() for p in m._parameters.values() if p is not None
+    )
+    return {parameter for parameter, count in places.items() if count > 1}
+
+
+def _compute_in(module: nn.Module, half: torch.dtype) -> None:
+    """Hold the parameters in 16 bits and take floating inputs in them."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(half)
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return tuple(_cast(arg, half) for arg in args), {
+            name: _cast(arg, half) for name, arg in kwargs.items()
+        }
+
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _cast_buffers(module: nn.Module, half: torch.dtype) -> None:
+    """Hold buffers (rotary tables, masks) in 16 bits too, save running statistics."""
+    for child in module.modules():
+        if not isinstance(child, _BatchNorm):
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    child._buffers[name] = buffer.to(half)
+
+
+def _wide(half: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which gradients are summed: fp32 where parameters compute in 16 bits."""
+    return None if half is None else torch.float32

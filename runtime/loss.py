@@ -1,0 +1,55 @@
+"""Weighs the losses of microbatches so that their sum is the mean over the whole global batch.
+
+A mean over valid targets (ignore_index) is not the mean of the microbatches' means: a microbatch
+with few valid targets would count too much.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.transport import summed
+
+
+def loss_scales(counts: Tensor, mesh: Mesh) -> Tensor:
+    """Return a factor for each microbatch's mean loss, from its number of valid targets.
+
+    The sum of the scaled losses, averaged over the data axis as gradients are, is the mean over
+    all valid targets: scale_i = count_i · data_size / Σ counts of all microbatches and ranks.
+    Factors are float64.
+    """
+    total = counts.sum()
+    if mesh.data.size > 1:
+        total = summed(total, mesh.data)
+    return counts.double() * mesh.data.size / total.clamp(min=1)
+
+
+def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
+    """Scale a mean loss; the mean of no targets is not a number and counts nothing."""
+    return torch.where(scale > 0, loss, torch.zeros_like(loss)) * scale.to(loss.dtype)
+
+
+def loss_in(outputs: Any) -> Tensor:
+    """Return the loss in what a model returned: alone, first, or as `loss`."""
+    if isinstance(outputs, Mapping) and "loss" in outputs:
+        outputs = outputs["loss"]
+    elif not isinstance(outputs, Tensor) and getattr(outputs, "loss", None) is not None:
+        outputs = outputs.loss
+    elif isinstance(outputs, (tuple, list)):
+        outputs = outputs[0]
+    assert isinstance(outputs, Tensor)  # planning has seen it
+    return outputs
+
+
+def mean_loss(own: Tensor, mesh: Mesh) -> float:
+    """Return the loss of the step on every rank, from each rank's sum of its scaled losses.
+
+    It is zero on all but the last pipeline stage, and the same on the ranks of the tensor axis.
+    """
+    total = own.detach().double().reshape(1)
+    if mesh.world.size > 1:
+        total = summed(total, mesh.world)
+    return float(total) / (mesh.data.size * mesh.tensor.size)

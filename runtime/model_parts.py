@@ -1,0 +1,85 @@
+"""Turns a model on the meta device into the part of it that this process runs, names unchanged."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.layer_names import named
+from autopar.runtime.mesh import Axis
+from autopar.runtime.shards import Split, local_size, places
+
+
+@dataclass(frozen=True, slots=True)
+class Crossing:
+    """A tensor that one pipeline stage gives to the next: the whole one, and how it is split."""
+
+    shape: tuple[int, ...]
+    split: Split | None = None
+    dtype: torch.dtype | None = None  # None: that of the training
+
+    def described(self, tensor: Axis, dtype: torch.dtype) -> Tensor:
+        """Return the tensor that this rank sends or receives; it has no memory."""
+        shape = list(self.shape)
+        if self.split is not None:
+            shape[self.split.dim] = local_size(self.split.parts, tensor)
+        return torch.empty(shape, dtype=self.dtype or dtype, device="meta", requires_grad=True)
+
+
+@dataclass(frozen=True, slots=True)
+class StagePart:
+    """A pipeline stage: the model's class there, what it holds, what it gives to the next."""
+
+    kind: type[nn.Module]
+    holds: tuple[str, ...]
+    gives: tuple[Crossing, ...] = ()
+
+
+def names_of(model: nn.Module) -> tuple[str, ...]:
+    """Return the names of all parameters and buffers, every alias of a tied one."""
+    return tuple(place.name for place in places(model))
+
+
+def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tensor: Axis) -> None:
+    """Let modules take subclasses of their classes, and tell them of the tensor axis.
+
+    In the modules' names * stands for the number of a layer.
+    """
+    modules = dict(model.named_modules())
+    for name, kind in named(classes, modules).items():
+        take_class(modules[name], kind, tensor)
+
+
+def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
+    """Let a module take a subclass of its class, and tell it of the tensor axis."""
+    if not issubclass(kind, type(module)):
+        raise TypeError(f"{kind.__name__} is no kind of {type(module).__name__}")
+    module.__class__ = kind
+    module.__dict__["tensor"] = tensor
+
+
+def keep_only(model: nn.Module, held: Collection[str]) -> None:
+    """Let go of all parameters and buffers but those that are held, or lie in what is held.
+
+    Modules stay, so that names and positions in lists are those of the whole model.
+    """
+    for place in list(places(model)):
+        if not _is_held(place.name, held):
+            registry = place.module._parameters
+            own = registry if place.attribute in registry else place.module._buffers
+            own[place.attribute] = None
+
+
+def _is_held(name: str, held: Collection[str]) -> bool:
+    parts = name.split(".")
+    return any(".".join(parts[:length]) in held for length in range(1, len(parts) + 1))
+
+
+def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """Return the modules of these names that hold something."""
+    modules = [model.get_submodule(name) for name in names]
+    return [module for module in modules if any(True for _ in places(module))]

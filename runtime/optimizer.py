@@ -1,0 +1,117 @@
+"""Turns the user's optimizer into one over this rank's pieces of the parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any, TypeAlias
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from autopar.runtime.gradient_buckets import HALF_DTYPES
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.optimizer_pieces import Piece, local_pieces
+from autopar.runtime.sharded_optimizer import gather_parameters, shard_parameters_flat
+
+OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
+
+# They read a parameter as a matrix (or all parameters as one vector): a slice of it says nothing.
+NEED_WHOLE_PARAMETERS = ("Muon", "Adafactor", "LBFGS")
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter],
+    factory: OptimizerFactory | None,
+    *,
+    zero: int,
+    mesh: Mesh,
+) -> Optimizer:
+    """Build the user's optimizer, or AdamW, so that it steps what this rank holds.
+
+    Where parameters are 16-bit, sharded, or their states are to be sharded (zero 1), the optimizer
+    is given pieces in their place: fp32 masters and flat slices of plain tensors. Gradients reach
+    the pieces before a step and new values leave them after it; learning rates, schedulers and
+    param_groups are the user's own.
+    """
+    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    optimizer = AdamW(trainable) if factory is None else factory(trainable)
+    _prefer_fused(optimizer)
+    shards_states = zero == 1 and mesh.shard.size > 1
+    if not shards_states and all(_is_plain(parameter) for parameter in trainable):
+        return optimizer
+    if type(optimizer).__name__ in NEED_WHOLE_PARAMETERS and (
+        shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
+    ):
+        raise RuntimeError(
+            f"{type(optimizer).__name__} needs whole parameters, ZeRO-{zero} gives it parts: "
+            "plan with zero 0, or choose an optimizer that works element by element (AdamW, SGD)"
+        )
+    if shards_states:
+        shards = shard_parameters_flat(trainable, mesh.shard)
+        pieces = tuple(piece for shard in shards for piece in shard.pieces)
+        _exchange(optimizer, trainable, pieces)
+        optimizer.register_step_post_hook(lambda *_: gather_parameters(shards))
+    else:
+        _exchange(optimizer, trainable, local_pieces(trainable))
+    return optimizer
+
+
+def _is_plain(parameter: nn.Parameter) -> bool:
+    return not isinstance(parameter, DTensor) and parameter.dtype not in HALF_DTYPES
+
+
+def _prefer_fused(optimizer: Optimizer) -> None:
+    """Take the fused kernel where the user left the choice to torch.
+
+    On a CPU core AdamW is 3.4 times faster so than by torch's choice (a loop): 4.7 ms against 16 ms
+    for 100 layers of width 256; the values agree to the last bits.
+    """
+    if type(optimizer) not in (Adam, AdamW, SGD):
+        return
+    for group in optimizer.param_groups:
+        free = not any(
+            group.get(key) for key in ("foreach", "fused", "differentiable", "capturable")
+        )
+        if free and group.get("foreach") is None and group.get("fused") is None:
+            group["fused"] = True
+
+
+def _exchange(
+    optimizer: Optimizer, parameters: Iterable[nn.Parameter], pieces: tuple[Piece, ...]
+) -> None:
+    """Put the pieces in the place of the parameters, and keep the two in step."""
+    by_parameter: dict[int, list[Piece]] = {}
+    for piece in pieces:
+        by_parameter.setdefault(id(piece.parameter), []).append(piece)
+    for group in optimizer.param_groups:
+        group["params"] = [p.target for w in group["params"] for p in by_parameter.get(id(w), ())]
+    for parameter, state in list(optimizer.state.items()):
+        del optimizer.state[parameter]
+        for piece in by_parameter.get(id(parameter), ()):
+            optimizer.state[piece.target] = {k: piece.of_state(v) for k, v in state.items()}
+    owners = tuple(parameters)
+
+    def take_gradients(*_: Any) -> None:
+        for piece in pieces:
+            piece.take_gradient()
+
+    def give_values(*_: Any) -> None:
+        copies = [piece for piece in pieces if piece.target.dtype != piece.place.dtype]
+        if copies:
+            torch._foreach_copy_([p.place for p in copies], [p.target.data for p in copies])
+
+    def zero_grad(set_to_none: bool = True) -> None:
+        for piece in pieces:
+            piece.target.grad = None
+        for parameter in owners:
+            if set_to_none or parameter.grad is None:
+                parameter.grad = None
+            else:
+                parameter.grad.zero_()
+
+    optimizer.register_step_pre_hook(take_gradients)
+    optimizer.register_step_post_hook(give_values)
+    # The gradients that a step leaves behind are the parameters', not the pieces'.
+    optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -1,0 +1,125 @@
+"""Turns the stages of this rank and a schedule's name into a step over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from autopar.runtime.pipeline_stage import LossFunction, Stage, cut, stage_of, weighted_loss
+
+__all__ = ["Pipeline", "build_schedule", "cut", "stage_indices", "stage_of"]
+
+ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL_STAGES = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+}
+SPLIT_BACKWARD = ("interleaved-zero-bubble", "zero-bubble-v")
+
+
+def stage_indices(kind: str, rank: int, ranks: int, per_rank: int = 1) -> tuple[int, ...]:
+    """Return which stages a rank holds: round robin, or down and up again for the V."""
+    if kind == "zero-bubble-v":
+        return (rank, 2 * ranks - 1 - rank)
+    return tuple(rank + ranks * turn for turn in range(per_rank))
+
+
+def build_schedule(
+    kind: str,
+    stages: Sequence[Stage],
+    microbatches: int,
+    loss_fn: LossFunction = weighted_loss,
+) -> Pipeline:
+    """Build the schedule `kind` over this rank's stages, in order.
+
+    Stages of one rank may not share a parameter (each would average its gradient): give each a copy
+    and tie them with `TiedWeights`.
+    """
+    _check_disjoint(stages)
+    if kind in ONE_STAGE:
+        (stage,) = stages
+        single = ONE_STAGE[kind](stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+        return Pipeline(single, stages)
+    if kind not in SEVERAL_STAGES:
+        known = ", ".join((*ONE_STAGE, *SEVERAL_STAGES))
+        raise RuntimeError(f"{kind!r} is no pipeline schedule: choose one of {known}")
+    if kind in SPLIT_BACKWARD:
+        for stage in stages:
+            _prepare_split(stage)
+    several = SEVERAL_STAGES[kind](list(stages), microbatches, loss_fn=loss_fn, scale_grads=False)
+    return Pipeline(several, stages)
+
+
+class Pipeline:
+    """The stages of this rank under a schedule."""
+
+    def __init__(
+        self, schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: Sequence[Stage]
+    ) -> None:
+        self.schedule = schedule
+        self.stages = tuple(stages)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules of this rank's stages."""
+        return [stage.submod for stage in self.stages]
+
+    def step(
+        self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Tensor | float]
+    ) -> list[Tensor]:
+        """Run forward and backward of one step and return the weighted losses, on the last stage.
+
+        Each microbatch goes to every stage as keyword arguments, whatever its values are; its
+        weight multiplies its loss. Gradients are summed over the microbatches and averaged over the
+        data axis.
+        """
+        for stage in self.stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+        losses: list[Tensor] = []
+        self.schedule._step_microbatches(
+            kwarg_mbs=[dict(microbatch) for microbatch in microbatches],
+            target_mbs=list(weights),
+            losses=losses,
+            return_outputs=False,
+        )
+        for stage in self.stages:
+            stage.clear_runtime_states()
+        return [loss.detach() for loss in losses]
+
+
+def _check_disjoint(stages: Sequence[Stage]) -> None:
+    seen: dict[int, str] = {}
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            if id(parameter) in seen:
+                raise RuntimeError(
+                    f"{name} of stage {stage.stage_index} is also {seen[id(parameter)]}: "
+                    "give each stage its own copy and tie the copies with TiedWeights"
+                )
+        for name, parameter in stage.submod.named_parameters():
+            seen[id(parameter)] = f"{name} of stage {stage.stage_index}"
+
+
+def _prepare_split(stage: Stage) -> None:
+    """Have a sharded stage's parameters and gradients stay whole until its last microbatch.
+
+    A split backward looks the parameters up by their autograd nodes, which sharding renews, and
+    hides their gradients from the hooks that would reduce them.
+    """
+    stage.splits_backward = True
+    stage.reduces_every_microbatch = False
+    if isinstance(stage.submod, FSDPModule):
+        stage.submod.set_reshard_after_forward(False)

@@ -1,0 +1,233 @@
+"""Turns a module into one stage of a pipeline that torch's schedules can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any, TypeAlias, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward
+from torch.distributed.pipelining.stage import _RecvInfo
+
+from autopar.runtime.data_parallel import buckets_of
+from autopar.runtime.gradient_buckets import GradientBuckets
+from autopar.runtime.loss import scale_loss
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.split_backward import SplitBackward
+
+InputGradients: TypeAlias = tuple[Tensor | None, ...]
+
+
+def cut(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
+    """Describe one tensor that crosses a cut, for one microbatch; it has no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+def stage_of(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    index: int,
+    stages: int,
+    receives: Sequence[Tensor],
+    sends: Sequence[Tensor],
+    reduces_every_microbatch: bool = False,
+) -> Stage:
+    """Make a module (wrapped for data parallelism already) the stage `index` of `stages`.
+
+    Its forward takes the received tensors in order, then the batch by keyword, and returns a tuple
+    of the tensors to send; the last one returns the loss. `cut(…)` describes each tensor, so no
+    forward is run to find out. reduces_every_microbatch: with zero 2 and 3, gradients are sharded
+    after each microbatch, not kept whole until the last.
+    """
+    return Stage(
+        module,
+        mesh,
+        index=index,
+        stages=stages,
+        receives=tuple(receives),
+        sends=tuple(sends),
+        reduces_every_microbatch=reduces_every_microbatch,
+    )
+
+
+class Stage(PipelineStage):
+    """A pipeline stage that holds buffers only for microbatches under way.
+
+    torch's own allocates what it receives for all microbatches of a step, finds shapes by running
+    the model, and leaves the gradients of a split backward (zero bubble) unreduced under DDP.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        index: int,
+        stages: int,
+        receives: tuple[Tensor, ...],
+        sends: tuple[Tensor, ...],
+        reduces_every_microbatch: bool,
+    ) -> None:
+        super().__init__(
+            module,
+            index,
+            stages,
+            mesh.device,
+            input_args=receives,
+            output_args=sends or (torch.empty((), device="meta"),),  # the last one's loss
+            group=mesh.pipeline.group,
+        )
+        self.reduces_every_microbatch = reduces_every_microbatch
+        self._is_dry_run = mesh.is_dry_run
+        self.splits_backward = False
+        self._split_backward = SplitBackward(module)
+        self._buckets: GradientBuckets | None = buckets_of(module)
+        if self._buckets is not None:
+            self._buckets.finishes_with_backward = False
+
+    def _warmup_forward_vote(
+        self, has_backward: bool, received_acc: Tensor | None = None
+    ) -> Tensor:
+        if self._is_dry_run:
+            return cast(Tensor, _Agreed())
+        return super()._warmup_forward_vote(has_backward, received_acc)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        if self._is_dry_run:
+            return cast(Tensor, _Agreed())
+        return super()._warmup_backward_result(received_result)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocate what a microbatch's inputs are received into, and return the receives."""
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocate what a microbatch's output gradients are received into; return the receives."""
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: InputGradients, mb_index: int) -> None:
+        """Take gradients from the next stage where it lives on this rank (the turn of a V)."""
+        infos = self.grad_recv_info[mb_index]
+        for info, gradient in zip(infos, next_stage_bwd_outputs, strict=True):
+            if gradient is None and info.tensor_meta is not None:
+                self._allocate((info,))
+                info.buffer.zero_()
+            else:
+                info.buffer = gradient
+
+    def _allocate(self, infos: Sequence[_RecvInfo]) -> None:
+        for info in infos:
+            if info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = info.tensor_meta.to_tensor(self.device).detach()
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        tensors: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
+        self._forget(self.args_recv_info[fwd_chunk_id])
+        return tensors
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> InputGradients:
+        gradients: InputGradients = super()._retrieve_recv_grads(bwd_chunk_id)
+        self._forget(self.grad_recv_info[bwd_chunk_id])
+        return gradients
+
+    def _forget(self, infos: Sequence[_RecvInfo]) -> None:
+        """Let the buffers go; the autograd graph keeps what it needs of them."""
+        for info in infos:
+            info.buffer = None
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self.args_recv_info = {
+            chunk: _without_buffers(self.args_recv_info[0]) for chunk in range(num_microbatches)
+        }
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info = {
+            chunk: _without_buffers(self.grad_recv_info[0]) for chunk in range(num_microbatches)
+        }
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[InputGradients, list[dict[str, Any]] | None]:
+        """Run a backward of one microbatch; the last one's gradients are reduced while it runs."""
+        if self._buckets is not None:
+            self._buckets.sync = last_backward
+        elif isinstance(self.submod, FSDPModule):
+            self._let_reduce(self.submod, self.reduces_every_microbatch)
+        if backward_type == "full":
+            return _contiguous(stage_backward(**bwd_kwargs)), None
+        if backward_type == "weight":
+            self._split_backward.backward_weights(bwd_kwargs["param_groups"])
+            return (), None
+        gradients, groups = self._split_backward.backward_inputs(**bwd_kwargs)
+        return _contiguous(gradients), groups
+
+    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the module on one microbatch and return what can be sent."""
+        result = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
+        if self.is_last:
+            return result
+        outputs = result if isinstance(result, tuple) else (result,)
+        return tuple(self._sendable(output) for output in outputs)
+
+    def _sendable(self, output: Tensor) -> Tensor:
+        """Lay a tensor out for sending; a split backward must cut it off its graph in place."""
+        output = output.contiguous()
+        return output.clone() if self.splits_backward and output._is_view() else output
+
+    def _let_reduce(self, module: FSDPModule, reduces: bool) -> None:
+        """Have fully_shard reduce and free after this backward, or leave it to the schedule."""
+        module.set_is_last_backward(reduces)
+        module.set_reshard_after_backward(reduces)
+        module.set_requires_gradient_sync(reduces)
+
+    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
+        """Reduce what is not reduced yet, after the last microbatch."""
+        if self._buckets is not None:
+            self._buckets.finish()
+        elif not self.reduces_every_microbatch:
+            super().perform_reduce_grad(grad_scale_factor)
+
+
+def _contiguous(gradients: InputGradients) -> InputGradients:
+    return tuple(None if g is None else g.contiguous() for g in gradients)
+
+
+class _Agreed:
+    """The stages' vote for known shapes, where no other stage is there to vote."""
+
+    def item(self) -> int:
+        """Return yes."""
+        return 1
+
+
+def _without_buffers(infos: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
+    return tuple(
+        _RecvInfo(
+            input_name=info.input_name,
+            source=info.source,
+            buffer=None,
+            tensor_meta=info.tensor_meta,
+            is_root_arg=info.is_root_arg,
+        )
+        for info in infos
+    )
+
+
+LossFunction: TypeAlias = Callable[[Tensor, Tensor | float], Tensor]
+
+
+def weighted_loss(output: Tensor | tuple[Tensor, ...], weight: Tensor | float) -> Tensor:
+    """Return a microbatch's part of the step's loss: the last stage's output times its weight."""
+    loss = output[0] if isinstance(output, tuple) else output
+    return scale_loss(loss, torch.as_tensor(weight, device=loss.device))

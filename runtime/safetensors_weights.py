@@ -1,0 +1,69 @@
+"""Turns a folder of safetensors files into this rank's parameters, slice by slice."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from autopar.runtime.filling import fill
+from autopar.runtime.mesh import Axis
+from autopar.runtime.shards import Place, Split, group_aliases, places
+
+
+@torch.no_grad()
+def load_safetensors(
+    model: nn.Module,
+    folder: Path,
+    splits: Mapping[str, Split],
+    axis: Axis,
+    *,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+) -> None:
+    """Give a model on meta this rank's part of every parameter that it has in the files.
+
+    Buffers come from the files where they are there; the rest is left to Recipe.materialise.
+    """
+    aliases = group_aliases(places(model))
+    with ExitStack() as files:
+        stored = dict(_open(folder, files))
+        _check_all_there(aliases, stored, folder)
+        for group in aliases:
+            name = _stored_name(group, stored)
+            if name is not None:
+                source = stored[name].get_slice(name)
+                shape = tuple(source.get_shape())
+                fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
+
+
+def _open(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
+    """Find which file holds which tensor."""
+    from safetensors import safe_open
+
+    paths = sorted(folder.glob("*.safetensors"))
+    if not paths:
+        raise FileNotFoundError(f"{folder} holds no .safetensors file")
+    for path in paths:
+        file = files.enter_context(safe_open(path, framework="pt"))
+        for name in file.keys():  # noqa: SIM118 - the file is no mapping
+            yield name, file
+
+
+def _stored_name(group: list[Place], stored: Mapping[str, Any]) -> str | None:
+    """Find a tensor under one of its names; files keep one name of a tied weight."""
+    return next((place.name for place in group if place.name in stored), None)
+
+
+def _check_all_there(aliases: list[list[Place]], stored: Mapping[str, Any], folder: Path) -> None:
+    missing = [
+        group[0].name
+        for group in aliases
+        if isinstance(group[0].tensor, nn.Parameter) and _stored_name(group, stored) is None
+    ]
+    if missing:
+        shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
+        has = ", ".join(sorted(stored)[:5])
+        raise KeyError(f"{folder} lacks {len(missing)} parameters: {shown}; it has {has} …")

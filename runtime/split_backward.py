@@ -1,0 +1,120 @@
+"""Turns a stage's backward into one for its inputs now and one for its weights later.
+
+torch's own split finds a weight's gradient where its path meets that of the stage's inputs. What
+never meets it is lost without a word: all weights of a stage whose inputs need no gradient, or a
+second embedding whose rows go straight to the next stage. Such weights get theirs at once here.
+So do all weights of a stage that recomputes activations: two halves would compute them twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    reverse_closure,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+from autopar.runtime.recompute import recomputes
+
+
+class SplitBackward:
+    """The two halves of the backward of one stage."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._early: frozenset[str] | None = None  # names; found at the first microbatch
+
+    def backward_inputs(
+        self,
+        *,
+        stage_output: Sequence[Tensor],
+        output_grads: Sequence[Tensor | None] | None,
+        input_values: Sequence[Any],
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
+        """Return the gradients of the inputs, and what the weights' half will need."""
+        if recomputes(self._module):
+            return _backward_at_once(stage_output, output_grads, input_values), []
+        if self._early is None:
+            self._early = self._find_early(stage_output, input_values)
+        if self._early:
+            self._accumulate_early(stage_output, output_grads)
+        result: tuple[tuple[Tensor | None, ...], list[dict[str, Any]]] = stage_backward_input(
+            list(stage_output),
+            output_grads,  # type: ignore[arg-type]  # None where an output needs none
+            list(input_values),
+            iter(self._weights(early=False).values()),
+        )
+        return result
+
+    def backward_weights(self, param_groups: list[dict[str, Any]]) -> None:
+        """Add the gradients of the weights that `backward_inputs` left for later."""
+        stage_backward_weight(iter(self._weights(early=False).values()), param_groups)
+
+    def _weights(self, *, early: bool) -> dict[str, nn.Parameter]:
+        chosen = self._early or frozenset()
+        return {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and (name in chosen) == early
+        }
+
+    def _find_early(
+        self, stage_output: Sequence[Tensor], input_values: Sequence[Any]
+    ) -> frozenset[str]:
+        """Name the weights that reach an output without meeting the path of an input."""
+        roots = _nodes(stage_output)
+        reverse = construct_reverse_graph(roots)
+        of_inputs, _ = reverse_closure(_nodes(input_values), set(), reverse)
+        early = set()
+        for name, parameter in self._weights(early=False).items():
+            alone, _ = reverse_closure(_nodes([parameter]), of_inputs, reverse)
+            if alone.intersection(roots):
+                early.add(name)
+        return frozenset(early)
+
+    def _accumulate_early(
+        self, stage_output: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
+    ) -> None:
+        weights = tuple(self._weights(early=True).values())
+        grads = output_grads or [torch.ones_like(output) for output in stage_output]
+        pairs = [(o, g) for o, g in zip(stage_output, grads, strict=True) if o.requires_grad]
+        gradients = torch.autograd.grad(
+            [output for output, _ in pairs],
+            weights,
+            [gradient for _, gradient in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None and weight.grad is None:
+                weight.grad = gradient
+            elif gradient is not None:
+                weight.grad += gradient
+
+
+def _backward_at_once(
+    stage_output: Sequence[Tensor],
+    output_grads: Sequence[Tensor | None] | None,
+    input_values: Sequence[Any],
+) -> tuple[Tensor | None, ...]:
+    # For the last stage, whose loss needs no gradient to start from, torch wants the loss itself.
+    start = stage_output if output_grads is not None else stage_output[0]
+    gradients: tuple[Tensor | None, ...] = stage_backward(start, output_grads, list(input_values))
+    for output in stage_output:
+        output.detach_()  # nothing is left to do with its graph
+    return gradients
+
+
+def _nodes(values: Iterable[Any]) -> list[Node]:
+    """Return the autograd nodes of the tensors that need a gradient."""
+    tensors = (v for v in values if isinstance(v, Tensor) and v.requires_grad)
+    return [node for node in map(_get_grad_fn_or_grad_acc, tensors) if node is not None]

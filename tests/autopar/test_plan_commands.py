@@ -1,0 +1,272 @@
+"""`autopar plan`, `explain` and `diff` through the command line."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from autopar.plan_page import plan_page
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.errors import InfeasibleError, TimeLimitError
+from autopar.planner.plan.document import read_plan, write_plan
+from autopar.planner.plan.plan import Plan
+from autopar.planner.precision import Precision
+from tests.autopar.commands import Ran, run
+from tests.planner.plan.plans import arrangement, proof, runner_up, small_plan, split_plan
+from tests.planner.subjects import ZOO
+
+Autopar = Callable[..., Ran]
+MNIST = str(ZOO / "mnist.py")
+
+
+@pytest.fixture
+def autopar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Autopar:
+    """Return the command line as a function, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run(monkeypatch, capsys, *arguments)
+
+
+@pytest.fixture
+def searched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Replace the search by one that writes down what it was asked, and finds a small plan."""
+    asked: list[dict[str, Any]] = []
+
+    def search(*arguments: Any, report: Callable[[str], None], time_limit_seconds: float) -> Plan:
+        graph, _, _, model, cluster, demands = arguments
+        asked.append({"graph": graph, "model": model, "cluster": cluster, "demands": demands})
+        asked[-1]["time_limit_seconds"] = time_limit_seconds
+        report("searching")
+        return small_plan()
+
+    module = ModuleType("autopar.planner.plan.search")
+    vars(module)["search"] = search
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    return asked
+
+
+def test_plan_writes_the_plan_and_prints_the_table(
+    autopar: Autopar, searched: list[dict[str, Any]]
+) -> None:
+    ran = autopar(
+        "plan", MNIST, "--gpus", "8", "--device", "a100", "--global-batch", "64", "--pin", "dp=4",
+        "--max-tp", "2", "--memory", "90%", "--precision", "fp32", "-o", "out",
+        "--time-limit", "30",
+    )  # fmt: skip
+    assert (ran.code, ran.err) == (0, "")
+    assert read_plan(Path("out")) == small_plan()
+    assert "dp 2" in ran.out
+    assert "Written: out/plan.json" in ran.out
+    (asked,) = searched
+    demands = asked["demands"]
+    assert (demands.data, demands.max_tensor, demands.global_batch) == (4, 2, 64)
+    assert demands.precision is Precision.FP32
+    assert asked["cluster"].size == 8
+    assert asked["time_limit_seconds"] == 30
+    assert asked["model"].spec == MNIST
+    assert asked["model"].has_loss
+
+
+def test_plan_prints_json_for_programs(autopar: Autopar, searched: list[dict[str, Any]]) -> None:
+    ran = autopar("plan", MNIST, "--gpus", "2", "--json")
+    assert searched
+    assert json.loads(ran.out)["arrangement"]["data"] == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "code", "telling"),
+    [
+        ((), 2, "no machines are given"),
+        (("--gpus", "0"), 2, "0 is not a number of devices"),
+        (("--gpus", "-1"), 2, "-1 is not a number of devices"),
+        (("--gpus", "8.5"), 2, "'8.5' is not a number of devices"),
+        (("--gpus", "8", "--nodes", "two"), 2, "'two' is not a number"),
+        (("--gpus", "1000000000"), 2, "from 1 to 262144"),
+        (("--gpus", "8", "--cluster", "c.toml"), 2, "leave one of them out"),
+        (("--gpus", "8", "--pin", "tp=3"), 3, "legal are pp=1,dp=2,tp=4"),
+        (
+            ("--gpus", "8", "--pin", "dp=2,tp=2,pp=1"),
+            3,
+            "dp=2 (--pin), tp=2 (--pin) and pp=1 (--pin)",
+        ),
+        (("--gpus", "8", "--pin", "tp=8", "--max-tp", "4"), 3, "at most tp=4 (--max-tp)"),
+        (("--gpus", "8", "--pin", "dp=8", "--global-batch", "30"), 3, "24 or 32"),
+        (("--gpus", "8", "--max-tp", "0"), 2, "'0' is not a count"),
+        (("--gpus", "8", "--objective", "joy"), 2, "one of step-time, memory, cost"),
+        (("--gpus", "8", "--memory", "70"), 2, "has no unit"),
+        (("--gpus", "8", "--time-limit", "0"), 2, "is no time"),
+        (("--gpus", "8", "--time-limit", "nan"), 2, "is no time"),
+        (("--gpus", "8", "-c", "nothing.toml"), 2, "cannot be read"),
+        (("--gpus", "8", "-c", "rules.toml"), 2, "did you mean 'hidden.0'"),
+    ],
+)
+def test_what_cannot_be_planned_is_one_message_and_a_code(
+    autopar: Autopar,
+    searched: list[dict[str, Any]],
+    options: tuple[str, ...],
+    code: int,
+    telling: str,
+) -> None:
+    Path("rules.toml").write_text('[[recompute]]\nmodules = "hiden.0"\nmode = "full"\n')
+    ran = autopar("plan", MNIST, *options)
+    assert ran.code == code
+    assert telling in " ".join(ran.err.split())
+    assert "Traceback" not in ran.err
+    assert ran.out == ""
+    assert not searched
+    assert not Path("plan.json").exists()
+
+
+@pytest.mark.parametrize(("error", "code"), [(InfeasibleError, 3), (TimeLimitError, 5)])
+def test_a_search_without_a_plan_leaves_with_its_code(
+    autopar: Autopar, monkeypatch: pytest.MonkeyPatch, error: type[Exception], code: int
+) -> None:
+    def search(*_: object, **__: object) -> Plan:
+        raise error("nothing was found")
+
+    module = ModuleType("autopar.planner.plan.search")
+    vars(module)["search"] = search
+    monkeypatch.setitem(sys.modules, module.__name__, module)
+    ran = autopar("plan", MNIST, "--gpus", "2")
+    assert (ran.code, "nothing was found" in ran.err) == (code, True)
+
+
+def test_a_foreign_file_is_not_written_over(
+    autopar: Autopar, searched: list[dict[str, Any]]
+) -> None:
+    Path("plan.json").write_text('{"mine": 1}')
+    ran = autopar("plan", MNIST, "--gpus", "2")
+    assert ran.code == 2
+    assert "is in the way" in ran.err
+    assert Path("plan.json").read_text() == '{"mine": 1}'
+    write_plan(small_plan(), Path("plan.json"))
+    assert autopar("plan", MNIST, "--gpus", "2").code == 0
+    assert len(searched) == 1
+
+
+@pytest.mark.parametrize("width", [80, 120])
+def test_the_table_of_plans_fits_and_has_no_colour(width: int) -> None:
+    big = arrangement(
+        pipeline=16, data=128, tensor=8, zero=Zero.PARAMETERS, microbatches=256, stages_per_rank=2
+    )
+    plan = small_plan(runners_up=(runner_up(), runner_up(arrangement=big, recompute="full 20/126")))
+    console = Console(width=width, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    for part in plan_page(plan):
+        console.print(part)
+    text = console.export_text()
+    assert all(len(line) <= width for line in text.splitlines())
+    assert "\x1b" not in text
+    for telling in ("step", "samples/s", "MFU", "memory", "splits every layer", "ZeRO-3"):
+        assert telling in " ".join(text.split())
+    assert "120 arrangements" in text
+
+
+@pytest.fixture
+def plans(tmp_path: Path) -> tuple[Path, Path]:
+    """Write two plans of one model."""
+    paths = (tmp_path / "a.json", tmp_path / "b.json")
+    write_plan(small_plan("gpt2.py", pipeline=2), paths[0])
+    split = split_plan()
+    write_plan(replace(split, machines=replace(split.machines, content_hash="d" * 64)), paths[1])
+    return paths
+
+
+@pytest.mark.parametrize(
+    ("options", "telling", "missing"),
+    [
+        ((), ("compute takes", "critical", "together", "all-reduce", "No better plan"), ()),
+        (
+            ("--memory",),
+            ("0 parameters", "1 parameters", "together"),
+            ("all-reduce", "Where the step goes"),
+        ),
+        (("--comm",), ("data parallel gradients",), ("together",)),
+        (("--stage", "1"), ("full", "together"), ("critical", "No better plan")),
+        (("--why-not", "tp=2,pp=1"), ("Why not tp=2, pp=1?", "communication decides"), ()),
+        (("--why-not", "tp=3"), ("no plan satisfies tp=3",), ()),
+    ],
+)
+def test_explain_tells_what_is_asked(
+    autopar: Autopar,
+    plans: tuple[Path, Path],
+    options: tuple[str, ...],
+    telling: tuple[str, ...],
+    missing: tuple[str, ...],
+) -> None:
+    ran = autopar("explain", str(plans[0]), *options)
+    assert (ran.code, ran.err) == (0, "")
+    told = " ".join(ran.out.split())
+    assert all(one in told for one in telling)
+    assert not any(one in told for one in missing)
+    assert "\x1b" not in ran.out
+
+
+def test_explain_names_axes_as_people_do(autopar: Autopar, plans: tuple[Path, Path]) -> None:
+    ran = autopar("explain", str(plans[1]), "--comm")
+    assert "split along ffn" in ran.out
+    assert "partial sums" in ran.out
+
+
+@pytest.mark.parametrize("options", [(), ("--why-not", "tp=2")])
+def test_explain_prints_json_for_programs(
+    autopar: Autopar, plans: tuple[Path, Path], options: tuple[str, ...]
+) -> None:
+    assert json.loads(autopar("explain", str(plans[0]), "--json", *options).out)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "telling"),
+    [
+        (("explain", "none.json"), "cannot be read"),
+        (("explain", "a.json", "--stage", "2"), "there is no stage 2"),
+        (("explain", "a.json", "--why-not", "pt=2"), "did you mean 'tp'"),
+        (("diff", "a.json", "none.json"), "cannot be read"),
+    ],
+)
+def test_bad_plans_and_options_are_told(
+    autopar: Autopar, plans: tuple[Path, Path], arguments: tuple[str, ...], telling: str
+) -> None:
+    assert plans
+    ran = autopar(*arguments)
+    assert ran.code == 2
+    assert telling in ran.err
+    assert "Traceback" not in ran.err
+
+
+def test_layouts_that_do_not_fit_are_told(autopar: Autopar, tmp_path: Path) -> None:
+    plan = small_plan("gpt2.py")
+    write_plan(replace(plan, layouts=plan.layouts[::-1]), tmp_path / "a.json")
+    ran = autopar("explain", "a.json")
+    assert ran.code == 2
+    assert "layouts.0" in ran.err
+
+
+def test_diff_tells_what_moved_and_warns(autopar: Autopar, plans: tuple[Path, Path]) -> None:
+    ran = autopar("diff", *map(str, plans))
+    assert (ran.code, ran.err) == (0, "")
+    for telling in ("the machines differ", "pipeline (pp)", "split along ffn", "throughput"):
+        assert telling in ran.out
+    same = autopar("diff", str(plans[0]), str(plans[0]))
+    assert "warning" not in same.out
+    assert json.loads(autopar("diff", *map(str, plans), "--json").out)["changes"]
+
+
+@pytest.mark.parametrize("command", ["plan", "explain", "diff"])
+def test_help_has_an_example(autopar: Autopar, command: str) -> None:
+    assert f"Example: autopar {command} " in autopar(command, "--help").out
+
+
+def test_an_unfinished_search_says_so() -> None:
+    console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
+    for part in plan_page(small_plan(proof=proof(gap=0.1, is_complete=False))):
+        console.print(part)
+    assert "the time limit came first" in " ".join(console.export_text().split())

@@ -1,0 +1,156 @@
+"""Runs a function on several processes that stay alive from test to test.
+
+The ranks are forked from a small server process that has imported torch and nothing else, so the
+first call costs seconds and the later ones milliseconds. Functions and results travel by pickle:
+a function must stand at the top of its module. Every call finds a working default process group.
+"""
+
+import faulthandler
+import os
+import pickle
+import shutil
+import signal
+import sys
+import tempfile
+import time
+import traceback
+import weakref
+from collections.abc import Callable
+from contextlib import suppress
+from functools import cache
+from multiprocessing import get_context
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+Result = TypeVar("Result")
+PRELOADED = ("torch", "torch.distributed.device_mesh", "torch.distributed.fsdp", __name__)
+
+
+class RankError(AssertionError):
+    """A function that failed or hung on a rank, told with the rank's own traceback."""
+
+
+def run_on_ranks(
+    function: Callable[..., Result], size: int, *args: Any, timeout_seconds: float = 60.0
+) -> list[Result]:
+    """Call function(*args) on ranks 0 … size − 1 at once and return their results in that order."""
+    pool = _pool(size)
+    try:
+        return pool.run(function, args, timeout_seconds)
+    except RankError:
+        pool.kill()  # a rank that failed alone leaves the others inside a collective
+        _pool.cache_clear()
+        raise
+
+
+class _Pool:
+    """The processes of one size, each at the other end of a pipe."""
+
+    def __init__(self, size: int) -> None:
+        self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
+        weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
+        context = get_context("forkserver")
+        context.set_forkserver_preload(list(PRELOADED))
+        self.pipes: list[Connection] = []
+        self.processes: list[ForkServerProcess] = []
+        for rank in range(size):
+            here, there = context.Pipe()
+            arguments = (there, rank, size, self.folder)
+            process = context.Process(target=_serve, args=arguments, daemon=True)
+            process.start()
+            there.close()
+            self.pipes.append(here)
+            self.processes.append(process)
+
+    def run(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
+        """Send the call to every rank and gather the answers, or say which rank failed how."""
+        task = pickle.dumps((function, args))
+        for pipe in self.pipes:
+            pipe.send_bytes(task)
+        answers: dict[int, Any] = {}
+        deadline = time.monotonic() + seconds
+        while len(answers) < len(self.pipes):
+            silent = {pipe: rank for rank, pipe in enumerate(self.pipes) if rank not in answers}
+            ready = wait(list(silent), timeout=max(0.0, deadline - time.monotonic()))
+            if not ready:
+                raise RankError(self._describe_hang(set(silent.values())))
+            for rank in [rank for pipe, rank in silent.items() if pipe in ready]:
+                answers[rank] = self._answer(rank)
+        return [answers[rank] for rank in range(len(self.pipes))]
+
+    def _answer(self, rank: int) -> Any:
+        try:
+            succeeded, value = pickle.loads(self.pipes[rank].recv_bytes())
+        except EOFError:
+            self.processes[rank].join(1.0)
+            code = self.processes[rank].exitcode
+            raise RankError(f"rank {rank} died with exit code {code}") from None
+        if not succeeded:
+            raise RankError(f"rank {rank} failed:\n{value}")
+        return value
+
+    def _describe_hang(self, ranks: set[int]) -> str:
+        """Ask the silent ranks for their stacks."""
+        for rank in ranks:
+            with suppress(ProcessLookupError, TypeError):
+                os.kill(self.processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
+        time.sleep(0.3)
+        stacks = {rank: _stack_file(self.folder, rank).read_text() for rank in sorted(ranks)}
+        return "\n".join(f"rank {rank} hangs:\n{stack}" for rank, stack in stacks.items())
+
+    def kill(self) -> None:
+        """End the processes, whatever they wait for."""
+        for process in self.processes:
+            process.kill()
+        for process in self.processes:
+            process.join()
+
+
+@cache
+def _pool(size: int) -> _Pool:
+    return _Pool(size)
+
+
+def _stack_file(folder: Path, rank: int) -> Path:
+    return folder / f"stack-{rank}"
+
+
+def _serve(pipe: Connection, rank: int, size: int, folder: Path) -> None:
+    """Answer calls until the parent goes away."""
+    torch.set_num_threads(1)
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
+    with _stack_file(folder, rank).open("w") as stacks:
+        faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
+        for number in range(sys.maxsize):
+            try:
+                task = pipe.recv_bytes()
+            except EOFError:
+                break
+            pipe.send_bytes(_answer_call(task, rank, size, folder / f"store-{number}"))
+    os._exit(0)  # gloo's threads may wait for peers that are gone
+
+
+def _answer_call(task: bytes, rank: int, size: int, store: Path) -> bytes:
+    try:
+        function, args = pickle.loads(task)
+        if not dist.is_initialized():
+            place = store.as_uri()
+            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
+        torch.manual_seed(0)
+        return pickle.dumps((True, function(*args)))
+    except BaseException:
+        return pickle.dumps((False, traceback.format_exc()))
+    finally:
+        torch.set_default_dtype(torch.float32)
+        _drop_extra_groups()
+
+
+def _drop_extra_groups() -> None:
+    """Leave no group but the default one, lest a long session runs out of sockets."""
+    if dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) > 1:
+        dist.destroy_process_group()

@@ -1,0 +1,80 @@
+"""Synchronised batch norms see the batch of all ranks."""
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.runtime.batch_norm import synchronise_batch_norms
+from autopar.runtime.mesh import start
+from tests.runtime.ranks import run_on_ranks
+
+Outcome = tuple[Tensor, Tensor, dict[str, Tensor]]
+
+
+def build(affine: bool, momentum: float | None) -> nn.Sequential:
+    torch.manual_seed(0)
+    norm = nn.BatchNorm2d(5, affine=affine, momentum=momentum)
+    return nn.Sequential(nn.Conv2d(3, 5, 3), norm, nn.ReLU()).double()
+
+
+def images() -> Tensor:
+    generator = torch.Generator().manual_seed(1)
+    # A mean far above the spread: sums of squares would lose digits here.
+    return 100 + torch.randn(8, 3, 6, 6, dtype=torch.float64, generator=generator)
+
+
+def run(model: nn.Sequential, x: Tensor) -> Outcome:
+    x = x.clone().requires_grad_()
+    for _ in range(2):  # running statistics move twice
+        model.zero_grad()
+        x.grad = None
+        output = model(x)
+        (output * output.detach().cos()).sum().backward()
+    assert x.grad is not None
+    state = {name: value.detach().clone() for name, value in model.state_dict().items()}
+    gradients = {f"{n}.grad": p.grad for n, p in model.named_parameters() if p.grad is not None}
+    return output.detach(), x.grad, state | gradients
+
+
+def run_synchronised(affine: bool, momentum: float | None, sizes: tuple[int, ...]) -> Outcome:
+    mesh = start(pipeline=1, data=len(sizes), tensor=1)
+    model = build(affine, momentum)
+    names = [name for name, _ in model.named_parameters()]
+    synchronise_batch_norms(model, mesh.data)
+    assert names == [name for name, _ in model.named_parameters()]
+    assert isinstance(model[1], nn.BatchNorm2d)
+    output, gradient, state = run(model, images().split(sizes)[mesh.rank])  # type: ignore[no-untyped-call]
+    for name in state:
+        if name.endswith(".grad"):
+            dist.all_reduce(state[name])
+    return output, gradient, state
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize("sizes", [(4, 4), (5, 3), (2, 2, 2, 2)])
+def test_ranks_together_equal_one_process_on_the_whole_batch(
+    affine: bool, momentum: float | None, sizes: tuple[int, ...]
+) -> None:
+    output, gradient, state = run(build(affine, momentum), images())
+    results = run_on_ranks(run_synchronised, len(sizes), affine, momentum, sizes)
+    torch.testing.assert_close(torch.cat([r[0] for r in results]), output, rtol=0, atol=1e-12)
+    torch.testing.assert_close(torch.cat([r[1] for r in results]), gradient, rtol=0, atol=1e-11)
+    for _, _, found in results:
+        for name, value in state.items():
+            torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-9, msg=name)
+
+
+def test_evaluation_uses_the_running_statistics_and_no_message() -> None:
+    outputs = run_on_ranks(evaluate_on_one_rank, 2)
+    model = build(True, 0.1).eval()
+    assert outputs[1] is None
+    torch.testing.assert_close(outputs[0], model(images()).detach())
+
+
+def evaluate_on_one_rank() -> Tensor | None:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = build(True, 0.1).eval()
+    synchronise_batch_norms(model, mesh.data)
+    return None if mesh.rank else model(images()).detach()

@@ -1,0 +1,168 @@
+"""Data parallelism of every kind trains as one process does."""
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.runtime.data_parallel import buckets_of, set_sync, wrap
+from autopar.runtime.gradients import clip_by_global_norm
+from autopar.runtime.mesh import start
+from autopar.runtime.optimizer import build_optimizer
+from tests.runtime.ranks import run_on_ranks
+from tests.runtime.small_training import (
+    CLIP_NORM,
+    STEPS,
+    build,
+    largest_difference,
+    loss_difference,
+    microbatches,
+    trained_alone,
+    weight_decay_on_matrices,
+    weights,
+    whole,
+)
+
+MICROBATCHES = 3
+Trained = tuple[list[float], dict[str, Tensor], int]
+
+
+def train(
+    shard: int | None, zero: int, always_sync: bool, compute: torch.dtype | None, compress: bool
+) -> Trained:
+    """Train on this rank; return losses, whole parameters and the elements of optimizer states."""
+    mesh = start(pipeline=1, data=dist.get_world_size(), tensor=1, shard=shard)
+    model = build(torch.float64 if compute is None else torch.float32, tied=True)
+    wrap(
+        model,
+        mesh,
+        zero=zero,
+        bucket_bytes=4000,
+        units=[*model.layers.values(), model.tokens],
+        compute_dtype=compute,
+        compress=compress,
+    )
+    optimizer = build_optimizer(model.parameters(), weight_decay_on_matrices, zero=zero, mesh=mesh)
+    losses = []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        mine = microbatches(step, MICROBATCHES, rank=mesh.data.rank, ranks=mesh.data.size)
+        total = torch.zeros((), dtype=torch.float64)
+        for index, (microbatch, weight) in enumerate(zip(mine, weights(3), strict=True)):
+            set_sync(model, always_sync or index == MICROBATCHES - 1)
+            loss = model(**microbatch) * weight
+            loss.backward()
+            total += loss.detach() / mesh.data.size
+        clip_by_global_norm([model], CLIP_NORM, mesh, split=frozenset())
+        optimizer.step()
+        if mesh.data.size > 1:
+            dist.all_reduce(total)
+        losses.append(total.item())
+    states = [value for state in optimizer.state.values() for value in state.values()]
+    return losses, whole(model.named_parameters()), sum(s.numel() for s in states if s.dim())
+
+
+@pytest.mark.parametrize(("ranks", "shard"), [(2, 2), (4, 4), (4, 2)])
+@pytest.mark.parametrize(
+    ("zero", "always_sync"), [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)]
+)
+def test_every_zero_level_trains_as_one_process(
+    ranks: int, shard: int, zero: int, always_sync: bool
+) -> None:
+    expected_losses, expected = trained_alone(MICROBATCHES, tied=True)
+    for losses, parameters, _ in run_on_ranks(train, ranks, shard, zero, always_sync, None, False):
+        assert loss_difference(losses, expected_losses) < 1e-12
+        assert largest_difference(parameters, expected) < 1e-12
+
+
+def test_optimizer_states_are_shared_out_evenly_by_zero_1() -> None:
+    ((_, _, all_of_it),) = run_on_ranks(train, 1, None, 0, False, None, False)
+    shares = [states for _, _, states in run_on_ranks(train, 4, 4, 1, False, None, False)]
+    assert sum(shares) == all_of_it
+    unused = 12  # elements of the layer that the loss does not reach: never given a state
+    assert max(shares) - min(shares) <= 2 * (unused + 3)
+
+
+def test_zero_1_with_copies_shares_the_states_within_a_copy() -> None:
+    states = [states for _, _, states in run_on_ranks(train, 4, 2, 1, False, None, False)]
+    assert states[0] == states[2]
+    assert states[1] == states[3]
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+def test_16_bit_training_follows_fp32_closely(zero: int, compute: torch.dtype) -> None:
+    expected_losses, _ = trained_alone(MICROBATCHES, dtype=torch.float32, tied=True)
+    losses, _, states = run_on_ranks(train, 2, None, zero, False, compute, False)[0]
+    assert loss_difference(losses, expected_losses) < 0.01 * expected_losses[0]
+    assert losses[-1] < losses[0]
+    assert states > 0
+
+
+def test_masters_keep_what_16_bits_would_lose() -> None:
+    # A step of 1e-4 on a weight of 1 is below half a unit of bf16: without masters nothing moves.
+    (moved,) = set(run_on_ranks(step_finely, 2))
+    assert moved == pytest.approx(1.0 - 100 * 1e-4, abs=4e-3)
+
+
+def step_finely() -> float:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = nn.Linear(1, 1, bias=False)
+    nn.init.ones_(model.weight)
+    wrap(model, mesh, zero=1, compute_dtype=torch.bfloat16)
+    optimizer = build_optimizer(
+        model.parameters(), lambda p: torch.optim.SGD(p, lr=1e-4), zero=1, mesh=mesh
+    )
+    for _ in range(100):
+        optimizer.zero_grad()
+        model(torch.ones(1, 1)).sum().backward()
+        optimizer.step()
+    return model.weight.item()
+
+
+@pytest.mark.parametrize("zero", [0, 2])
+def test_compressed_gradients_train_nearly_as_whole_ones(zero: int) -> None:
+    expected_losses, _ = trained_alone(MICROBATCHES, tied=True)
+    losses, parameters, _ = run_on_ranks(train, 2, None, zero, False, None, True)[0]
+    assert loss_difference(losses, expected_losses) < 1e-2
+    assert largest_difference(parameters, trained_alone(MICROBATCHES, tied=True)[1]) > 0
+
+
+def test_a_parameter_that_the_loss_does_not_reach_keeps_no_gradient() -> None:
+    for reached, unreached in run_on_ranks(gradients_present, 2):
+        assert reached
+        assert not unreached
+
+
+def gradients_present() -> tuple[bool, bool]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = build()
+    wrap(model, mesh, zero=0)
+    model(**microbatches(0, 1)[0]).backward()
+    return model.head.weight.grad is not None, model.unused.weight.grad is not None
+
+
+def test_buckets_follow_their_size() -> None:
+    assert run_on_ranks(bucket_sizes, 2, 1)[0] == [4, 40, 16]  # none too small for one gradient
+    assert run_on_ranks(bucket_sizes, 2, 50)[0] == [44, 16]
+    assert run_on_ranks(bucket_sizes, 2, 10**6)[0] == [60]
+
+
+def bucket_sizes(bucket_bytes: int) -> Sequence[int]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(10, 1))
+    wrap(model, mesh, zero=0, bucket_bytes=bucket_bytes)
+    buckets = buckets_of(model)
+    assert buckets is not None
+    model.register_forward_hook(lambda *_: None)
+    loss = _sum_of(model)
+    loss.backward()  # type: ignore[no-untyped-call]
+    return [buffer.nbytes for buffer in buckets.buffers]
+
+
+def _sum_of(model: nn.Sequential) -> Tensor:
+    for hook in list(model._forward_pre_hooks.values()):
+        hook(model, ())
+    return sum((parameter.sum() for parameter in model.parameters()), torch.zeros(()))

@@ -1,0 +1,130 @@
+"""The user's optimizer works on this rank's pieces and stays the user's own."""
+
+from collections.abc import Iterable
+
+import pytest
+import torch
+from torch import nn
+from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim.lr_scheduler import StepLR
+
+from autopar.runtime.data_parallel import wrap
+from autopar.runtime.mesh import start
+from autopar.runtime.optimizer import build_optimizer
+from tests.runtime.ranks import run_on_ranks
+from tests.runtime.small_training import whole
+
+OPTIMIZERS = {
+    "sgd with momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
+    "adagrad": lambda p: Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+}
+
+
+def build() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(3, 5), nn.Tanh(), nn.Linear(5, 2)).double()
+
+
+def data() -> torch.Tensor:
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(8, 3, dtype=torch.float64, generator=generator)
+
+
+def step(model: nn.Module, optimizer: Optimizer, x: torch.Tensor) -> None:
+    optimizer.zero_grad()
+    model(x).square().mean().backward()
+    optimizer.step()
+
+
+def train(name: str, zero: int) -> tuple[list[torch.Tensor], list[float]]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = build()
+    wrap(model, mesh, zero=zero, units=list(model))
+    optimizer = build_optimizer(model.parameters(), OPTIMIZERS[name], zero=zero, mesh=mesh)
+    scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
+    rates = []
+    for _ in range(5):
+        step(model, optimizer, data().chunk(2)[mesh.rank])
+        scheduler.step()
+        rates.append(optimizer.param_groups[0]["lr"])
+    return list(whole(model.named_parameters()).values()), rates
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_any_elementwise_optimizer_and_its_scheduler_work_sharded(name: str, zero: int) -> None:
+    model = build()
+    optimizer = OPTIMIZERS[name](model.parameters())  # type: ignore[no-untyped-call]
+    scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
+    for _ in range(5):
+        step(model, optimizer, data())
+        scheduler.step()
+    for parameters, rates in run_on_ranks(train, 2, name, zero):
+        assert rates[-1] == scheduler.get_last_lr()[0]
+        for found, expected in zip(parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
+
+
+def muon(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    return torch.optim.Muon([p for p in parameters if p.dim() == 2])
+
+
+def refuse(zero: int) -> str:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = build()
+    wrap(model, mesh, zero=zero)
+    try:
+        build_optimizer(model.parameters(), muon, zero=zero, mesh=mesh)
+    except RuntimeError as error:
+        return str(error)
+    return ""
+
+
+@pytest.mark.parametrize("zero", [1, 2])
+def test_an_optimizer_of_whole_matrices_is_refused_parts_of_them(zero: int) -> None:
+    assert run_on_ranks(refuse, 2, zero)[0].startswith(f"Muon needs whole parameters, ZeRO-{zero}")
+
+
+def test_one_process_without_sharding_gets_the_users_optimizer_as_it_is() -> None:
+    (kind,) = set(run_on_ranks(plain, 1))
+    assert kind == ("AdamW", True, True)
+
+
+def plain() -> tuple[str, bool, bool]:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    model = build()
+    optimizer = build_optimizer(model.parameters(), None, zero=3, mesh=mesh)
+    group = optimizer.param_groups[0]
+    same = all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
+    return type(optimizer).__name__, bool(group["fused"]), same
+
+
+def test_a_choice_of_kernel_by_the_user_stands() -> None:
+    assert run_on_ranks(chosen_kernel, 1) == [None]
+
+
+def chosen_kernel() -> bool | None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    parameters = build().parameters()
+    optimizer = build_optimizer(
+        parameters, lambda p: torch.optim.AdamW(p, foreach=True), zero=0, mesh=mesh
+    )
+    fused: bool | None = optimizer.param_groups[0]["fused"]
+    return fused
+
+
+@pytest.mark.parametrize("set_to_none", [True, False])
+def test_gradients_do_not_add_up_over_steps(set_to_none: bool) -> None:
+    for gradient in run_on_ranks(gradient_after_zero, 2, set_to_none):
+        assert not gradient
+
+
+def gradient_after_zero(set_to_none: bool) -> float:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = build()
+    wrap(model, mesh, zero=1)
+    optimizer = build_optimizer(model.parameters(), None, zero=1, mesh=mesh)
+    step(model, optimizer, data())
+    optimizer.zero_grad(set_to_none=set_to_none)
+    return sum(p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None)

@@ -1,0 +1,79 @@
+"""Recomputed layers give the same results and keep less."""
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from autopar.runtime.recompute import MATMULS, Mode, recompute, recomputes
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 32), nn.Linear(32, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        inner = nn.functional.dropout(torch.sin(self.up(x)), 0.5)
+        return torch.as_tensor(self.down(inner))
+
+
+class Matmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Counts matrix products."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        self.count += func.name() in ("aten::mm", "aten::addmm")
+        return func(*args, **(kwargs or {}))
+
+
+def gradients(mode: Mode, keep: tuple[str, ...] = MATMULS) -> tuple[list[Tensor], int, int]:
+    """Return the gradients, the matrix products of the backward, and the bytes kept for it."""
+    torch.manual_seed(0)
+    layer = Layer()
+    recompute(layer, mode, keep=keep)
+    x = torch.randn(4, 8, requires_grad=True)
+    kept: dict[int, int] = {}
+
+    def note(tensor: Tensor) -> Tensor:
+        kept[tensor.untyped_storage()._cdata] = tensor.nbytes
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = layer(x).square().sum()
+    with Matmuls() as matmuls:  # type: ignore[no-untyped-call]
+        loss.backward()
+    found = [parameter.grad for parameter in (x, *layer.parameters())]
+    return [g for g in found if g is not None], matmuls.count, sum(kept.values())
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_gradients_are_the_same_with_the_same_dropout(mode: Mode) -> None:
+    expected, _, _ = gradients("none")
+    found, _, _ = gradients(mode)
+    assert len(found) == 5
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_full_computes_products_again_and_selective_does_not() -> None:
+    _, plain, _ = gradients("none")
+    assert gradients("selective")[1] == plain
+    assert gradients("full")[1] == plain + 1  # early stop: the last product is not needed
+    assert gradients("selective", keep=())[1] == plain + 1
+
+
+def test_less_is_kept() -> None:
+    assert gradients("full")[2] < gradients("none")[2]
+
+
+def test_the_marks_are_seen_from_outside() -> None:
+    inner = Layer()
+    model = nn.Sequential(inner)
+    assert not recomputes(model)
+    recompute(inner, "none")
+    assert not recomputes(model)
+    recompute(inner, "full")
+    assert recomputes(model)
+    assert next(name for name, _ in model.named_parameters()) == "0.up.weight"

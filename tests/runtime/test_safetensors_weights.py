@@ -1,0 +1,78 @@
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from torch import nn
+
+from autopar.runtime.initial_weights import record
+from autopar.runtime.mesh import Axis
+from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.shards import Split, local_part
+
+CPU = torch.device("cpu")
+FUSED = Split(0, ((3, 1), (3, 1)))
+
+
+class _Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 4)
+        self.fused = nn.Linear(4, 6)
+        self.head = nn.Linear(4, 5, bias=False)
+        self.head.weight = self.embedding.weight
+        self.register_buffer("table", torch.arange(3.0), persistent=False)
+
+
+def _weights() -> dict[str, torch.Tensor]:
+    return {
+        "embedding.weight": torch.randn(5, 4),
+        "fused.weight": torch.randn(6, 4),
+        "fused.bias": torch.randn(6),
+    }
+
+
+def _save(folder: Path, weights: dict[str, torch.Tensor]) -> None:
+    for number, (name, tensor) in enumerate(weights.items()):
+        save_file({name: tensor}, folder / f"model-{number}.safetensors")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_every_rank_reads_its_slices(tmp_path: Path, rank: int) -> None:
+    weights, axis = _weights(), Axis(rank, 2, None)
+    _save(tmp_path, weights)
+    splits = {"fused.weight": FUSED, "fused.bias": FUSED, "head.weight": Split(1, ((2, 2),))}
+    model, recipe = record(_Model, seed=0)
+    load_safetensors(model, tmp_path, splits, axis, device=CPU, dtype=torch.float64)
+    recipe.materialise(model, splits, axis, CPU)
+    for name in ("fused.weight", "fused.bias"):
+        expected = local_part(weights[name], FUSED, axis).double()
+        assert torch.equal(model.get_parameter(name), expected)
+    embedding = local_part(weights["embedding.weight"], splits["head.weight"], axis)
+    assert torch.equal(model.get_parameter("head.weight"), embedding.double())
+    assert model.get_parameter("head.weight") is model.get_parameter("embedding.weight")
+    assert model.get_buffer("table").tolist() == [0, 1, 2]
+
+
+def test_more_ranks_than_rows_leave_some_with_none(tmp_path: Path) -> None:
+    _save(tmp_path, _weights())
+    model, _ = record(_Model, seed=0)
+    splits = {"embedding.weight": Split(0, ((5, 1),))}
+    load_safetensors(model, tmp_path, splits, Axis(6, 7, None), device=CPU)
+    assert model.get_parameter("head.weight").shape == (0, 4)
+
+
+def test_missing_names_are_told_together(tmp_path: Path) -> None:
+    weights = _weights()
+    _save(tmp_path, {"fused.weight": weights["fused.weight"]})
+    with pytest.raises(KeyError, match=r"lacks 2 parameters: embedding\.weight, fused\.bias"):
+        load_safetensors(record(_Model, seed=0)[0], tmp_path, {}, Axis(0, 1, None), device=CPU)
+
+
+def test_a_wrong_shape_and_an_empty_folder_are_refused(tmp_path: Path) -> None:
+    model = record(_Model, seed=0)[0]
+    with pytest.raises(FileNotFoundError, match=r"no \.safetensors file"):
+        load_safetensors(model, tmp_path, {}, Axis(0, 1, None), device=CPU)
+    _save(tmp_path, _weights() | {"fused.bias": torch.zeros(7)})
+    with pytest.raises(ValueError, match=r"fused\.bias is \(6,\) here and \(7,\)"):
+        load_safetensors(model, tmp_path, {}, Axis(0, 1, None), device=CPU)
