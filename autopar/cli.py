@@ -12,6 +12,8 @@ from autopar.commands.diff import diff
 from autopar.commands.explain import explain_plan
 from autopar.commands.inspect import inspect
 from autopar.commands.plan import plan
+from autopar.commands.profile import profile
+from autopar.commands.validate import validate
 from autopar.console import tell_error
 from autopar.planner.errors import AutoparError, ExitCode
 
@@ -26,6 +28,8 @@ app.command()(inspect)
 app.command()(plan)
 app.command("explain")(explain_plan)
 app.command()(diff)
+app.command()(profile)
+app.command()(validate)
 
 
 def _version(wanted: bool) -> None:

@@ -11,6 +11,7 @@ from autopar.console import results
 from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.measurements import Measurements
 from autopar.planner.layers import find_layers
 from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.constraint_names import check_names
@@ -20,6 +21,7 @@ from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
+from autopar.planner.profile.file import read_measurements
 from autopar.planner.trace import trace
 from autopar.progress import reported
 
@@ -41,6 +43,7 @@ def plan(
     objective: options.OBJECTIVE = None,
     constraints: options.CONSTRAINTS = None,
     time_limit: options.TIME_LIMIT = None,
+    profile: options.PROFILE = None,
     output: options.OUTPUT = Path(),
     as_json: options.AS_JSON = False,
 ) -> None:
@@ -60,8 +63,16 @@ def plan(
     }
     declared = gathered_constraints(pin or (), demands, constraints)
     machines = options.cluster_of(gpus, device, nodes, cluster)
+    measured = read_measurements(profile) if profile else None
     refuse_foreign(output / FILE_NAME)
-    found = make_plan(model, arg or (), machines, declared, time_limit_seconds=time_limit)
+    found = make_plan(
+        model,
+        arg or (),
+        measured.on(machines) if measured else machines,
+        declared,
+        time_limit_seconds=time_limit,
+        measured=measured,
+    )
     write_plan(found, output / FILE_NAME)
     if as_json:
         print(json.dumps(summary(found), indent=2))
@@ -78,6 +89,7 @@ def make_plan(
     constraints: Constraints,
     *,
     time_limit_seconds: float | None,
+    measured: Measurements | None = None,
 ) -> Plan:
     """Trace a model and search its best plan; what cannot be is refused as early as it shows."""
     from autopar.planner.plan.search import search  # here alone: other commands need no solver
@@ -101,4 +113,5 @@ def make_plan(
             constraints,
             time_limit_seconds=time_limit_seconds,
             report=report,
+            measured=measured,
         )

@@ -64,6 +64,10 @@ TIME_LIMIT = Annotated[
     float | None,
     typer.Option("--time-limit", metavar="SECONDS", help="Take the best plan found until then."),
 ]
+PROFILE = Annotated[
+    Path | None,
+    typer.Option("--profile", metavar="FILE", help="Measured times: docs/profile.md."),
+]
 OUTPUT = Annotated[
     Path, typer.Option("-o", "--output", metavar="DIR", help="Where plan.json goes.")
 ]

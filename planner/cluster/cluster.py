@@ -100,6 +100,8 @@ def _without_remarks(value: object) -> object:
     if isinstance(value, dict):
         is_link = "alpha_seconds" in value
         left_out = REMARKS | ({"name"} if is_link else set())
+        if not value.get("collectives"):  # a link that was not measured is what it always was
+            left_out |= {"collectives"}
         return {key: _without_remarks(one) for key, one in value.items() if key not in left_out}
     if isinstance(value, (list, tuple)):
         return [_without_remarks(one) for one in value]

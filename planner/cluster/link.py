@@ -22,6 +22,17 @@ class Backend(StrEnum):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class MeasuredCollective:
+    """One collective over a link as `autopar profile` measured it, and the line fitted to that."""
+
+    collective: str
+    ranks: int
+    alpha_seconds: float  # of one hop
+    bytes_per_second: float
+    points: tuple[tuple[int, float], ...]  # payload bytes, seconds; both rise
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Link:
     """One kind of link; half a port per device means that two devices share one."""
 
@@ -33,3 +44,4 @@ class Link:
     ports_per_device: float = 1.0
     reduction_efficiency: float = 0.0  # share reached when the switch itself sums; 0: it cannot
     backend: Backend = Backend.NCCL
+    collectives: tuple[MeasuredCollective, ...] = ()  # where they were measured

@@ -7,7 +7,7 @@ from functools import lru_cache
 from itertools import accumulate
 
 from autopar.planner.cluster.cluster import Cluster, Level
-from autopar.planner.cluster.link import Backend, Link, Topology
+from autopar.planner.cluster.link import Backend, Link, MeasuredCollective, Topology
 from autopar.planner.errors import InputError
 
 
@@ -26,6 +26,8 @@ class Crossing:
     topology: Topology
     reduction_bytes_per_second: float  # of one part, when the switch sums; 0: it cannot
     backend: Backend
+    collectives: tuple[MeasuredCollective, ...] = ()  # where the link was measured
+    shared: float = 1.0  # of what was measured, the rate that one group gets
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -180,4 +182,6 @@ def _crossing(
         topology=link.topology,
         reduction_bytes_per_second=rate * link.reduction_efficiency,
         backend=link.backend,
+        collectives=link.collectives,
+        shared=rate / link.bytes_per_second,
     )

@@ -1,12 +1,14 @@
 """Reads framework.toml: what training frameworks and drivers add to a step and to memory."""
 
 import tomllib
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
 from autopar.planner.cluster.reading import figure, number
 from autopar.planner.cluster.units import parse_bytes, parse_seconds
+from autopar.planner.costs.measurements import HostTimes, Measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +23,11 @@ class HostWork:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameworkConstants:
-    """Everything that framework.toml holds; it says what each one means."""
+    """Everything that framework.toml holds; it says what each one means.
+
+    Where the hosts of all devices were measured, the seconds are theirs, and the optimizer has a
+    measured time per element.
+    """
 
     step_seconds: float
     action_seconds: float
@@ -31,6 +37,12 @@ class FrameworkConstants:
     communicator_bytes: int
     margin: float
     host: HostWork
+    optimizer_element_seconds: float | None = None  # of AdamW on fp32 state, as measured
+
+    @property
+    def is_measured(self) -> bool:
+        """Whether the seconds were measured on the devices at hand."""
+        return self.optimizer_element_seconds is not None
 
 
 @cache
@@ -53,4 +65,28 @@ def read_framework_constants() -> FrameworkConstants:
                 for name in ("op", "collective", "checkpoint_forward", "checkpoint_backward")
             }
         ),
+    )
+
+
+def framework_constants(
+    devices: Iterable[str], measured: Measurements | None = None
+) -> FrameworkConstants:
+    """Return the constants for devices of these names: as measured where the hosts of all were.
+
+    Ranks wait for each other at every step, so the slowest host counts.
+    """
+    constants = read_framework_constants()
+    found = [measured.host(name) for name in dict.fromkeys(devices)] if measured else []
+    times = [one for one in found if one is not None]
+    if not times or len(times) < len(found):
+        return constants
+    return _as_measured(constants, times)
+
+
+def _as_measured(constants: FrameworkConstants, times: list[HostTimes]) -> FrameworkConstants:
+    return replace(
+        constants,
+        step_seconds=max(one.step_seconds for one in times),
+        action_seconds=max(one.action_seconds for one in times),
+        optimizer_element_seconds=max(one.optimizer_element_seconds for one in times),
     )

@@ -1,4 +1,4 @@
-"""Reads host.toml: what the host takes to dispatch an op, and whether it runs ahead meanwhile."""
+"""Says what the host takes to dispatch an op, as measured or as in host.toml."""
 
 import tomllib
 from dataclasses import dataclass
@@ -8,6 +8,7 @@ from importlib import resources
 from autopar.planner.cluster.reading import figure
 from autopar.planner.cluster.units import parse_seconds
 from autopar.planner.costs.compute import launch_bound_seconds
+from autopar.planner.costs.measurements import HostTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -17,6 +18,7 @@ class Host:
     forward_seconds: float
     backward_seconds: float
     runs_ahead: bool
+    is_measured: bool = False
 
     def forward_region_seconds(self, device_seconds: float, ops: int) -> float:
         """Return the seconds of some ops' forward."""
@@ -42,4 +44,14 @@ def read_host(architecture: str) -> Host:
         forward_seconds=figure(table, "forward", parse_seconds, where=kind),
         backward_seconds=figure(table, "backward", parse_seconds, where=kind),
         runs_ahead=kind == "gpu",
+    )
+
+
+def measured_host(times: HostTimes, architecture: str) -> Host:
+    """Return the host of a device as a profile found it."""
+    return Host(
+        forward_seconds=times.forward_seconds,
+        backward_seconds=times.backward_seconds,
+        runs_ahead=architecture.casefold() != "cpu",
+        is_measured=True,
     )

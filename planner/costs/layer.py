@@ -51,7 +51,8 @@ def layer_costs(
 ) -> Mapping[Recompute, LayerCost]:
     """Return what a layer costs under every recompute mode.
 
-    `outside` are the layouts of tensors that earlier layers made (I where it does not say), and
+    `outside` are the layouts in which tensors pass from one layer to others (I where it does not
+    say; the layer that makes one converts it), and
     `counted` the parameters that an earlier layer of the same rank holds already. A conversion is
     paid once per tensor and needed layout, by the layer that needs it.
     """
@@ -117,19 +118,36 @@ def _backward(flow: LayerFlow) -> float:
 
 
 def _measured(flow: LayerFlow, again: Iterable[PlacedOp]) -> float:
-    """Return the seconds that were measured, of forward, backward and what runs again."""
-    once = sum(
-        one.cost.forward_seconds + one.cost.backward_seconds
-        for one in flow.ops
-        if one.cost.measured
+    """Return the seconds that were measured, of forward, backward and what runs again.
+
+    Where the host was measured too, dispatching these ops is among them.
+    """
+    ops = [one for one in flow.ops if one.cost.measured]
+    repeated = [one for one in again if one.cost.measured]
+    forward = sum(one.cost.forward_seconds for one in ops)
+    backward = sum(one.cost.backward_seconds for one in ops)
+    recompute = sum(one.cost.forward_seconds for one in repeated)
+    host = flow.pricer.host
+    if not host.is_measured:
+        return forward + backward + recompute
+    # What moves nothing takes its dispatch alone, so it counts as measured.
+    free = [one for one in flow.ops if not one.cost.measured and _is_free(one)]
+    learned = sum(one.is_differentiable for one in (*ops, *free))
+    return (
+        host.forward_region_seconds(forward, len(ops) + len(free))
+        + host.backward_region_seconds(backward, learned)
+        + host.forward_region_seconds(recompute, len(repeated))
     )
-    return once + sum(one.cost.forward_seconds for one in again if one.cost.measured)
+
+
+def _is_free(one: PlacedOp) -> bool:
+    return one.cost.forward_seconds + one.cost.backward_seconds == 0.0
 
 
 def _output_bytes(flow: LayerFlow, outside: Mapping[str, Layout]) -> int:
     """Return the bytes that cross the cut behind this layer, on one rank."""
     pricer = flow.pricer
     return sum(
-        pricer.tensor_bytes(name, flow.produced.get(name) or outside.get(name, WHOLE), flow.degree)
+        pricer.tensor_bytes(name, outside.get(name) or flow.produced.get(name, WHOLE), flow.degree)
         for name in pricer.residence.cuts[flow.position]
     )

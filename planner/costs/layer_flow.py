@@ -85,7 +85,11 @@ def layer_flow(
     parameters: Mapping[str, Layout],
     outside: Mapping[str, Layout],
 ) -> LayerFlow:
-    """Return the ops of a layer in their layouts, and the conversions that these ask for."""
+    """Return the ops of a layer in their layouts, and the conversions that these ask for.
+
+    `outside` holds the layouts in which tensors pass from one layer to others: what this layer
+    makes of them it converts itself, the others it finds so.
+    """
     placed = tuple(
         _placed(pricer, op, layout, degree=degree, shape=shape)
         for op, layout in zip(layer.ops, layouts, strict=True)
@@ -101,7 +105,7 @@ def layer_flow(
             needed=needed,
             cost=pricer.conversion(tensor, produced[tensor], needed, degree=degree, shape=shape),
         )
-        for tensor, needed in dict.fromkeys(_uses(placed))
+        for tensor, needed in dict.fromkeys((*_uses(placed), *_handed_on(placed, outside)))
         if degree > 1 and needed != produced[tensor]
     )
     return LayerFlow(
@@ -130,6 +134,13 @@ def _placed(
         is_differentiable=is_differentiable(op, pricer.graph),
         is_contraction=bool(rule_of(op.target).contracts),
     )
+
+
+def _handed_on(
+    placed: tuple[PlacedOp, ...], outside: Mapping[str, Layout]
+) -> Iterator[tuple[str, Layout]]:
+    for one in placed:
+        yield from ((name, outside[name]) for name in one.op.outputs if name in outside)
 
 
 def _uses(placed: tuple[PlacedOp, ...]) -> Iterator[tuple[str, Layout]]:

@@ -39,11 +39,26 @@ class Timing:
     backward_seconds: float
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """What the host of a device was measured to add to the ops."""
+
+    forward_seconds: float  # to dispatch one op
+    backward_seconds: float  # likewise
+    action_seconds: float  # around a forward or a backward of one microbatch
+    step_seconds: float  # around a step, an optimizer without parameters included
+    optimizer_element_seconds: float  # of fused AdamW on fp32 state
+
+
 class Measurements(Protocol):
     """What was measured: a profile, or a table in a test."""
 
     def seconds(self, key: OpKey) -> Timing | None:
         """Return the timing of an op, None where it was not measured."""
+        ...
+
+    def host(self, device: str) -> HostTimes | None:
+        """Return what the host of a device adds, None where it was not measured."""
         ...
 
 

@@ -17,7 +17,7 @@ from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.conversions import FREE, ConversionCost, Converted, conversion_cost
 from autopar.planner.costs.crossing import Residence, residence
 from autopar.planner.costs.elementwise import memory_seconds
-from autopar.planner.costs.host import Host, read_host
+from autopar.planner.costs.host import Host, measured_host, read_host
 from autopar.planner.costs.kept import Kept, is_differentiable, made_by, names_kept
 from autopar.planner.costs.measurements import Measurements, OpKey, Timing, op_key
 from autopar.planner.costs.op_case import OpCase, Seconds
@@ -77,7 +77,10 @@ class Pricer:
 
     @cached_property
     def host(self) -> Host:
-        """What dispatching an op takes."""
+        """What dispatching an op takes: as measured where it was."""
+        times = self._measured.host(self.device.name) if self._measured else None
+        if times is not None:
+            return measured_host(times, self.device.architecture)
         return read_host(self.device.architecture)
 
     @cached_property

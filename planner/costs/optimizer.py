@@ -5,6 +5,8 @@ from __future__ import annotations
 from autopar.planner.costs.compute import Throughput
 from autopar.planner.costs.elementwise import adamw_fused_seconds
 
+_FP32_STATE_BYTES = 28  # that fused AdamW moves for one fp32 parameter (adamw_fused_seconds)
+
 
 def optimizer_seconds(
     parameters: float,
@@ -13,15 +15,20 @@ def optimizer_seconds(
     copy_bytes: float,
     passes: float,
     rates: Throughput,
+    element_seconds: float | None = None,
 ) -> float:
     """Return the seconds of AdamW on fp32 state with the gradient's norm and clipping.
 
     seconds = passes · fused step. `passes` (fitted) is what the norm, the scaling of gradients, the
     copies between precisions and unfused kernels add to one fused kernel. `gradient_bytes` and
-    `copy_bytes` are of one parameter. Leaves out the launches of many small parameters.
+    `copy_bytes` are of one parameter. Leaves out the launches of many small parameters. Where a
+    profile measured the time per element on fp32 state, it stands in for all of that, plus the
+    traffic of the copies:  seconds = parameters · (element + element · copy bytes ÷ 28).
     """
     if not parameters:
         return 0.0
+    if element_seconds is not None:
+        return parameters * element_seconds * (1 + copy_bytes / _FP32_STATE_BYTES)
     return passes * adamw_fused_seconds(
         parameters, state_bytes=4, gradient_bytes=gradient_bytes, copy_bytes=copy_bytes, rates=rates
     )

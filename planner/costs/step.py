@@ -88,6 +88,8 @@ def predict(
         optimizer_seconds=_optimizer_seconds(loads, groups, arrangement, constants),
         framework_step_seconds=constants.step_seconds,
         framework_action_seconds=constants.action_seconds,
+        is_host_measured=constants.is_measured,
+        is_net_measured=_is_net_measured(cluster),
     )
     return Prediction(
         step_seconds=step.seconds,
@@ -97,6 +99,11 @@ def predict(
         model_flops=model_flops,
         peak_flops_per_second=groups.peak_flops_per_second,
     )
+
+
+def _is_net_measured(cluster: Cluster) -> bool:
+    links = {unit.link for level in cluster.levels for unit in level.units}
+    return all(link.collectives for link in links)
 
 
 def pipeline_shape(arrangement: Arrangement) -> PipelineShape:
@@ -178,6 +185,7 @@ def _optimizer_seconds(
             copy_bytes=0 if arrangement.precision is Precision.FP32 else 2,
             passes=constants.optimizer_passes,
             rates=rates,
+            element_seconds=constants.optimizer_element_seconds,
         )
         for count, rates in zip(parameters, groups.stage_rates, strict=True)
     )

@@ -34,6 +34,8 @@ class Step:
     optimizer_seconds: float
     framework_step_seconds: float
     framework_action_seconds: float
+    is_host_measured: bool = False  # optimizer and framework, as on the devices at hand
+    is_net_measured: bool = False  # latency and rate of every link
 
     @property
     def seconds(self) -> float:
@@ -75,18 +77,16 @@ def time_terms(step: Step) -> tuple[TimeTerm, ...]:
         + step.tied_seconds
     )
     source = _provenance(busiest)
+    host = Provenance.MEASURED if step.is_host_measured else Provenance.FORMULA
+    net = Provenance.MIXED if step.is_net_measured else Provenance.FORMULA
     rows = (
         ("compute", busiest.compute_seconds, source),
         ("recompute", busiest.recompute_seconds, source),
-        ("tensor communication", busiest.tensor_seconds, Provenance.FORMULA),
+        ("tensor communication", busiest.tensor_seconds, net),
         ("pipeline bubble", step.pipeline_seconds - busiest.seconds, Provenance.FORMULA),
-        ("exposed data parallel", exposed, Provenance.FORMULA),
-        ("optimizer", step.optimizer_seconds, Provenance.FORMULA),
-        (
-            "framework",
-            busiest.framework_seconds + step.framework_step_seconds,
-            Provenance.FORMULA,
-        ),
+        ("exposed data parallel", exposed, net),
+        ("optimizer", step.optimizer_seconds, host),
+        ("framework", busiest.framework_seconds + step.framework_step_seconds, host),
     )
     return tuple(TimeTerm(name=n, seconds=s, provenance=p) for n, s, p in rows)
 

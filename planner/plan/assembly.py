@@ -58,6 +58,7 @@ def assemble(
         stages=best.stages,
         layouts=solution.layouts,
         parameters=solution.parameters,
+        crossing=solution.crossing,
         prediction=best.prediction,
         proof=_proof(outcome, counts),
         runners_up=tuple(runner_up(one, best) for one in _distinct(outcome)),

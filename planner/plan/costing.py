@@ -22,15 +22,16 @@ from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
 from autopar.planner.layouts import Layout, OpLayout
+from autopar.planner.programs.layout_building import Place
 from autopar.planner.programs.layout_rules import LayoutRules
-from autopar.planner.programs.layouts import Budget, LayoutSolution, solve_layouts
+from autopar.planner.programs.layouts import Budget, LayoutProgram, LayoutSolution
 from autopar.planner.programs.slots import find_slots, own_layouts
+from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
 Modes = Mapping[Recompute, LayerCost]
 # A bf16 weight of 2 bytes comes with 16 more of gradient and optimizer state.
 _STATE_FACTOR = 9.0
-_FASTEST = Budget(points=1, weight_factor=_STATE_FACTOR)
-_FRONT = Budget(points=4, weight_factor=_STATE_FACTOR)
+_BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)
 GRADIENT_BYTES = 4  # of one element: gradients are kept in fp32
 
 
@@ -72,9 +73,10 @@ class Costing:
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
         self.slots = find_slots(subject.graph, subject.axes, subject.layers)
-        self.programs = 0
         self._pricers: dict[tuple[int, Device], Pricer] = {}
-        self._solutions: dict[tuple[int, int, Budget], tuple[LayoutSolution, ...]] = {}
+        self._programs: dict[tuple[int, int], LayoutProgram] = {}
+        self._fastest: dict[tuple[int, int], LayoutSolution] = {}
+        self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
         self._rows: dict[tuple[Inside, Device], tuple[Modes, ...]] = {}
 
     def pricer(self, microbatch: int, device: Device) -> Pricer:
@@ -98,11 +100,17 @@ class Costing:
 
     def fastest(self, tensor: int, microbatch: int) -> LayoutSolution:
         """Return the fastest layouts inside the layers, whatever they need."""
-        return self._solved(tensor, microbatch, _FASTEST)[0]
+        key = tensor, microbatch
+        if key not in self._fastest:
+            self._fastest[key] = self._program(tensor, microbatch).fastest()
+        return self._fastest[key]
 
     def solutions(self, tensor: int, microbatch: int) -> tuple[LayoutSolution, ...]:
         """Return the layouts inside the layers that trade time for memory, the fastest first."""
-        return self._solved(tensor, microbatch, _FRONT)
+        key = tensor, microbatch
+        if key not in self._fronts:
+            self._fronts[key] = self._program(tensor, microbatch).front()
+        return self._fronts[key]
 
     def solution(self, inside: Inside) -> LayoutSolution:
         """Return one of the solutions."""
@@ -110,24 +118,28 @@ class Costing:
             return self.fastest(inside.tensor, inside.microbatch)
         return self.solutions(inside.tensor, inside.microbatch)[inside.solution]
 
-    def _solved(self, tensor: int, microbatch: int, budget: Budget) -> tuple[LayoutSolution, ...]:
-        """Solve on the slowest device of the cluster, which the others wait for."""
-        key = tensor, microbatch, budget
-        if key not in self._solutions:
-            subject = self.subject
-            found = solve_layouts(
-                subject.graph,
-                subject.axes,
-                subject.layers,
-                self.pricer(microbatch, slowest_device(self.cluster)),
+    def layout_report(self) -> SolverReport:
+        """Return what the layout programs asked of the solver."""
+        fronts = {key: (one,) for key, one in self._fastest.items()} | self._fronts
+        return sum((one.report for front in fronts.values() for one in front), NOTHING_SOLVED)
+
+    def _program(self, tensor: int, microbatch: int) -> LayoutProgram:
+        """Return the program on the slowest device of the cluster, which the others wait for."""
+        key = tensor, microbatch
+        if key not in self._programs:
+            place = Place(
+                graph=self.subject.graph,
+                axes=self.subject.axes,
+                layers=self.subject.layers,
+                pricer=self.pricer(microbatch, slowest_device(self.cluster)),
                 degree=tensor,
                 shape=self.tensor_shape(tensor),
                 rules=self.rules,
-                budget=budget,
+                microbatches=1,
+                slots=self.slots,
             )
-            self.programs += sum(one.report.calls for one in found)
-            self._solutions[key] = found
-        return self._solutions[key]
+            self._programs[key] = LayoutProgram(place, _BUDGET)
+        return self._programs[key]
 
     def rows(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
         """Return what each layer costs in each recompute mode, one object for equal layers."""
@@ -139,7 +151,7 @@ class Costing:
     def _priced(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
         solution = self.solution(inside)
         parameters = {one.name: one.layout for one in solution.parameters}
-        outside = self._made(solution)
+        outside = {one.name: one.layout for one in solution.crossing}
         pricer = self.pricer(inside.microbatch, device)
         seen: set[str] = set()
         known: dict[object, Modes] = {}
@@ -184,15 +196,6 @@ class Costing:
     def _own(self, solution: LayoutSolution, layer: Layer) -> tuple[OpLayout, ...]:
         """Return the layouts of a layer's ops in the axes of its own tensors."""
         return own_layouts(solution.layouts, layer, self.subject.axes, self.slots)
-
-    def _made(self, solution: LayoutSolution) -> dict[str, Layout]:
-        """Return the layout that each op gives its results."""
-        return {
-            name: layout
-            for layer in self.subject.layers.layers
-            for op, chosen in zip(layer.ops, self._own(solution, layer), strict=True)
-            for name, layout in zip(op.outputs, chosen.gives, strict=True)
-        }
 
 
 def parameters_of(layer: Layer, parameters: Mapping[str, Layout]) -> frozenset[str]:

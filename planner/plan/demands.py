@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
+from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.plan.candidate import Demands
@@ -17,10 +18,14 @@ from autopar.planner.programs.stage_problem import Pin
 HEADROOM = 0.05  # of a device: what a prediction may be wrong by before a training dies
 BUCKETS_BYTES = (DEFAULT_BUCKET_BYTES, 100 * 2**20, 400 * 2**20)
 EVERYWHERE = "*"
+OF_THE_DATA_AXIS = frozenset({"batch"})
 
 
-def layout_rules(constraints: Constraints) -> LayoutRules:
-    """Return the rules for layouts: forbidden axes, pinned modules."""
+def layout_rules(constraints: Constraints, axes: Axes) -> LayoutRules:
+    """Return the rules for layouts: forbidden axes, pinned modules.
+
+    The batch is what the data axis splits; the tensor axis splits it where it is asked to.
+    """
     forbidden = {
         rule.axis
         for rule in constraints.splits
@@ -31,7 +36,11 @@ def layout_rules(constraints: Constraints) -> LayoutRules:
         for rule in constraints.splits
         if rule.is_required
     )
-    return LayoutRules(forbidden=frozenset(forbidden), pins=pins)
+    known = frozenset(axes.names.values())
+    wanted = {rule.axis for rule in constraints.splits if rule.is_required}
+    return LayoutRules(
+        forbidden=frozenset(forbidden | (OF_THE_DATA_AXIS - wanted)) & known, pins=pins
+    )
 
 
 def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:

@@ -7,15 +7,18 @@ from autopar.planner.costs.ops import Pricer
 from autopar.planner.graph import Op
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import OpLayout
+from autopar.planner.programs.layout_rules import LayoutRules, permitted
 from autopar.planner.programs.strategies import strategies
 
 
-def least_layers_seconds(pricer: Pricer, layers: Layers, *, tensor: int) -> float:
+def least_layers_seconds(
+    pricer: Pricer, layers: Layers, *, tensor: int, rules: LayoutRules
+) -> float:
     """Return Σ over layers of the time when every op is split in its fastest way, for nothing."""
     total = 0.0
     for layer_class in layers.classes:
         ops = layers.layers[layer_class.layers[0]].ops
-        least = [_least(op, pricer, tensor) for op in ops]
+        least = [_least(op, pricer, tensor, rules) for op in ops]
         forward = pricer.host.forward_region_seconds(sum(f for f, _ in least), len(ops))
         gradients = sum(backward > 0 for _, backward in least)
         backward = pricer.host.backward_region_seconds(sum(b for _, b in least), gradients)
@@ -23,10 +26,11 @@ def least_layers_seconds(pricer: Pricer, layers: Layers, *, tensor: int) -> floa
     return total
 
 
-def _least(op: Op, pricer: Pricer, tensor: int) -> tuple[float, float]:
+def _least(op: Op, pricer: Pricer, tensor: int, rules: LayoutRules) -> tuple[float, float]:
     """Return the least forward and the least backward of an op over all its strategies."""
     found = strategies(op, pricer.graph, pricer.axes, degree=tensor, batch=pricer.batch)
-    splits = dict.fromkeys(_split_of(strategy, tensor) for strategy in found)
+    left = permitted(op, found, rules, pricer.graph, pricer.axes)
+    splits = dict.fromkeys(_split_of(strategy, tensor) for strategy in left)
     costs = [pricer.cost(op, split) for split in splits]
     return (
         min(cost.forward_seconds for cost in costs),

@@ -87,7 +87,8 @@ class Plan:
     """One way to train one model on one cluster.
 
     `layouts[c][i]` is for the op at position i of the layers of class c (planner.layers), which
-    are the same for every layer of the class.
+    are the same for every layer of the class, in the axes of its first layer. `crossing` has the
+    layout in which a tensor passes from the layer that makes it, and converts it, to others.
     """
 
     format: int
@@ -100,6 +101,7 @@ class Plan:
     stages: tuple[Stage, ...]
     layouts: tuple[tuple[OpLayout, ...], ...]
     parameters: tuple[ParameterLayout, ...]
+    crossing: tuple[ParameterLayout, ...]
     prediction: Prediction
     proof: Proof
     runners_up: tuple[RunnerUp, ...]

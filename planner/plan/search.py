@@ -11,6 +11,7 @@ The first prediction that no bound undercuts is the best there is in this space.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -18,7 +19,7 @@ from autopar.planner.annotate import state_of
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text
-from autopar.planner.costs.framework import read_framework_constants
+from autopar.planner.costs.framework import framework_constants
 from autopar.planner.costs.measurements import Measurements
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.schedule import ScheduleKind
@@ -36,9 +37,12 @@ from autopar.planner.plan.demands import choices_of, demands_of, layout_rules
 from autopar.planner.plan.least import least_layers_seconds
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.relaxed_memory import (
+    Block,
     Ladder,
     activation_budget_bytes,
+    block,
     ladder,
+    least_bottleneck_seconds,
     least_recompute_seconds,
 )
 from autopar.planner.plan.space import Choices, microbatches_of, simplest, variants
@@ -71,6 +75,8 @@ class LayoutFacts:
 
     totals: Totals
     ladder: Ladder
+    block: Block
+    block_share: float  # of the whole state in one of the blocks
 
 
 Item = Point | Variant
@@ -108,7 +114,7 @@ def search(
             enumerated=explorer.enumerated(),
             solved=explorer.solved,
             infeasible=explorer.infeasible,
-            programs=explorer.programs + explorer.costing.programs,
+            programs=explorer.programs + explorer.costing.layout_report().calls,
             seconds=time.perf_counter() - began,
         ),
     )
@@ -140,12 +146,13 @@ class Explorer:
         self.objective = constraints.objective
         self.report = report
         self.choices: Choices = choices_of(subject, cluster, constraints)
-        self.constants = read_framework_constants()
+        devices = (node.device.name for node in cluster.nodes)
+        self.constants = framework_constants(devices, measured)
         self.costing = Costing(
             subject,
             cluster,
             precision=constraints.precision,
-            rules=layout_rules(constraints),
+            rules=layout_rules(constraints, subject.axes),
             measured=measured,
         )
         self.judge = Judge(
@@ -154,6 +161,7 @@ class Explorer:
             constants=self.constants,
             model_flops=model_flops(subject, constraints.global_batch, constraints.precision),
         )
+        self.held = state_of(subject.graph.parameters, constraints.precision)
         self.solved = 0
         self.infeasible = 0
         self.programs = 0
@@ -231,17 +239,20 @@ class Explorer:
         return [*found, *self._nodes(map(Variant, item.thriftier))]
 
     def _nodes(self, items: Iterable[Variant]) -> list[Node[Item]]:
-        """Return the variants that memory does not rule out, with their bounds."""
+        """Return the variants that memory does not rule out, with the bounds of their families."""
         nodes: list[Node[Item]] = []
         for item in items:
-            bound = self.variant_bound(item.arrangement)
-            if bound < float("inf"):
-                rank = simplicity(item.arrangement)
-                nodes.append(Node(bound=bound, rank=rank, item=item))
-                continue
-            self.infeasible += 1
-            self.shortfalls.append((0, item.arrangement))
-            nodes += self._nodes(map(Variant, item.thriftier))
+            family = (item.arrangement, *item.thriftier)
+            bounds = {one: self.variant_bound(one) for one in family}
+            possible = [one for one in family if bounds[one] < float("inf")]
+            ruled_out = [one for one in family if bounds[one] == float("inf")]
+            self.infeasible += len(ruled_out)
+            self.shortfalls += [(0, one) for one in ruled_out]
+            if possible:
+                first, *rest = possible
+                bound = min(bounds[one] for one in possible)
+                variant = Variant(first, tuple(rest))
+                nodes.append(Node(bound=bound, rank=simplicity(first), item=variant))
         return nodes
 
     def solve(self, arrangement: Arrangement) -> list[Found[Candidate]]:
@@ -275,6 +286,7 @@ class Explorer:
                     self.costing.pricer(point.microbatch, device),
                     self.subject.layers,
                     tensor=point.tensor,
+                    rules=self.costing.rules,
                 )
                 for device in dict.fromkeys(node.device for node in self.cluster.nodes)
             )
@@ -294,30 +306,43 @@ class Explorer:
     def _bound_of(self, arrangement: Arrangement, solution: int, *, limited: bool) -> float:
         """Return the bound of a step for one layout solution, within the memory or without it."""
         facts = self.facts(arrangement, solution)
-        again = self._recompute_seconds(arrangement, facts) if limited else 0.0
-        if again == float("inf"):
-            return again
+        again, bottleneck = self._pressed(arrangement, facts) if limited else (0.0, 0.0)
+        if max(again, bottleneck) == float("inf"):
+            return float("inf")
         return step_bound_seconds(
-            facts.totals, arrangement, self.cluster, self.constants, recompute_seconds=again
+            facts.totals,
+            arrangement,
+            self.cluster,
+            self.constants,
+            recompute_seconds=again,
+            bottleneck_seconds=bottleneck,
+            repeated=facts.block,
         )
 
-    def _recompute_seconds(self, arrangement: Arrangement, facts: LayoutFacts) -> float:
+    def _pressed(self, arrangement: Arrangement, facts: LayoutFacts) -> tuple[float, float]:
+        """Return the least time of recomputing and of the slowest rank within the memory."""
         limit = max(self.judge.demands.limit_bytes.values()) - self.constants.context_bytes
-        alone = facts.ladder.least_alone_bytes * (1.0 + self.constants.margin)
-        if alone > limit:
-            return float("inf")
+        margin = self.constants.margin
+        if facts.ladder.least_alone_bytes * (1.0 + margin) > limit:
+            return float("inf"), float("inf")
+        state = self.least_state(arrangement)
         budget = activation_budget_bytes(
+            arrangement, rank_bytes=limit, state_bytes=state, margin=margin
+        )
+        again = least_recompute_seconds(facts.ladder, budget)
+        if again == 0.0 and arrangement.pipeline == 1:
+            return 0.0, 0.0
+        return again, least_bottleneck_seconds(
+            facts.block,
             arrangement,
             rank_bytes=limit,
-            state_bytes=self.least_state(arrangement),
-            margin=self.constants.margin,
+            state_bytes=state * facts.block_share,
+            margin=margin,
         )
-        return least_recompute_seconds(facts.ladder, budget)
 
     def least_state(self, arrangement: Arrangement) -> int:
         """Return the bytes of all parameters' state, split evenly over the tensor axis."""
-        held = state_of(self.subject.graph.parameters, arrangement.precision)
-        shard, zero = arrangement.shard, arrangement.zero
+        held, shard, zero = self.held, arrangement.shard, arrangement.zero
         return (
             held.parameter_bytes // (shard if zero >= Zero.PARAMETERS else 1)
             + held.gradient_bytes // (shard if zero >= Zero.GRADIENTS else 1)
@@ -335,17 +360,18 @@ class Explorer:
         if inside not in self._facts:
             devices = dict.fromkeys(node.device for node in self.cluster.nodes)
             rows = [self.costing.rows(inside, device) for device in devices]
-            held = state_of(self.subject.graph.parameters, arrangement.precision)
             trainable = (p for p in self.subject.graph.parameters if p.trainable)
             self._facts[inside] = LayoutFacts(
                 totals=Totals(
                     forward_seconds=min(map(_forward_seconds, rows)),
                     backward_seconds=min(map(_backward_seconds, rows)),
-                    parameter_bytes=held.parameter_bytes // arrangement.tensor,
-                    gradient_bytes=held.gradient_bytes // arrangement.tensor,
+                    parameter_bytes=self.held.parameter_bytes // arrangement.tensor,
+                    gradient_bytes=self.held.gradient_bytes // arrangement.tensor,
                     trainable=sum(numel(p.shape).at(0) for p in trainable) // arrangement.tensor,
                 ),
                 ladder=ladder(rows[0]),
+                block=block(rows[0]),
+                block_share=_state_share(rows[0]),
             )
         return self._facts[inside]
 
@@ -397,6 +423,14 @@ def _families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
             heads[pipeline] = family
         families.append(family)
     return families
+
+
+def _state_share(rows: Sequence[Modes]) -> float:
+    """Return which share of all parameters one of the most frequent layers holds."""
+    number = Counter(map(id, rows))
+    most = max(rows, key=lambda modes: number[id(modes)])
+    total = sum(modes[Recompute.NONE].parameter_bytes for modes in rows)
+    return most[Recompute.NONE].parameter_bytes / max(1, total)
 
 
 def _forward_seconds(rows: Sequence[Modes]) -> float:

@@ -86,7 +86,8 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
         yield ScheduleKind.ONE_F_ONE_B, 1
         return
     for kind in choices.schedules:
-        for stages_per_rank in STAGES_PER_RANK:
+        pinned = choices.stages_per_rank
+        for stages_per_rank in STAGES_PER_RANK if pinned is None else (pinned,):
             if stages_per_rank * point.pipeline > choices.layers:
                 break
             shape = PipelineShape(
@@ -94,9 +95,7 @@ def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKi
                 stages_per_rank=stages_per_rank,
                 microbatches=point.microbatches,
             )
-            pinned = choices.stages_per_rank
-            is_wanted = pinned is None or pinned == stages_per_rank
-            if is_wanted and is_worthwhile(kind, shape, choices) and not refusal(kind, shape):
+            if is_worthwhile(kind, shape, choices) and not refusal(kind, shape):
                 yield kind, stages_per_rank
 
 
@@ -106,8 +105,12 @@ def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) ->
     Interleaving one stage per rank is none, and where 1F1B can run it takes the time of GPipe with
     less memory.
     """
+    if choices.stages_per_rank is not None:
+        return True
     if kind is ScheduleKind.INTERLEAVED_1F1B:
         return shape.stages_per_rank > 1
+    if kind is ScheduleKind.INTERLEAVED_ZERO_BUBBLE:
+        return shape.stages_per_rank <= 2  # there is no bubble left to make smaller
     plain = ScheduleKind.ONE_F_ONE_B
     if kind is ScheduleKind.GPIPE and plain in choices.schedules:
         return bool(refusal(plain, shape))
@@ -115,14 +118,26 @@ def is_worthwhile(kind: ScheduleKind, shape: PipelineShape, choices: Choices) ->
 
 
 def sharding(point: Arrangement, choices: Choices) -> Iterator[tuple[Zero, int]]:
-    """Yield ZeRO levels with their shard degree: all data ranks, or those of one node (HSDP)."""
+    """Yield ZeRO levels with their shard degree: all data ranks, or those of one node (HSDP).
+
+    In a pipeline every microbatch would scatter its gradients under ZeRO-2, for a part of what
+    ZeRO-3 saves, and HSDP has too few ranks to share: both are left out unless they are asked for.
+    """
     inside = choices.node_devices // point.tensor
+    is_plain = point.pipeline == 1 or len(choices.zero_levels) == 1 or choices.shard is not None
     for zero in choices.zero_levels:
+        if zero is Zero.GRADIENTS and not is_plain:
+            continue
         if zero is Zero.NONE:
             yield zero, point.data
         elif point.data > 1:
             degrees = {point.data}
-            if zero >= Zero.GRADIENTS and 1 < inside < point.data and point.data % inside == 0:
+            if (
+                is_plain
+                and zero >= Zero.GRADIENTS
+                and 1 < inside < point.data
+                and point.data % inside == 0
+            ):
                 degrees.add(inside)
             if choices.shard is not None:
                 degrees = {choices.shard} if point.data % choices.shard == 0 else set()

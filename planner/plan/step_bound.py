@@ -16,6 +16,8 @@ from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.optimizer import optimizer_seconds
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rank_groups import RankGroups, rank_groups
+from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.plan.relaxed_memory import Block
 from autopar.planner.precision import Precision
 
 
@@ -30,6 +32,9 @@ class Totals:
     trainable: int
 
 
+_IN_TURN = frozenset({ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B})
+
+
 def step_bound_seconds(
     totals: Totals,
     arrangement: Arrangement,
@@ -37,17 +42,46 @@ def step_bound_seconds(
     constants: FrameworkConstants,
     *,
     recompute_seconds: float,
+    bottleneck_seconds: float,
+    repeated: Block,
 ) -> float:
-    """Return what no choice of stages beats when layers recompute for at least so long."""
+    """Return what no choice of stages beats, given what recomputing and the slowest rank take.
+
+    Whatever the schedule, the slowest rank is busy for m · T; without interleaving the others'
+    share of the first microbatch comes before it or after it: (m − 1) · T + Σ. With it, the ranks
+    are busy for m · Σ ÷ p on average, and wait on average as long as the mean of their waits.
+    """
     groups = rank_groups(cluster, arrangement)
     stages = arrangement.pipeline * arrangement.stages_per_rank
     acting = 2 * stages * constants.action_seconds
     alone = totals.forward_seconds + totals.backward_seconds + recompute_seconds
-    computing = least_step_seconds(alone + acting, arrangement)
+    computing = max(
+        least_step_seconds(alone + acting, arrangement),
+        arrangement.microbatches * bottleneck_seconds,
+    )
+    microbatches, ranks = arrangement.microbatches, arrangement.pipeline
+    if arrangement.schedule in _IN_TURN:
+        computing = max(computing, (microbatches - 1) * bottleneck_seconds + alone)
+    else:
+        busy = microbatches * (alone + acting) / ranks
+        computing = max(computing, busy + _mean_wait_seconds(arrangement, repeated))
     gathering = _gathering_seconds(totals, arrangement, groups)
     reducing = _reducing_seconds(totals, arrangement, groups)
     updating = _updating_seconds(totals, arrangement, groups, constants)
     return max(computing, gathering) + reducing + updating + constants.step_seconds
+
+
+def _mean_wait_seconds(arrangement: Arrangement, repeated: Block) -> float:
+    """Return how long the mean rank waits for the first microbatch, and for the last to go back.
+
+    Rank r waits for r stages of one layer or more. Those that hold none of the repeated layers
+    count for nothing. A zero-bubble schedule has weight gradients to compute on the way back.
+    """
+    each = repeated.forward_seconds
+    if arrangement.schedule is ScheduleKind.INTERLEAVED_1F1B:
+        each += repeated.backward_seconds
+    stages = sum(max(0, rank - repeated.others) for rank in range(arrangement.pipeline))
+    return each * stages / arrangement.pipeline
 
 
 def _gathering_seconds(totals: Totals, arrangement: Arrangement, groups: RankGroups) -> float:
@@ -86,6 +120,7 @@ def _updating_seconds(
             copy_bytes=0 if arrangement.precision is Precision.FP32 else 2,
             passes=constants.optimizer_passes,
             rates=rates,
+            element_seconds=constants.optimizer_element_seconds,
         )
         for rates in dict.fromkeys(groups.stage_rates)
     )

@@ -20,7 +20,7 @@ from autopar.planner.programs.layout_problem import Choice, Demand, Node, Proble
 from autopar.planner.programs.layout_reach import Edge, reachable
 from autopar.planner.programs.layout_rules import LayoutRules, permitted
 from autopar.planner.programs.pricing import Pricer
-from autopar.planner.programs.slots import find_slots
+from autopar.planner.programs.slots import Slots, find_slots
 from autopar.planner.programs.strategies import strategies
 
 Choices = Mapping[int, Sequence[Choice]]
@@ -38,6 +38,7 @@ class Place:
     shape: GroupShape
     rules: LayoutRules
     microbatches: int
+    slots: Slots | None = None  # where the caller has found them already
 
     @property
     def batch(self) -> int:
@@ -53,7 +54,7 @@ def build_problem(place: Place) -> Problem:
 class _Builder:
     def __init__(self, place: Place) -> None:
         self.place, self.graph, self.axes = place, place.graph, place.axes
-        self.slots = find_slots(place.graph, place.axes, place.layers)
+        self.slots = place.slots or find_slots(place.graph, place.axes, place.layers)
         self.conversions = Conversions(place.graph, place.axes, batch=place.batch)
         self.given = _given(place.graph)
         self.written = frozenset(b.name for b in place.graph.buffers if b.updated)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise
 
 from autopar.planner.axes.infer import Axes
@@ -83,15 +84,43 @@ def solve_layouts(
     solver: SolverName | None = None,
 ) -> tuple[LayoutSolution, ...]:
     """Return the layouts worth considering, the fastest first, each smaller than those before."""
-    check_rules(rules, graph, axes)
     place = Place(
         graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
         rules=rules, microbatches=microbatches,
     )  # fmt: skip
-    problem = build_problem(place)
-    front = Front(problem, budget, time_limit_seconds=time_limit_seconds, solver=solver).points()
-    slots = find_slots(graph, axes, layers)
-    return tuple(_solution(problem, point, place, slots) for point in front)
+    program = LayoutProgram(place, budget, time_limit_seconds=time_limit_seconds, solver=solver)
+    return program.front()
+
+
+class LayoutProgram:
+    """The layouts of one graph at one place; made once, solved for as much as is asked."""
+
+    def __init__(
+        self,
+        place: Place,
+        budget: Budget,
+        *,
+        time_limit_seconds: float = 60.0,
+        solver: SolverName | None = None,
+    ) -> None:
+        check_rules(place.rules, place.graph, place.axes)
+        self._place = place
+        self._slots = place.slots or find_slots(place.graph, place.axes, place.layers)
+        self._problem = build_problem(replace(place, slots=self._slots))
+        self._front = Front(
+            self._problem, budget, time_limit_seconds=time_limit_seconds, solver=solver
+        )
+
+    def fastest(self) -> LayoutSolution:
+        """Return the fastest layouts, whatever they need."""
+        return self._told(self._front.fastest)
+
+    def front(self) -> tuple[LayoutSolution, ...]:
+        """Return the layouts worth considering, the fastest first."""
+        return tuple(map(self._told, self._front.points()))
+
+    def _told(self, point: Point) -> LayoutSolution:
+        return _solution(self._problem, point, self._place, self._slots)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -123,6 +152,11 @@ class Front:
         self._weights = _weights(problem, budget)
         self._model = LayoutModel(problem, self._weights)
 
+    @cached_property
+    def fastest(self) -> Point:
+        """The fastest point; among equally fast ones the smallest."""
+        return self._cheapest(second_price=1.0, byte_price=_TIE)
+
     def points(self) -> tuple[Point, ...]:
         """Return the front: the fastest first, dominated and near-equal points left out.
 
@@ -133,7 +167,7 @@ class Front:
         if self._budget.bytes is not None:
             found = [self._fastest(limit) for limit in self._budget.bytes]
             return _pareto([point for point in found if point is not None])
-        front = [self._cheapest(second_price=1.0, byte_price=_TIE)]
+        front = [self.fastest]
         if self._budget.points > 1:
             front.append(self._cheapest(second_price=_TIE, byte_price=1.0))
         closed: set[tuple[float, float]] = set()

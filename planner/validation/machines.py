@@ -11,7 +11,12 @@ from autopar.planner.cluster.cluster import Cluster, Node, Origin
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.levels import cluster_from
 from autopar.planner.cluster.link import Link
-from autopar.planner.cluster.sheet import canonical_name, device_sheet, known_fabrics
+from autopar.planner.cluster.sheet import (
+    canonical_name,
+    device_sheet,
+    find_device,
+    known_fabrics,
+)
 from autopar.planner.errors import InputError
 
 _MEMORY = re.compile(r"(\d+)\s*gi?b", re.IGNORECASE)
@@ -44,16 +49,33 @@ def device_of(text: str) -> Device:
     text tells replace those of the sheet.
     """
     name = canonical_name(text.split("(")[0])
-    device = _nearest(name, text)
+    device = _named(name) or _nearest(name, text)
     memory, power, bandwidth = (pattern.search(text) for pattern in (_MEMORY, _POWER, _BANDWIDTH))
     return replace(
         device,
+        peaks=_with_bf16(device.peaks),
         memory_bytes=int(memory[1]) * 2**30 if memory else device.memory_bytes,
         power_watts=float(power[1]) if power else device.power_watts,
         memory_bytes_per_second=float(bandwidth[1]) * 1e12
         if bandwidth
         else device.memory_bytes_per_second,
     )
+
+
+def _with_bf16(peaks: tuple[tuple[str, float], ...]) -> tuple[tuple[str, float], ...]:
+    """Let devices without bf16 run at their fp16 peak: the planner has one 16-bit precision."""
+    known = dict(peaks)
+    if "bf16" in known or "fp16" not in known:
+        return peaks
+    return (*peaks, ("bf16", known["fp16"]))
+
+
+def _named(name: str) -> Device | None:
+    """Return the device that goes by this very name or alias."""
+    try:
+        return find_device(name)
+    except InputError:
+        return None
 
 
 def _nearest(name: str, text: str) -> Device:

@@ -16,7 +16,7 @@ from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model_file import load_model_file
 from autopar.planner.trace import trace
-from autopar.planner.validation.table import Row
+from autopar.planner.validation.table import Row, stated
 
 TRACED_LAYERS = 2  # two are needed to see that they are equal
 USUAL_VOCABULARY = 50257  # of GPT-2's tokens, where a table does not tell
@@ -51,18 +51,18 @@ class Traced:
 
 def shape_of(row: Row, *, dropout: float) -> ModelShape:
     """Return the shape of a row's model."""
-    assert row.hidden and row.heads and row.seq_len
+    hidden, heads = stated(row.hidden), stated(row.heads)
     is_gpt = "gpt" in row.model_family.casefold()
     vocabulary = _vocabulary(row)
     if row.ffn_hidden is None and not is_gpt:
         raise InputError("not stated: ffn_hidden")
     return ModelShape(
         file="gpt2.py" if is_gpt else "llama.py",
-        hidden=row.hidden,
-        heads=row.heads,
-        kv_heads=row.kv_heads or row.heads,
-        ffn=row.ffn_hidden or 4 * row.hidden,
-        seq_len=row.seq_len,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=row.kv_heads or heads,
+        ffn=row.ffn_hidden or 4 * hidden,
+        seq_len=stated(row.seq_len),
         vocabulary=vocabulary,
         is_tied=is_gpt and "nemotron" not in row.model_family.casefold(),
         dropout=dropout if is_gpt else 0.0,

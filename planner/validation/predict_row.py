@@ -14,7 +14,7 @@ from autopar.planner.validation.machines import cluster_of
 from autopar.planner.validation.models import shape_of
 from autopar.planner.validation.pricing import Kind, Priced, priced
 from autopar.planner.validation.settings import Remade, Settings, settings_of
-from autopar.planner.validation.table import Row
+from autopar.planner.validation.table import Row, stated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -28,10 +28,11 @@ class Predicted:
 
 def predict_row(row: Row, zoo: Path, constants: FrameworkConstants) -> Predicted:
     """Return the prediction of a row that is not to be skipped."""
-    assert row.gpus and row.gpus_per_node and row.layers
     settings = settings_of(row)
     arrangement = settings.arrangement
-    cluster = cluster_of(row.gpu, row.gpus, row.gpus_per_node, row.intra_bw, row.inter_bw)
+    cluster = cluster_of(
+        row.gpu, stated(row.gpus), stated(row.gpus_per_node), row.intra_bw, row.inter_bw
+    )
     kind = Kind(
         device=cluster.nodes[0].device,
         microbatch=arrangement.microbatch,
@@ -45,7 +46,7 @@ def predict_row(row: Row, zoo: Path, constants: FrameworkConstants) -> Predicted
     prediction = predict(
         stages_of(
             costs,
-            row.layers,
+            stated(row.layers),
             stages=arrangement.pipeline * arrangement.stages_per_rank,
             remade=settings.remade,
         ),
@@ -103,10 +104,7 @@ def _modes(remade: Remade, count: int) -> Sequence[Recompute]:
     """Return the modes of a stage's layers; attention's own recomputation is in its price."""
     if remade.attention_only:
         return [Recompute.NONE] * count
-    return [
-        remade.recompute if position % remade.every == 0 else Recompute.NONE
-        for position in range(count)
-    ]
+    return [(remade.recompute, remade.second)[position % 2] for position in range(count)]
 
 
 def layers_per_stage(layers: int, stages: int) -> tuple[int, ...]:

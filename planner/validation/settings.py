@@ -17,12 +17,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.planner.precision import Precision
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.schedule import ScheduleKind
 from autopar.planner.errors import InputError
+from autopar.planner.precision import Precision
 from autopar.planner.validation.practice import Attention, Practice
-from autopar.planner.validation.table import Row
+from autopar.planner.validation.table import Row, stated
 
 WHOLE_BUCKET = 2**62  # bytes: one bucket, so one reduction after the backward
 USUAL_BUCKET = 160_000_000  # bytes: 40 million fp32 gradients, Megatron's usual bucket
@@ -35,11 +35,11 @@ _GROUP = re.compile(r"(?:group|shard)\s+(\d+)", re.IGNORECASE)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Remade:
-    """What the layers compute again: one mode, or for only `every`-th layer of a stage."""
+    """What the layers compute again, every second one perhaps in another mode."""
 
     recompute: Recompute
+    second: Recompute
     attention_only: bool = False  # of selective: scores and softmax, everything else is kept
-    every: int = 1
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -54,14 +54,18 @@ class Settings:
     is_sequence_parallel: bool
 
 
+_ATTENTION_ONLY = Remade(
+    recompute=Recompute.SELECTIVE, second=Recompute.SELECTIVE, attention_only=True
+)
 _REMADE: Mapping[str, Remade] = MappingProxyType(
     {
-        "none": Remade(recompute=Recompute.NONE),
-        "full": Remade(recompute=Recompute.FULL),
-        "selective": Remade(recompute=Recompute.SELECTIVE, attention_only=True),
-        "selective (attention core)": Remade(recompute=Recompute.SELECTIVE, attention_only=True),
-        "selective (op)": Remade(recompute=Recompute.SELECTIVE),
-        "selective (layer)": Remade(recompute=Recompute.FULL, every=2),
+        "none": Remade(recompute=Recompute.NONE, second=Recompute.NONE),
+        "full": Remade(recompute=Recompute.FULL, second=Recompute.FULL),
+        "selective": _ATTENTION_ONLY,
+        "selective (attention core)": _ATTENTION_ONLY,
+        # Keeps every second product of a layer: as if it were all products of every second layer.
+        "selective (op)": Remade(recompute=Recompute.SELECTIVE, second=Recompute.FULL),
+        "selective (layer)": Remade(recompute=Recompute.FULL, second=Recompute.NONE),
     }
 )
 
@@ -86,21 +90,20 @@ _SHARDING: tuple[tuple[str, Zero], ...] = (
 
 def settings_of(row: Row) -> Settings:
     """Return the settings of a fully specified row; what it asks for and we lack is refused."""
-    assert row.dp and row.tp and row.pp and row.micro_batch and row.global_batch
+    pipeline, data, microbatch = stated(row.pp), stated(row.dp), stated(row.micro_batch)
+    is_interleaved = pipeline > 1 and (row.vpp or 1) > 1
     zero = _zero(row)
     is_flash = row.flash_attention is not False
     remade = remade_of(row.recompute)
     arrangement = Arrangement(
-        pipeline=row.pp,
-        data=row.dp,
-        tensor=row.tp,
+        pipeline=pipeline,
+        data=data,
+        tensor=stated(row.tp),
         shard=_shard(row, zero),
-        microbatch=row.micro_batch,
-        microbatches=row.global_batch // (row.dp * row.micro_batch),
-        schedule=ScheduleKind.INTERLEAVED_1F1B
-        if row.pp > 1 and (row.vpp or 1) > 1
-        else ScheduleKind.ONE_F_ONE_B,
-        stages_per_rank=row.vpp or 1 if row.pp > 1 else 1,
+        microbatch=microbatch,
+        microbatches=stated(row.global_batch) // (data * microbatch),
+        schedule=ScheduleKind.INTERLEAVED_1F1B if is_interleaved else ScheduleKind.ONE_F_ONE_B,
+        stages_per_rank=stated(row.vpp) if is_interleaved else 1,
         zero=zero,
         bucket_bytes=USUAL_BUCKET if _overlaps(row) else WHOLE_BUCKET,
         compressed_gradients=bool(_PURE.search(row.notes)),
@@ -114,7 +117,7 @@ def settings_of(row: Row) -> Settings:
         ),
         dropout=0.0 if is_flash else 0.1,
         has_narrow_gradients=row.dtype == "fp16",
-        is_sequence_parallel=bool(row.sp) and row.tp > 1,
+        is_sequence_parallel=bool(row.sp) and stated(row.tp) > 1,
     )
 
 
@@ -140,13 +143,13 @@ def _zero(row: Row) -> Zero:
 
 
 def _shard(row: Row, zero: Zero) -> int:
-    assert row.dp
+    data = stated(row.dp)
     group = _GROUP.search(row.fsdp)
     if zero is Zero.NONE:
         return 1
-    shard = min(int(group[1]), row.dp) if group else row.dp
-    if row.dp % shard:
-        raise InputError(f"{row.dp} data ranks do not divide into shards of {shard}")
+    shard = min(int(group[1]), data) if group else data
+    if data % shard:
+        raise InputError(f"{data} data ranks do not divide into shards of {shard}")
     return shard
 
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 from autopar.planner.errors import InputError
 from autopar.planner.validation.settings import remade_of
-from autopar.planner.validation.table import Row
+from autopar.planner.validation.table import Row, stated
 
 NEEDED = (
     *("layers", "hidden", "heads", "seq_len", "gpu", "gpus", "gpus_per_node", "dtype", "tp", "pp"),
@@ -37,20 +37,18 @@ def _has_experts(row: Row) -> bool:
 
 
 def _batch_is_uneven(row: Row) -> bool:
-    assert row.global_batch and row.dp and row.micro_batch
-    return row.global_batch % (row.dp * row.micro_batch) > 0
+    return stated(row.global_batch) % (stated(row.dp) * stated(row.micro_batch)) > 0
 
 
 def _layers_are_few(row: Row) -> bool:
-    assert row.layers and row.pp
-    return row.layers < row.pp * (row.vpp or 1)
+    return stated(row.layers) < stated(row.pp) * (row.vpp or 1)
 
 
 def _rounds_are_uneven(row: Row) -> bool:
     """Whether an interleaved schedule would have a last round with fewer microbatches."""
-    assert row.global_batch and row.dp and row.micro_batch and row.pp
-    microbatches = row.global_batch // (row.dp * row.micro_batch)
-    return (row.vpp or 1) > 1 and row.pp > 1 and microbatches % row.pp > 0
+    pipeline = stated(row.pp)
+    microbatches = stated(row.global_batch) // (stated(row.dp) * stated(row.micro_batch))
+    return (row.vpp or 1) > 1 and pipeline > 1 and microbatches % pipeline > 0
 
 
 _REASONS: tuple[tuple[str, Callable[[Row], bool]], ...] = (

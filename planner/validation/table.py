@@ -67,6 +67,12 @@ class Row:
         return f"{self.table}:{self.line}"
 
 
+def stated(value: int | None) -> int:
+    """Return a figure that the caller has made sure is there."""
+    assert value is not None
+    return value
+
+
 def _text(value: str) -> str:
     return value
 

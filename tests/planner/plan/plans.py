@@ -238,6 +238,7 @@ def small_plan(name: str = "mnist.py", *, pipeline: int = 1, **changes: Any) -> 
             ParameterLayout(name=own, layout=WHOLE)
             for own in [one.name for one in graph.parameters] + [one.name for one in graph.buffers]
         ),
+        crossing=(),
         prediction=prediction(pipeline),
         proof=proof(),
         runners_up=(runner_up(),),

@@ -1,0 +1,131 @@
+"""`autopar profile`: measured times in the place of formulas."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from autopar.console import results
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.errors import InputError
+from autopar.planner.layers import find_layers
+from autopar.planner.model_file import load_model_file
+from autopar.planner.precision import Precision
+from autopar.planner.profile.file import (
+    FILE_NAME,
+    content_hash,
+    read_measurements,
+    write_measurements,
+)
+from autopar.planner.profile.measured import MeasuredFile
+from autopar.planner.profile.net import measure_net
+from autopar.planner.profile.profile import Request, place_at_hand
+from autopar.planner.profile.profile import profile as measure_ops
+from autopar.planner.trace import trace
+from autopar.profile_page import profile_page, profile_summary
+from autopar.progress import reported
+
+_BATCHES = [1, 2, 4, 8]
+_OP_SHARE = 0.1  # of the whole time, at most, for one op
+
+
+def profile(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")],
+    arg: Annotated[
+        list[str] | None,
+        typer.Option("--arg", metavar="KEY=VALUE", help="An argument for the model file."),
+    ] = None,
+    batch: Annotated[
+        list[int] | None,
+        typer.Option("--batch", min=1, help="Rows of a microbatch; several may be given."),
+    ] = None,
+    tensor: Annotated[
+        str, typer.Option("--tensor", metavar="N,…", help="Tensor degrees to measure ops for.")
+    ] = "1",
+    precision: Annotated[
+        str, typer.Option("--precision", metavar="TYPE", help="bf16 or fp32.")
+    ] = "bf16",
+    net: Annotated[
+        bool, typer.Option("--net", help="Measure the collectives among processes too.")
+    ] = False,
+    procs: Annotated[
+        int | None,
+        typer.Option("--procs", min=2, help="Processes for --net: the GPUs here, or 2 on a CPU."),
+    ] = None,
+    budget: Annotated[
+        float, typer.Option("--budget", metavar="SECONDS", help="For all ops together.")
+    ] = 60.0,
+    output: Annotated[
+        Path, typer.Option("-o", "--output", metavar="FILE", help="Where the figures go.")
+    ] = Path(FILE_NAME),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Measure a model's ops on this machine; `autopar plan --profile FILE` uses the figures.
+
+    Example: autopar profile models_zoo/gpt2.py --arg size=124m --batch 8 --tensor 1,2 --net
+    """
+    request = Request(
+        batches=tuple(dict.fromkeys(batch or _BATCHES)),
+        degrees=_degrees(tensor),
+        precision=_precision(precision),
+        total_seconds=_seconds(budget),
+        op_seconds=_OP_SHARE * budget,
+    )
+    before = read_measurements(output) if output.exists() else MeasuredFile()
+    model_file = load_model_file(model, arg or ())
+    with reported("tracing the model") as report:
+        graph = trace(model_file)
+        axes = infer_axes(graph)
+        profiled = measure_ops(graph, axes, find_layers(graph, axes), request, report=report)
+        found = profiled.measured
+        if net:
+            report("measuring collectives")
+            place = place_at_hand()
+            link, _ = measure_net(
+                device_name=place.device.name, device=place.torch_name, ranks=_ranks(procs)
+            )
+            found = MeasuredFile(ops=found.ops, hosts=found.hosts, nets=(link,))
+    together = before.merged(found)
+    write_measurements(together, output)
+    if as_json:
+        page = profile_summary(found, profiled.left_out, seconds=profiled.seconds)
+        told = {**page, "file": str(output), "content_hash": content_hash(together)}
+        print(json.dumps(told, indent=2))
+        return
+    for part in profile_page(found, profiled.left_out, seconds=profiled.seconds):
+        results().print(part)
+    results().print(f"Written: {output} ({len(together.ops)} ops in all)", markup=False)
+
+
+def _degrees(text: str) -> tuple[int, ...]:
+    try:
+        degrees = tuple(dict.fromkeys(int(part) for part in text.split(",")))
+    except ValueError:
+        degrees = ()
+    if not degrees or min(degrees) < 1:
+        raise InputError(
+            f"{text!r} lists no tensor degrees", where="--tensor", expected="such as 1,2,4"
+        )
+    return degrees
+
+
+def _precision(text: str) -> Precision:
+    try:
+        return Precision(text)
+    except ValueError:
+        known = " or ".join(one.value for one in Precision)
+        raise InputError(f"{text!r} is no precision", where="--precision", expected=known) from None
+
+
+def _seconds(budget: float) -> float:
+    if not 0 < budget < float("inf"):
+        raise InputError(f"--budget {budget:g} is no time", expected="seconds, above 0")
+    return budget
+
+
+def _ranks(procs: int | None) -> int:
+    return procs or max(2, torch.cuda.device_count())

@@ -1,0 +1,61 @@
+"""`autopar validate`: predictions beside tables of published runs."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+import autopar
+from autopar.console import results
+from autopar.planner.costs.framework import read_framework_constants
+from autopar.planner.errors import InputError
+from autopar.planner.validation.outcome import validate_rows
+from autopar.planner.validation.report import report_of
+from autopar.planner.validation.table import read_tables
+from autopar.progress import reported
+from autopar.validation_page import page, predictions_csv
+
+
+def validate(
+    tables: Annotated[list[Path], typer.Argument(metavar="TABLE.csv …", help="Published runs.")],
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+    output: Annotated[
+        Path | None, typer.Option("-o", "--output", help="Write each prediction to a CSV file.")
+    ] = None,
+) -> None:
+    """Predict published runs, and tell how far the predictions are off.
+
+    Example: autopar validate runs.csv -o predictions.csv
+    """
+    rows = read_tables(tables)
+    with reported("predicting") as say:
+        outcomes, skipped = validate_rows(
+            rows,
+            zoo_folder(),
+            read_framework_constants(),
+            on_row=lambda number: say(f"predicting row {number} of {len(rows)}"),
+        )
+    if output is not None:
+        _write(output, predictions_csv(outcomes))
+    report = report_of(outcomes, skipped)
+    if as_json:
+        print(json.dumps(asdict(report), indent=2))
+        return
+    for part in page(report):
+        results().print(part)
+
+
+def zoo_folder() -> Path:
+    """Return the folder of the model files that come with autopar."""
+    return Path(autopar.__file__).parent / "models_zoo"
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"cannot write the file: {error.strerror}", where=str(path)) from None

@@ -1,0 +1,71 @@
+"""Turns the measured seconds of a collective into those of another payload and number of ranks."""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from enum import StrEnum
+
+from autopar.planner.cluster.link import MeasuredCollective
+
+
+class Collective(StrEnum):
+    """What a group of ranks does together; collectives.py says which size is the payload."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    BROADCAST = "broadcast"
+    POINT_TO_POINT = "point-to-point"
+
+
+def measured_seconds(
+    known: MeasuredCollective, payload_bytes: float, ranks: int, *, shared: float = 1.0
+) -> float:
+    """Return the seconds of a collective that was measured, on so many ranks.
+
+    T(S, n) = T(S, m) · (h_n·α + k_n·S ÷ (β·shared)) ÷ (h_m·α + k_m·S ÷ β): as measured on m ranks
+    (between two payloads a straight line on logarithmic scales), changed as the line fitted to all
+    payloads says. The library's own overheads are in what was measured, so nothing is added. Leaves
+    out that a library may choose another algorithm for more ranks.
+    """
+    seconds = _interpolated(known.points, payload_bytes)
+    if ranks == known.ranks and shared == 1.0:
+        return seconds
+    collective = Collective(known.collective)
+    wire = payload_bytes / known.bytes_per_second
+
+    def line(count: int, share: float) -> float:
+        latency = hops(collective, count) * known.alpha_seconds
+        return latency + sent_share(collective, count) * wire / share
+
+    return seconds * line(ranks, shared) / line(known.ranks, 1.0)
+
+
+def hops(collective: Collective, ranks: int) -> int:
+    """Return the latencies that a ring, or direct messages to all others, pay one after another."""
+    if collective is Collective.POINT_TO_POINT:
+        return 1
+    return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1)
+
+
+def sent_share(collective: Collective, ranks: int) -> float:
+    """Return the share of the payload that each rank sends."""
+    if collective in (Collective.POINT_TO_POINT, Collective.BROADCAST):
+        return 1.0
+    return (2 if collective is Collective.ALL_REDUCE else 1) * (ranks - 1) / ranks
+
+
+def _interpolated(points: tuple[tuple[int, float], ...], payload_bytes: float) -> float:
+    """Return the seconds at a payload; less than the least takes as long, more than the most
+    takes as much longer as it is larger."""
+    after = bisect_left([size for size, _ in points], payload_bytes)
+    if after == 0:
+        return points[0][1]
+    if after == len(points):
+        last_bytes, last_seconds = points[-1]
+        return last_seconds * payload_bytes / last_bytes
+    (low, low_seconds), (high, high_seconds) = points[after - 1], points[after]
+    place = math.log(payload_bytes / low) / math.log(high / low)
+    return low_seconds * (high_seconds / low_seconds) ** place

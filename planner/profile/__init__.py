@@ -1,0 +1,1 @@
+"""Measures ops, dispatch and links on the devices at hand; an edge: it runs torch for real."""

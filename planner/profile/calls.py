@@ -1,0 +1,127 @@
+"""Turns a probe into tensors on a device and calls: a forward, then the backward of its result."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.planner.profile.forms import arguments_of, callable_of, results_of, torch_dtype
+from autopar.planner.profile.probes import OperandForm, Probe
+
+_RESHAPES = ("aten.view.", "aten.reshape.", "aten._unsafe_view.")
+_EXPANDS = ("aten.expand.", "aten.broadcast_to.")
+
+
+class CannotCallError(Exception):
+    """An op that does not run by itself at a rank's sizes; the text says why."""
+
+
+@dataclass(slots=True)
+class Call:
+    """One probe on a device. `forward` and `backward` are what a clock measures.
+
+    What comes between two of them is of the round: `prepare` makes inputs as they are found in
+    training, `prepare_backward` the gradient of the results, `forget` frees the results.
+    """
+
+    probe: Probe
+    device: str
+    operands: dict[str, Tensor] = field(init=False)
+    arguments: dict[str, Any] = field(init=False)
+    function: Any = field(init=False)
+    results: list[Tensor] = field(init=False, default_factory=list)
+    gradients: list[Tensor] = field(init=False, default_factory=list)
+
+    def __post_init__(self) -> None:
+        self.function = callable_of(self.probe.op)
+        self.operands = {form.name: self._tensor(form) for form in self.probe.operands}
+        self._set_arguments(self.operands)
+
+    def prepare(self) -> None:
+        """Write what the op before would just have written, so that caches hold it."""
+        for form in self.probe.operands:
+            tensor = self.operands[form.name]
+            if not form.is_weight and tensor.is_floating_point():
+                _touch(tensor)
+        if self.probe.op.writes:
+            self._set_arguments(self._copies())
+
+    def forward(self) -> Any:
+        """Call the op."""
+        return self.function(**self.arguments)
+
+    def keep(self, result: Any) -> None:
+        """Keep the results for the backward."""
+        self.results = results_of(result)[: len(self.probe.results)]
+        found = tuple(tuple(one.shape) for one in self.results)
+        if found != self.probe.results:
+            raise CannotCallError(f"gives {found} where {self.probe.results} is needed")
+
+    def prepare_backward(self) -> bool:
+        """Write the gradient of the results; False where there is no backward."""
+        learned = [one for one in self.results if one.requires_grad]
+        if not self.probe.is_differentiable or not learned or not self._sources():
+            return False
+        self.results = learned
+        if not self.gradients:
+            self.gradients = [torch.rand_like(one) for one in learned]
+        for gradient in self.gradients:
+            _touch(gradient)
+        return True
+
+    def backward(self) -> Any:
+        """Compute the gradients of all inputs that need one."""
+        return torch.autograd.grad(self.results, self._sources(), self.gradients, allow_unused=True)
+
+    def forget(self) -> None:
+        """Free the results, and with them what the op kept."""
+        self.results = []
+
+    def _sources(self) -> list[Tensor]:
+        return [one for one in self.operands.values() if one.requires_grad]
+
+    def _tensor(self, form: OperandForm) -> Tensor:
+        dtype = torch_dtype(form.dtype, self.probe.key.precision)
+        made = torch.empty_strided(form.shape, form.strides, dtype=dtype, device=self.device)
+        reached = sum((n - 1) * s for n, s in zip(form.shape, form.strides, strict=True)) + 1
+        flat = made.as_strided((max(0, reached if made.numel() else 0),), (1,))
+        if dtype.is_floating_point:
+            flat.uniform_(0.05, 1.0)
+        elif dtype is torch.bool:
+            flat.fill_(True)
+        else:
+            flat.random_(0, max(1, form.below))
+        return made.requires_grad_(form.requires_grad)
+
+    def _copies(self) -> dict[str, Tensor]:
+        """An op may write no leaf that needs a gradient."""
+        written = set(self.probe.op.writes)
+        return {
+            name: tensor.clone() if name in written and tensor.requires_grad else tensor
+            for name, tensor in self.operands.items()
+        }
+
+    def _set_arguments(self, tensors: dict[str, Tensor]) -> None:
+        probe = self.probe
+        self.arguments = arguments_of(
+            probe.op,
+            tensors,
+            batch=probe.batch,
+            precision=probe.key.precision,
+            device=self.device,
+        )
+        if probe.op.target.startswith(_RESHAPES + _EXPANDS):
+            key = "size" if "size" in self.arguments else "shape"
+            self.arguments[key] = list(probe.results[0])
+        if probe.groups is not None:
+            self.arguments["groups"] = probe.groups
+
+
+def _touch(tensor: Tensor) -> None:
+    """Read and write a tensor; an expanded one has elements that share their memory."""
+    if 0 not in tensor.stride():
+        with torch.no_grad():
+            tensor.mul_(1.0)

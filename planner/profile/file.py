@@ -1,0 +1,343 @@
+"""Turns measurements into the text of measured.toml and back, and refuses what is not sound."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from importlib.metadata import version
+from itertools import pairwise
+from pathlib import Path
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from autopar.planner.cluster.link import Backend, MeasuredCollective
+from autopar.planner.costs.collective_choice import Collective
+from autopar.planner.costs.measurements import HostTimes, Operand, OpKey, Timing
+from autopar.planner.errors import InputError, gathered
+from autopar.planner.precision import Precision
+from autopar.planner.profile.measured import (
+    MeasuredFile,
+    MeasuredHost,
+    MeasuredNet,
+    MeasuredOp,
+)
+
+FORMAT = 1
+FILE_NAME = "measured.toml"
+_EXPECTED = f"a {FILE_NAME} as `autopar profile` writes it"
+_AGAIN = "measure again with `autopar profile`"
+_MOST_TOLD = 5
+_OPERAND = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]( grad)?")
+Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+Count = Annotated[int, Field(ge=1)]
+
+
+class _Rows(BaseModel):
+    """Nothing unknown, nothing coerced."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+class _Host(_Rows):
+    device: str
+    threads: Count
+    torch: str
+    dispatch_forward_seconds: Positive
+    dispatch_backward_seconds: Positive
+    action_seconds: Positive
+    step_seconds: Positive
+    optimizer_element_seconds: Positive
+
+
+class _Collective(_Rows):
+    collective: str
+    alpha_seconds: Positive
+    bytes_per_second: Positive
+    points: Annotated[list[tuple[Count, Positive]], Field(min_length=1)]
+
+
+class _Net(_Rows):
+    device: str
+    backend: str
+    ranks: Annotated[int, Field(ge=2)]
+    torch: str
+    alpha_seconds: Positive
+    bytes_per_second: Positive
+    collectives: list[_Collective]
+
+
+class _Op(_Rows):
+    device: str
+    torch: str
+    target: str
+    operands: list[Annotated[str, Field(pattern=f"^{_OPERAND.pattern}$")]]
+    arguments: dict[str, str]
+    precision: str
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    samples: Count
+
+
+class _File(_Rows):
+    format: int
+    autopar: str
+    written: str
+    host: list[_Host] = []
+    net: list[_Net] = []
+    op: list[_Op] = []
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Field:
+    """A value whose text must be one of some words."""
+
+    value: str
+    words: type[Backend] | type[Precision] | type[Collective]
+    where: str
+
+
+def read_measurements(path: Path) -> MeasuredFile:
+    """Return the measurements in a file."""
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"the measurements cannot be read: {error.strerror}", where=str(path), fix=_AGAIN
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError(
+            "not measurements: this is no text in UTF-8", where=str(path), expected=_EXPECTED
+        ) from None
+    return parse_measurements(source, where=str(path))
+
+
+def parse_measurements(source: str, *, where: str) -> MeasuredFile:
+    """Return the measurements that a text holds; `where` names the text in messages."""
+    table = _table(source, where)
+    try:
+        rows = _File.model_validate(table)
+    except ValidationError as error:
+        raise _damaged(_told(error), where) from None
+    faults = list(_faults(rows))
+    if faults:
+        raise _damaged(faults, where)
+    return MeasuredFile(
+        ops=tuple(map(_op, rows.op)),
+        hosts=tuple(map(_host, rows.host)),
+        nets=tuple(map(_net, rows.net)),
+    )
+
+
+def _table(source: str, where: str) -> Mapping[str, Any]:
+    try:
+        table = tomllib.loads(source)
+    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        raise InputError(
+            f"the measurements are damaged or cut off: {error}",
+            where=where,
+            expected=_EXPECTED,
+            fix=_AGAIN,
+        ) from None
+    number = table.get("format")
+    if type(number) is not int or "autopar" not in table:
+        raise InputError("this TOML file holds no measurements", where=where, expected=_EXPECTED)
+    if number != FORMAT:
+        newer = "update autopar, or " if number > FORMAT else ""
+        raise InputError(
+            f"autopar {table['autopar']} wrote these measurements in format {number}",
+            where=where,
+            expected=f"format {FORMAT}, of this autopar",
+            fix=newer + _AGAIN,
+        )
+    return table
+
+
+def _told(error: ValidationError) -> list[str]:
+    return [
+        f"{'.'.join(str(part) for part in one['loc'])}: {one['msg']}"
+        for one in error.errors(include_url=False, include_input=False)
+    ]
+
+
+def _faults(rows: _File) -> Iterator[str]:
+    words = [
+        *(_Field(value=one.backend, words=Backend, where="net") for one in rows.net),
+        *(_Field(value=one.precision, words=Precision, where="op") for one in rows.op),
+        *(
+            _Field(value=one.collective, words=Collective, where="net.collectives")
+            for net in rows.net
+            for one in net.collectives
+        ),
+    ]
+    for net in rows.net:
+        for measured in net.collectives:
+            if any(a >= b or s > t for (a, s), (b, t) in pairwise(measured.points)):
+                yield f"net.collectives: payloads and seconds of {measured.collective} do not rise"
+    for one in words:
+        known = [word.value for word in one.words]
+        if one.value not in known:
+            yield f"{one.where}: {one.value!r} is none of {', '.join(known)}"
+
+
+def _damaged(faults: list[str], where: str) -> InputError:
+    more = [f"and {len(faults) - _MOST_TOLD} more"] if len(faults) > _MOST_TOLD else []
+    told = [f"damaged or changed by hand: {fault}" for fault in (*faults[:_MOST_TOLD], *more)]
+    return gathered(told, where=where, fix=_AGAIN)
+
+
+def _host(row: _Host) -> MeasuredHost:
+    times = HostTimes(
+        forward_seconds=row.dispatch_forward_seconds,
+        backward_seconds=row.dispatch_backward_seconds,
+        action_seconds=row.action_seconds,
+        step_seconds=row.step_seconds,
+        optimizer_element_seconds=row.optimizer_element_seconds,
+    )
+    return MeasuredHost(device=row.device, threads=row.threads, torch=row.torch, times=times)
+
+
+def _net(row: _Net) -> MeasuredNet:
+    return MeasuredNet(
+        device=row.device,
+        backend=Backend(row.backend),
+        ranks=row.ranks,
+        torch=row.torch,
+        alpha_seconds=row.alpha_seconds,
+        bytes_per_second=row.bytes_per_second,
+        collectives=tuple(
+            MeasuredCollective(
+                collective=one.collective,
+                ranks=row.ranks,
+                alpha_seconds=one.alpha_seconds,
+                bytes_per_second=one.bytes_per_second,
+                points=tuple(one.points),
+            )
+            for one in row.collectives
+        ),
+    )
+
+
+def _op(row: _Op) -> MeasuredOp:
+    key = OpKey(
+        device=row.device,
+        target=row.target,
+        operands=tuple(map(_operand, row.operands)),
+        arguments=tuple(row.arguments.items()),
+        precision=Precision(row.precision),
+    )
+    timing = Timing(forward_seconds=row.forward_seconds, backward_seconds=row.backward_seconds)
+    return MeasuredOp(key=key, timing=timing, samples=row.samples, torch=row.torch)
+
+
+def _operand(text: str) -> Operand:
+    match = _OPERAND.fullmatch(text)
+    assert match is not None  # checked above
+    shape = tuple(int(size) for size in match[2].split(", ") if size)
+    return Operand(shape=shape, dtype=match[1], requires_grad=match[3] is not None)
+
+
+def write_measurements(measured: MeasuredFile, path: Path) -> None:
+    """Write measurements into a file."""
+    text = measurements_text(measured, written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        temporary = path.with_name(f".{path.name}.new")
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        raise InputError(
+            f"the measurements cannot be written: {error.strerror}", where=str(path)
+        ) from None
+
+
+def content_hash(measured: MeasuredFile) -> str:
+    """Return 64 hexadecimal digits, the same for equal figures whenever they were written."""
+    return hashlib.sha256(measurements_text(measured, written="").encode()).hexdigest()
+
+
+def measurements_text(measured: MeasuredFile, *, written: str) -> str:
+    """Return the text of measured.toml."""
+    lines = [
+        "# What `autopar profile` measured; figures stand in for autopar's formulas. Runs add up.",
+        f"format = {FORMAT}",
+        f"autopar = {_quoted(version('autopar'))}",
+        f"written = {_quoted(written)}",
+    ]
+    for host in measured.hosts:
+        lines += ["", "[[host]]", *_host_lines(host)]
+    for net in measured.nets:
+        lines += ["", "[[net]]", *_net_lines(net)]
+    for op in measured.ops:
+        lines += ["", "[[op]]", *_op_lines(op)]
+    return "\n".join(lines) + "\n"
+
+
+def _host_lines(host: MeasuredHost) -> list[str]:
+    times = host.times
+    return [
+        f"device = {_quoted(host.device)}",
+        f"threads = {host.threads}",
+        f"torch = {_quoted(host.torch)}",
+        f"dispatch_forward_seconds = {times.forward_seconds!r}",
+        f"dispatch_backward_seconds = {times.backward_seconds!r}",
+        f"action_seconds = {times.action_seconds!r}",
+        f"step_seconds = {times.step_seconds!r}",
+        f"optimizer_element_seconds = {times.optimizer_element_seconds!r}",
+    ]
+
+
+def _net_lines(net: MeasuredNet) -> list[str]:
+    return [
+        f"device = {_quoted(net.device)}",
+        f"backend = {_quoted(net.backend.value)}",
+        f"ranks = {net.ranks}",
+        f"torch = {_quoted(net.torch)}",
+        f"alpha_seconds = {net.alpha_seconds!r}",
+        f"bytes_per_second = {net.bytes_per_second!r}",
+        *(line for one in net.collectives for line in _collective_lines(one)),
+    ]
+
+
+def _collective_lines(one: MeasuredCollective) -> list[str]:
+    points = ", ".join(f"[{size}, {seconds!r}]" for size, seconds in one.points)
+    return [
+        "",
+        "[[net.collectives]]",
+        f"collective = {_quoted(one.collective)}",
+        f"alpha_seconds = {one.alpha_seconds!r}",
+        f"bytes_per_second = {one.bytes_per_second!r}",
+        f"points = [{points}]  # payload bytes, seconds",
+    ]
+
+
+def _op_lines(op: MeasuredOp) -> list[str]:
+    operands = ", ".join(_quoted(_operand_text(one)) for one in op.key.operands)
+    arguments = ", ".join(f"{_quoted(k)} = {_quoted(v)}" for k, v in op.key.arguments)
+    return [
+        f"device = {_quoted(op.key.device)}",
+        f"torch = {_quoted(op.torch)}",
+        f"target = {_quoted(op.key.target)}",
+        f"operands = [{operands}]",
+        f"arguments = {{ {arguments} }}",
+        f"precision = {_quoted(op.key.precision.value)}",
+        f"forward_seconds = {op.timing.forward_seconds!r}",
+        f"backward_seconds = {op.timing.backward_seconds!r}",
+        f"samples = {op.samples}",
+    ]
+
+
+def _operand_text(operand: Operand) -> str:
+    sizes = ", ".join(map(str, operand.shape))
+    return f"{operand.dtype}[{sizes}]{' grad' if operand.requires_grad else ''}"
+
+
+def _quoted(text: str) -> str:
+    """Return a TOML string; JSON's escapes are TOML's too."""
+    return json.dumps(text)

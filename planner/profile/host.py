@@ -1,0 +1,152 @@
+"""Measures what the host of a device adds: dispatch of ops, calls of a step, the optimizer."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from statistics import median
+
+import torch
+from torch import Tensor, nn
+
+from autopar.planner.costs.measurements import HostTimes
+from autopar.planner.graph import Graph
+from autopar.planner.profile.clock import Clock
+from autopar.planner.profile.rounds import EVICTED_BYTES, Baseline
+
+_BLOCKS = 32
+_REPEATS = 30
+_OPTIMIZER_REPEATS = 7
+MOST_PARAMETERS = 64 * 2**20  # elements that the optimizer is measured on
+
+
+class _Block(nn.Module):
+    """Two ops that compute nothing, a view and a sum with a parameter, in a module of their own."""
+
+    def __init__(self, device: str) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.zeros(1, device=device))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the input."""
+        return x.view(1) + self.weight
+
+
+def measure_baseline(clock: Clock, device: str) -> Baseline:
+    """Return what calling an op that computes nothing takes, by the clock that measures ops."""
+    one, other = (torch.zeros(1, device=device, requires_grad=True) for _ in range(2))
+    gradient = torch.ones(1, device=device)
+    add = torch.ops.aten.add.Tensor
+    forward: list[float] = []
+    backward: list[float] = []
+    for _ in range(4 * _REPEATS):
+        seconds, result = clock.timed(lambda: add(self=one, other=other))
+        forward.append(seconds)
+        seconds, _ = clock.timed(
+            lambda made=result: torch.autograd.grad(
+                [made], [one, other], [gradient], allow_unused=True
+            )
+        )
+        backward.append(seconds)
+    return Baseline(forward_seconds=median(forward), backward_seconds=median(backward))
+
+
+def measure_host(graph: Graph, device: str) -> HostTimes:
+    """Return the figures of this host; the optimizer's is of the model's own parameters."""
+    forward, backward = _dispatch(device)
+    action, step = _frame(device)
+    return HostTimes(
+        forward_seconds=forward,
+        backward_seconds=backward,
+        action_seconds=action,
+        step_seconds=step,
+        optimizer_element_seconds=_optimizer(graph, device),
+    )
+
+
+def _dispatch(device: str) -> tuple[float, float]:
+    """Return the host's seconds of one op in a model of Python modules, forward and backward."""
+    model = nn.Sequential(*(_Block(device) for _ in range(_BLOCKS)))
+    x = torch.zeros(1, device=device)
+    forward: list[float] = []
+    backward: list[float] = []
+    now = _host_clock(device)
+    for _ in range(_REPEATS):
+        _wait(device)
+        began = now()
+        loss = model(x)
+        called = now()
+        _wait(device)
+        resumed = now()
+        loss.backward()
+        backward.append(now() - resumed)
+        forward.append(called - began)
+        model.zero_grad()
+    ops = 2 * _BLOCKS
+    return median(forward) / ops, median(backward) / ops
+
+
+def _frame(device: str) -> tuple[float, float]:
+    """Return the seconds around an action (a forward or a backward), and around a step."""
+    model = _Block(device)
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    x = torch.zeros(1, device=device)
+    both: list[float] = []
+    rest: list[float] = []
+    now = _host_clock(device)
+    for _ in range(_REPEATS):
+        _wait(device)
+        began = now()
+        model(x).backward()
+        _wait(device)
+        middle = now()
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(device)
+        rest.append(now() - middle)
+        both.append(middle - began)
+    return median(both) / 2, median(rest)
+
+
+def _optimizer(graph: Graph, device: str) -> float:
+    """Return the seconds per element of fused AdamW on fp32 state, caches cold."""
+    sizes = _sizes(graph)
+    parameters = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
+    for parameter in parameters:
+        parameter.grad = torch.full_like(parameter, 1e-3)
+    optimizer = torch.optim.AdamW(parameters, fused=True)
+    scratch = torch.zeros(EVICTED_BYTES // 4, device=device)
+    optimizer.step()
+    seconds = [_timed(optimizer.step, scratch, device) for _ in range(_OPTIMIZER_REPEATS)]
+    return median(seconds) / sum(sizes)
+
+
+def _timed(work: Callable[[], object], scratch: Tensor, device: str) -> float:
+    scratch.add_(1.0)
+    _wait(device)
+    now = _host_clock(device)
+    began = now()
+    work()
+    _wait(device)
+    return now() - began
+
+
+def _sizes(graph: Graph) -> Sequence[int]:
+    """Return the elements of each trainable parameter, as many as there is room for."""
+    sizes: list[int] = []
+    for parameter in graph.parameters:
+        size = graph.tensors[parameter.name].numel.at(1)
+        if parameter.trainable and sum(sizes) + size <= MOST_PARAMETERS:
+            sizes.append(size)
+    return sizes or [MOST_PARAMETERS]
+
+
+def _host_clock(device: str) -> Callable[[], float]:
+    """A lone thread's own time on a CPU; the wall's where the host waits for a GPU."""
+    lone = device == "cpu" and torch.get_num_threads() == 1
+    return time.thread_time if lone else time.perf_counter
+
+
+def _wait(device: str) -> None:
+    if device == "cuda":
+        torch.cuda.synchronize()

@@ -1,0 +1,144 @@
+"""Turns a traced model into measurements of its ops, and of the host, on the device at hand."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.detect import local_devices
+from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.sheet import find_device
+from autopar.planner.costs.ops import Pricer
+from autopar.planner.graph import Graph
+from autopar.planner.layers import Layers
+from autopar.planner.precision import Precision
+from autopar.planner.profile.clock import clock_of, threads_of_a_rank
+from autopar.planner.profile.host import measure_baseline, measure_host
+from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredOp
+from autopar.planner.profile.probes import Probe, find_probes
+from autopar.planner.profile.rounds import LeftOut, Limits, Sampled, measure
+
+_CPU_GROUP_BYTES = 2 * 2**30
+_GPU_SHARE = 0.5  # of the memory that is free
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Request:
+    """What to measure, and what that may take."""
+
+    batches: tuple[int, ...]  # rows of a microbatch
+    degrees: tuple[int, ...]  # of the tensor axis
+    precision: Precision
+    total_seconds: float
+    op_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Profiled:
+    """What was measured, what was not and why, and how often the model uses each op."""
+
+    measured: MeasuredFile
+    left_out: tuple[LeftOut, ...]
+    seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """A device at hand: its sheet, and what torch calls it."""
+
+    device: Device
+    torch_name: str
+
+
+def place_at_hand() -> Place:
+    """Return the first GPU of this machine, else its CPU."""
+    found = local_devices()
+    if found:
+        return Place(device=found[0], torch_name="cuda")
+    return Place(device=find_device("cpu"), torch_name="cpu")
+
+
+def profile(
+    graph: Graph,
+    axes: Axes,
+    layers: Layers,
+    request: Request,
+    *,
+    report: Callable[[str], None] = lambda _: None,
+) -> Profiled:
+    """Measure the host and every distinct op of a model; each batch gets its share of the time."""
+    began = time.perf_counter()
+    place = place_at_hand()
+    with threads_as_in_training(place):
+        report("measuring dispatch and the optimizer")
+        times = measure_host(graph, place.torch_name)
+        host = MeasuredHost(
+            device=place.device.name,
+            threads=torch.get_num_threads(),
+            torch=torch.__version__,
+            times=times,
+        )
+        probes = _probes(graph, axes, layers, request, place.device)
+        left = request.total_seconds - (time.perf_counter() - began)
+        sampled, left_out = measure(
+            probes,
+            device=place.torch_name,
+            clock=clock_of(place.torch_name),
+            limits=_limits(request, place, left),
+            baseline=measure_baseline(clock_of(place.torch_name), place.torch_name),
+            report=report,
+        )
+    return Profiled(
+        measured=MeasuredFile(ops=tuple(map(_op, sampled)), hosts=(host,)),
+        left_out=left_out,
+        seconds=time.perf_counter() - began,
+    )
+
+
+@contextmanager
+def threads_as_in_training(place: Place) -> Iterator[None]:
+    """Compute with as many threads as a rank under torchrun; GPUs do not mind."""
+    before = torch.get_num_threads()
+    if place.torch_name == "cpu":
+        torch.set_num_threads(threads_of_a_rank())
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+def _probes(
+    graph: Graph, axes: Axes, layers: Layers, request: Request, device: Device
+) -> Sequence[Probe]:
+    batches = (graph.fixed_batch,) if graph.fixed_batch else request.batches
+    found: dict[object, Probe] = {}
+    for batch in batches:
+        pricer = Pricer(
+            graph, axes, batch=batch, precision=request.precision, device=device, layers=layers
+        )
+        for probe in find_probes(pricer, degrees=request.degrees):
+            found.setdefault(probe.key, probe)
+    return tuple(found.values())
+
+
+def _limits(request: Request, place: Place, left_seconds: float) -> Limits:
+    group = _CPU_GROUP_BYTES
+    if place.torch_name == "cuda":
+        group = int(_GPU_SHARE * torch.cuda.mem_get_info()[0])
+    return Limits(
+        total_seconds=max(0.0, left_seconds), op_seconds=request.op_seconds, group_bytes=group
+    )
+
+
+def _op(sampled: Sampled) -> MeasuredOp:
+    return MeasuredOp(
+        key=sampled.key,
+        timing=sampled.timing,
+        samples=sampled.samples,
+        torch=torch.__version__,
+    )

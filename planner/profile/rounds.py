@@ -1,0 +1,197 @@
+"""Measures probes in rounds: each op once forward in order, then each backward in reverse order.
+
+A round looks like a step of training to the caches and to the allocator: what an op reads was
+written just before (its inputs) or a round ago (weights), results stay until their backward. Other
+programs that run meanwhile disturb single samples of all ops alike, and medians leave them out.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from statistics import median
+
+import torch
+
+from autopar.planner.costs.measurements import OpKey, Timing
+from autopar.planner.profile.calls import Call, CannotCallError
+from autopar.planner.profile.clock import Clock
+from autopar.planner.profile.probes import Probe
+
+FEWEST_SAMPLES = 5
+MOST_SAMPLES = 60
+EVICTED_BYTES = 64 * 2**20  # as much as the last cache of a CPU or GPU holds
+_FAULTS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, CannotCallError)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Limits:
+    """What measuring may take."""
+
+    total_seconds: float
+    op_seconds: float
+    group_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampled:
+    """What was measured of one op."""
+
+    key: OpKey
+    timing: Timing
+    samples: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LeftOut:
+    """An op that was not measured, and why; the formulas serve for it."""
+
+    probe: Probe
+    reason: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Baseline:
+    """What a call that computes nothing takes by the same clock; dispatch is priced apart."""
+
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(slots=True)
+class _Running:
+    """One probe while its group is measured."""
+
+    call: Call
+    forward: list[float] = field(default_factory=list)
+    backward: list[float] = field(default_factory=list)
+    spent_seconds: float = 0.0
+
+
+def measure(
+    probes: Sequence[Probe],
+    *,
+    device: str,
+    clock: Clock,
+    limits: Limits,
+    baseline: Baseline,
+    report: Callable[[str], None] = lambda _: None,
+) -> tuple[tuple[Sampled, ...], tuple[LeftOut, ...]]:
+    """Return the medians of all ops that ran within the limits, and what was left out."""
+    deadline = time.perf_counter() + limits.total_seconds
+    sampled: list[Sampled] = []
+    left_out: list[LeftOut] = []
+    waiting = sum(probe.expected_seconds for probe in probes)
+    for group in _groups(probes, limits.group_bytes):
+        left = deadline - time.perf_counter()
+        if left <= 0:
+            left_out += [LeftOut(probe=one, reason="the time was up") for one in group]
+            continue
+        expected = sum(probe.expected_seconds for probe in group)
+        report(f"measuring {group[0].op.target} and {len(group) - 1} more")
+        share = time.perf_counter() + left * expected / (waiting or 1.0)
+        done, faulty = _measure_group(group, device, clock, share, limits.op_seconds)
+        sampled += [_summed(one, baseline) for one in done]
+        left_out += faulty
+        waiting -= expected
+    return tuple(sampled), tuple(left_out)
+
+
+def _groups(probes: Sequence[Probe], most_bytes: int) -> Iterator[list[Probe]]:
+    """Yield neighbours that fit into memory together."""
+    group: list[Probe] = []
+    size = 0
+    for probe in probes:
+        if group and size + probe.size_bytes > most_bytes:
+            yield group
+            group, size = [], 0
+        group.append(probe)
+        size += probe.size_bytes
+    if group:
+        yield group
+
+
+def _measure_group(
+    group: Sequence[Probe], device: str, clock: Clock, deadline: float, op_seconds: float
+) -> tuple[list[_Running], list[LeftOut]]:
+    running, left_out = _started(group, device)
+    step_bytes = sum(probe.uses * probe.size_bytes for probe in group)
+    scratch = torch.zeros(min(EVICTED_BYTES, step_bytes) // 4, device=device)
+    with _undisturbed():
+        for number in range(MOST_SAMPLES + 1):
+            is_late = time.perf_counter() > deadline and number > FEWEST_SAMPLES
+            turn = [
+                one for one in running if number <= FEWEST_SAMPLES or one.spent_seconds < op_seconds
+            ]
+            if is_late or not turn:
+                break
+            _round(turn, clock, scratch)
+            if number == 0:  # the first is a warm-up
+                for one in running:
+                    one.forward, one.backward = [], []
+    return running, left_out
+
+
+def _started(group: Sequence[Probe], device: str) -> tuple[list[_Running], list[LeftOut]]:
+    """Call every probe once; those that cannot be called at these sizes are left out."""
+    running: list[_Running] = []
+    left_out: list[LeftOut] = []
+    for probe in group:
+        try:
+            call = Call(probe=probe, device=device)
+            call.prepare()
+            call.keep(call.forward())
+            if call.prepare_backward():
+                call.backward()
+            call.forget()
+        except _FAULTS as fault:
+            reason = str(fault).strip().split("\n")[0] or type(fault).__name__
+            left_out.append(LeftOut(probe=probe, reason=reason))
+            continue
+        running.append(_Running(call=call))
+    return running, left_out
+
+
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Keep Python's collector from running inside a measured call."""
+    was_on = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
+
+
+def _round(turn: Sequence[_Running], clock: Clock, scratch: torch.Tensor) -> None:
+    scratch.add_(1.0)  # what the model does between two uses of a tensor: caches hold the latest
+    for one in turn:
+        one.call.prepare()
+        seconds, result = clock.timed(one.call.forward)
+        one.call.keep(result)
+        del result
+        one.forward.append(seconds)
+        one.spent_seconds += seconds
+    for one in reversed(turn):
+        if one.call.prepare_backward():
+            seconds, _ = clock.timed(one.call.backward)
+            one.backward.append(seconds)
+            one.spent_seconds += seconds
+        one.call.forget()
+
+
+def _summed(one: _Running, baseline: Baseline) -> Sampled:
+    backward = median(one.backward) - baseline.backward_seconds if one.backward else 0.0
+    return Sampled(
+        key=one.call.probe.key,
+        timing=Timing(
+            forward_seconds=max(0.0, median(one.forward) - baseline.forward_seconds),
+            backward_seconds=max(0.0, backward),
+        ),
+        samples=len(one.forward),
+    )

@@ -1,0 +1,43 @@
+"""`autopar validate` as a person runs it."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+from typer.testing import CliRunner
+
+from autopar.cli import app
+from tests.planner.validation.rows import table_text
+
+run = CliRunner().invoke
+
+
+def test_it_tells_errors_of_each_table_and_in_total(tmp_path: Path) -> None:
+    table, other = tmp_path / "one.csv", tmp_path / "two.csv"
+    table.write_text(table_text({}, {"dtype": "fp8"}), encoding="utf-8")
+    other.write_text(table_text({"global_batch": "16"}), encoding="utf-8")
+    result = run(app, ["validate", str(table), str(other)])
+    assert result.exit_code == 0, result.output
+    for text in ("one.csv", "two.csv", "all tables", "precision is not modelled"):
+        assert text in result.output
+
+
+def test_json_and_csv_hold_the_figures(tmp_path: Path) -> None:
+    table, output = tmp_path / "runs.csv", tmp_path / "out.csv"
+    table.write_text(table_text({}), encoding="utf-8")
+    result = run(app, ["validate", str(table), "--json", "-o", str(output)])
+    assert result.exit_code == 0, result.output
+    assert json.loads(result.stdout)["total"]["predicted"] == 1
+    (line,) = csv.DictReader(output.read_text(encoding="utf-8").splitlines())
+    assert line["measured_seconds"] == "0.05"
+    assert float(line["predicted_seconds"]) > 0
+
+
+def test_a_bad_table_is_refused_with_its_line(tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text(table_text({"tp": "4"}), encoding="utf-8")
+    result = run(app, ["validate", str(table)])
+    assert result.exit_code != 0
+    assert "line 2" in str(result.exception)

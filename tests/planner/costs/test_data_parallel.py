@@ -1,0 +1,87 @@
+"""What sharing data adds to a stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.shape import group_shape
+from autopar.planner.costs.collective_choice import Collective, collective_seconds
+from autopar.planner.costs.data_parallel import NOTHING, DataGroups, data_seconds
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.stage_load import stage_load
+from tests.planner.costs.step_factories import LAYER, layer
+
+CLUSTER = choose_cluster(8, "h100-sxm")
+ALL = group_shape(CLUSTER, 8, 1)
+ONE = group_shape(CLUSTER, 1, 1)
+GROUPS = DataGroups(
+    shard=ALL,
+    replicas=ONE,
+    zero=Zero.NONE,
+    bucket_bytes=2**62,
+    gradient_share=1.0,
+    slowdown=0.0,
+    copy_bytes_per_second=1e30,
+)
+LAYERS = stage_load([LAYER] * 4).layers
+
+
+def test_one_rank_adds_nothing() -> None:
+    assert data_seconds(LAYERS, replace(GROUPS, shard=ONE), microbatches=3) == NOTHING
+
+
+def test_whole_gradients_are_reduced_once_after_the_last_microbatch() -> None:
+    found = data_seconds(LAYERS, GROUPS, microbatches=3)
+    alone = collective_seconds(Collective.ALL_REDUCE, 4 * LAYER.gradient_bytes, ALL)
+    assert found.last_backward == pytest.approx(alone)
+    assert found.each_backward == 0.0
+
+
+def test_scattered_gradients_and_gathered_parameters_stand_for_zero_1() -> None:
+    found = data_seconds(LAYERS, replace(GROUPS, zero=Zero.OPTIMIZER), microbatches=3)
+    scatter = collective_seconds(Collective.REDUCE_SCATTER, 4 * LAYER.gradient_bytes, ALL)
+    gather = collective_seconds(Collective.ALL_GATHER, 4 * LAYER.parameter_bytes, ALL)
+    assert found.last_backward == pytest.approx(scatter)
+    assert found.first_forward == pytest.approx(gather)
+
+
+def test_zero_2_scatters_in_every_microbatch() -> None:
+    found = data_seconds(LAYERS, replace(GROUPS, zero=Zero.GRADIENTS), microbatches=3)
+    assert found.each_backward > 0
+    assert found.last_backward == 0.0
+
+
+def test_zero_3_gathers_twice_per_microbatch_and_hides_most_of_it() -> None:
+    slow = stage_load([layer(forward_seconds=0.1, backward_seconds=0.2)] * 4).layers
+    found = data_seconds(slow, replace(GROUPS, zero=Zero.PARAMETERS), microbatches=3)
+    gather = collective_seconds(Collective.ALL_GATHER, LAYER.parameter_bytes, ALL)
+    scatter = collective_seconds(Collective.REDUCE_SCATTER, LAYER.gradient_bytes, ALL)
+    # Only the first gather of each pass and the last scatter stand alone.
+    assert found.each_forward == pytest.approx(gather)
+    assert found.each_backward == pytest.approx(gather + scatter)
+    assert found.gathers_alone == pytest.approx(2 * 3 * 4 * gather)
+
+
+def test_gathered_parameters_are_copied_out_of_their_buffer() -> None:
+    # 4 layers · 2 passes over 2 MB at 1 GB/s = 16 ms in the forward.
+    sharded = replace(GROUPS, zero=Zero.PARAMETERS)
+    quick, slow = (
+        data_seconds(LAYERS, replace(sharded, copy_bytes_per_second=rate), microbatches=1)
+        for rate in (1e30, 1e9)
+    )
+    assert slow.each_forward - quick.each_forward == pytest.approx(16e-3, rel=0.02)
+
+
+def test_copies_of_the_shards_are_summed_after_scattering() -> None:
+    two = replace(
+        GROUPS, zero=Zero.OPTIMIZER, shard=group_shape(CLUSTER, 4, 1),
+        replicas=group_shape(CLUSTER, 2, 4),
+    )  # fmt: skip
+    found = data_seconds(LAYERS, two, microbatches=1)
+    size = 4 * LAYER.gradient_bytes
+    expected = collective_seconds(Collective.REDUCE_SCATTER, size, two.shard)
+    expected += collective_seconds(Collective.ALL_REDUCE, size / 4, two.replicas)
+    assert found.last_backward == pytest.approx(expected)
