@@ -38,6 +38,7 @@ class PlanDocument:
     stages: tuple[Stage, ...]
     layouts: tuple[tuple[OpLayout, ...], ...]
     parameters: tuple[ParameterLayout, ...]
+    crossing: tuple[ParameterLayout, ...]
     prediction: Prediction
     proof: Proof
     runners_up: tuple[RunnerUp, ...]
