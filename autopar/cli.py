@@ -9,11 +9,14 @@ import typer
 
 import autopar
 from autopar.commands.diff import diff
+from autopar.commands.dryrun import dryrun
+from autopar.commands.emit import emit_script
 from autopar.commands.explain import explain_plan
 from autopar.commands.inspect import inspect
 from autopar.commands.plan import plan
 from autopar.commands.profile import profile
 from autopar.commands.validate import validate
+from autopar.commands.verify import verify_plan
 from autopar.console import tell_error
 from autopar.planner.errors import AutoparError, ExitCode
 
@@ -28,6 +31,9 @@ app.command()(inspect)
 app.command()(plan)
 app.command("explain")(explain_plan)
 app.command()(diff)
+app.command("emit")(emit_script)
+app.command("verify")(verify_plan)
+app.command()(dryrun)
 app.command()(profile)
 app.command()(validate)
 

@@ -48,7 +48,9 @@ def profile_page(
 
 
 def _host_table(found: MeasuredFile) -> Table:
-    table = plain_table("host", "device", "threads", "per op", "backward", "step", "optimizer")
+    table = plain_table(
+        "host", "device", "threads", "per op", "backward", "step", "a parameter", "10⁶ elements"
+    )
     for host in found.hosts:
         times = host.times
         table.add_row(
@@ -57,7 +59,8 @@ def _host_table(found: MeasuredFile) -> Table:
             seconds_text(times.forward_seconds),
             seconds_text(times.backward_seconds),
             seconds_text(times.step_seconds),
-            f"{seconds_text(1e6 * times.optimizer_element_seconds)} per 10⁶ parameters",
+            seconds_text(times.optimizer_tensor_seconds),
+            seconds_text(1e6 * times.optimizer_element_seconds),
         )
     return table
 

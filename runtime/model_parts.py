@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor, nn
@@ -32,11 +31,22 @@ class Crossing:
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
-    """A pipeline stage: the model's class there, what it holds, what it gives to the next."""
+    """A pipeline stage: the model's class there, what it holds, what it gives to the next.
+
+    `bounds` are the numbers in which stages of one class differ: their first layer, and its end.
+    """
 
     kind: type[nn.Module]
     holds: tuple[str, ...]
     gives: tuple[Crossing, ...] = ()
+    bounds: Mapping[str, int] = field(default_factory=dict)
+
+    def taken_from(self, model: nn.Module, tensor: Axis) -> nn.Module:
+        """Turn a model on the meta device into this stage of it; every name stays as it is."""
+        take_class(model, self.kind, tensor)
+        model.__dict__.update(self.bounds)
+        keep_only(model, self.holds)
+        return model
 
 
 def names_of(model: nn.Module) -> tuple[str, ...]:

@@ -85,7 +85,7 @@ def profile(
         if net:
             report("measuring collectives")
             place = place_at_hand()
-            link, _ = measure_net(
+            link = measure_net(
                 device_name=place.device.name, device=place.torch_name, ranks=_ranks(procs)
             )
             found = MeasuredFile(ops=found.ops, hosts=found.hosts, nets=(link,))

@@ -1,4 +1,4 @@
-"""Bounds of a step's time and memory that hold before anything is solved; the search prunes by them.
+"""Bounds of a step's time and memory that hold before anything is solved; the search prunes.
 
 They take totals over all layers and hold for every way to cut the layers into stages.
 """

@@ -68,4 +68,4 @@ def _interpolated(points: tuple[tuple[int, float], ...], payload_bytes: float) -
         return last_seconds * payload_bytes / last_bytes
     (low, low_seconds), (high, high_seconds) = points[after - 1], points[after]
     place = math.log(payload_bytes / low) / math.log(high / low)
-    return low_seconds * (high_seconds / low_seconds) ** place
+    return low_seconds * math.exp(place * math.log(high_seconds / low_seconds))

@@ -38,6 +38,7 @@ class FrameworkConstants:
     margin: float
     host: HostWork
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 state, as measured
+    optimizer_tensor_seconds: float = 0.0  # of each parameter however small, as measured
 
     @property
     def is_measured(self) -> bool:
@@ -88,5 +89,6 @@ def _as_measured(constants: FrameworkConstants, times: list[HostTimes]) -> Frame
         constants,
         step_seconds=max(one.step_seconds for one in times),
         action_seconds=max(one.action_seconds for one in times),
+        optimizer_tensor_seconds=max(one.optimizer_tensor_seconds for one in times),
         optimizer_element_seconds=max(one.optimizer_element_seconds for one in times),
     )

@@ -85,6 +85,7 @@ def _cost(
         output_bytes=output_bytes,
         parameters=held.elements,
         trainable=held.trainable,
+        trainable_tensors=held.trainable_tensors,
         parameter_bytes=held.parameter_bytes,
         gradient_bytes=held.gradient_bytes,
         optimizer_bytes=held.optimizer_bytes,

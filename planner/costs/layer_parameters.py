@@ -16,6 +16,7 @@ class Held:
 
     elements: int
     trainable: int
+    trainable_tensors: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -37,6 +38,7 @@ def layer_parameters(
     return Held(
         elements=sum(elements.values()),
         trainable=trainable,
+        trainable_tensors=len(learned),
         parameter_bytes=sum(
             pricer.tensor_bytes(name, layouts[name], flow.degree) for name in names
         ),

@@ -46,8 +46,9 @@ class HostTimes:
     forward_seconds: float  # to dispatch one op
     backward_seconds: float  # likewise
     action_seconds: float  # around a forward or a backward of one microbatch
-    step_seconds: float  # around a step, an optimizer without parameters included
-    optimizer_element_seconds: float  # of fused AdamW on fp32 state
+    step_seconds: float  # around a step: the optimizer's call, gradients set to none
+    optimizer_tensor_seconds: float  # of fused AdamW, for each parameter however small
+    optimizer_element_seconds: float  # of fused AdamW on fp32 state, beside that
 
 
 class Measurements(Protocol):

@@ -88,6 +88,7 @@ class LayerCost:
     optimizer_bytes: int
     replicated_gradient_bytes: int  # of R parameters: summed over the tensor axis once per step
     measured_seconds: float  # of both, as far as measured and not by formula
+    trainable_tensors: int = 0  # that the elements with optimizer state lie in
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

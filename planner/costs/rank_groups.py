@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.planner.precision import Precision
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.shape import GroupShape, group_shape, neighbour_shape, worst_shape
@@ -14,6 +13,7 @@ from autopar.planner.costs.compute import Throughput
 from autopar.planner.costs.data_parallel import priced
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.rates import rates_of
+from autopar.planner.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

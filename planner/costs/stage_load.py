@@ -33,6 +33,7 @@ class StageLoad:
     transient_bytes: int  # of the layer that needs most
     output_bytes: int
     trainable: int
+    trainable_tensors: int
     parameter_bytes: int
     gradient_bytes: int
     optimizer_bytes: int
@@ -85,6 +86,7 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
         transient_bytes=max((cost.transient_bytes for cost, _ in runs), default=0),
         output_bytes=layers[-1].output_bytes if layers else 0,
         trainable=total("trainable"),
+        trainable_tensors=total("trainable_tensors"),
         parameter_bytes=total("parameter_bytes"),
         gradient_bytes=total("gradient_bytes"),
         optimizer_bytes=total("optimizer_bytes"),

@@ -12,7 +12,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.planner.precision import Precision
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.data_parallel import DataGroups, DataSeconds, data_seconds
 from autopar.planner.costs.framework import FrameworkConstants
@@ -30,6 +29,7 @@ from autopar.planner.costs.rank_groups import RankGroups, rank_groups, summed_se
 from autopar.planner.costs.schedule import PipelineShape, in_flight_microbatches
 from autopar.planner.costs.stage_load import StageLoad, stage_load
 from autopar.planner.costs.step_terms import Step, communication_terms, time_terms
+from autopar.planner.precision import Precision
 
 
 def predict(
@@ -175,8 +175,10 @@ def _optimizer_seconds(
 ) -> float:
     """Return the slowest rank's optimizer; all wait for it, since the norm is that of all."""
     parameters = [0.0] * arrangement.pipeline
+    tensors = [0] * arrangement.pipeline
     for stage, load in enumerate(loads):
         parameters[_rank(stage, arrangement)] += load.trainable
+        tensors[_rank(stage, arrangement)] += load.trainable_tensors
     share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
     return max(
         optimizer_seconds(
@@ -187,7 +189,8 @@ def _optimizer_seconds(
             rates=rates,
             element_seconds=constants.optimizer_element_seconds,
         )
-        for count, rates in zip(parameters, groups.stage_rates, strict=True)
+        + held * constants.optimizer_tensor_seconds
+        for count, held, rates in zip(parameters, tensors, groups.stage_rates, strict=True)
     )
 
 

@@ -53,7 +53,7 @@ def assemble(
         model=model,
         machines=machines_of(costing.cluster, limit_bytes),
         objective=constraints.objective.value,
-        constraints=tuple(map(str, constraints.declared)),
+        constraints=constraints.declared,
         arrangement=best.arrangement,
         stages=best.stages,
         layouts=solution.layouts,
@@ -62,6 +62,7 @@ def assemble(
         prediction=best.prediction,
         proof=_proof(outcome, counts),
         runners_up=tuple(runner_up(one, best) for one in _distinct(outcome)),
+        cluster=costing.cluster,
         graph=costing.subject.graph,
     )
 

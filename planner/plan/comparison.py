@@ -94,7 +94,7 @@ def _changes(before: Plan, after: Plan) -> Iterator[Change]:
         ("objective", before.objective, after.objective),
         ("recompute", recompute_words(before.stages), recompute_words(after.stages)),
         ("stages", _borders(before.stages), _borders(after.stages)),
-        ("constraints", "; ".join(before.constraints), "; ".join(after.constraints)),
+        ("constraints", *("; ".join(map(str, one.constraints)) for one in (before, after))),
     )
     for what, old, new in rows:
         if old != new:

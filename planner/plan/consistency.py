@@ -33,6 +33,8 @@ def _degrees(plan: Plan) -> Iterator[str]:
             f"arrangement: pipeline × data × tensor is {arrangement.ranks}, "
             f"but the machines have {plan.machines.devices} devices"
         )
+    if plan.cluster.size != plan.machines.devices:
+        yield f"cluster: {plan.cluster.size} devices, but machines.devices is another number"
     if arrangement.data % arrangement.shard:
         yield f"arrangement: shard {arrangement.shard} does not divide data {arrangement.data}"
 

@@ -60,16 +60,23 @@ def check_degrees(
     """Return the legal degrees; where there are none, raise an error that names what conflicts."""
 
     def is_feasible(declared: Sequence[Declared]) -> bool:
-        chosen = constraints_of(declared)
-        has_microbatch = fixed_batch is None or chosen.microbatch in (None, fixed_batch)
-        has_choices = bool(chosen.schedules and chosen.zero_levels)
-        legal = legal_degrees(devices, chosen, fixed_batch=fixed_batch)
-        return has_microbatch and has_choices and bool(legal)
+        return leave_degrees(declared, devices, fixed_batch=fixed_batch)
 
     if is_feasible(constraints.declared):
         return legal_degrees(devices, constraints, fixed_batch=fixed_batch)
     conflict = minimal_conflict(constraints.declared, is_feasible)
     raise _contradiction(devices, constraints, conflict, fixed_batch=fixed_batch)
+
+
+def leave_degrees(
+    declared: Sequence[Declared], devices: int, *, fixed_batch: int | None = None
+) -> bool:
+    """Whether some declarations together leave degrees, a microbatch and every other choice."""
+    chosen = constraints_of(declared)
+    has_microbatch = fixed_batch is None or chosen.microbatch in (None, fixed_batch)
+    has_choices = bool(chosen.schedules and chosen.zero_levels)
+    legal = legal_degrees(devices, chosen, fixed_batch=fixed_batch)
+    return has_microbatch and has_choices and bool(legal)
 
 
 def _contradiction(

@@ -11,7 +11,7 @@ from autopar.planner.plan.candidate import Demands
 from autopar.planner.plan.constraints import Constraints, covers
 from autopar.planner.plan.costing import Subject
 from autopar.planner.plan.space import DEFAULT_BUCKET_BYTES, Choices
-from autopar.planner.programs.layout_rules import LayoutRules
+from autopar.planner.programs.layout_rules import Ban, LayoutRules
 from autopar.planner.programs.layout_rules import Pin as LayoutPin
 from autopar.planner.programs.stage_problem import Pin
 
@@ -22,15 +22,17 @@ OF_THE_DATA_AXIS = frozenset({"batch"})
 
 
 def layout_rules(constraints: Constraints, axes: Axes) -> LayoutRules:
-    """Return the rules for layouts: forbidden axes, pinned modules.
+    """Return the rules for layouts: axes forbidden in some modules or in all, pinned modules.
 
     The batch is what the data axis splits; the tensor axis splits it where it is asked to.
     """
-    forbidden = {
-        rule.axis
-        for rule in constraints.splits
-        if not rule.is_required and rule.modules == EVERYWHERE
-    }
+    unwanted = [rule for rule in constraints.splits if not rule.is_required]
+    forbidden = {rule.axis for rule in unwanted if rule.modules == EVERYWHERE}
+    bans = tuple(
+        Ban(modules=rule.modules, axis=rule.axis)
+        for rule in unwanted
+        if rule.modules != EVERYWHERE
+    )
     pins = tuple(
         LayoutPin(modules=rule.modules, axis=rule.axis)
         for rule in constraints.splits
@@ -39,7 +41,9 @@ def layout_rules(constraints: Constraints, axes: Axes) -> LayoutRules:
     known = frozenset(axes.names.values())
     wanted = {rule.axis for rule in constraints.splits if rule.is_required}
     return LayoutRules(
-        forbidden=frozenset(forbidden | (OF_THE_DATA_AXIS - wanted)) & known, pins=pins
+        forbidden=frozenset(forbidden | (OF_THE_DATA_AXIS - wanted)) & known,
+        pins=pins,
+        bans=bans,
     )
 
 

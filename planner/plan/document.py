@@ -15,7 +15,13 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from autopar.planner.costs.prediction import Arrangement, Prediction
 from autopar.planner.errors import InputError
 from autopar.planner.layouts import OpLayout, ParameterLayout
+from autopar.planner.plan.cluster_document import ClusterDocument, cluster_document, cluster_of
 from autopar.planner.plan.consistency import faults_of
+from autopar.planner.plan.constraints_document import (
+    DeclaredDocument,
+    declared_document,
+    declared_of,
+)
 from autopar.planner.plan.graph_document import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp, Stage
 
@@ -26,14 +32,14 @@ _MOST_TOLD = 5
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlanDocument:
-    """A plan as it lies in a file: its fields in this order, the graph in rows."""
+    """A plan as it lies in a file: its fields in this order; cluster and graph in rows."""
 
     format: int
     autopar: str
     model: Model
     machines: Machines
     objective: str
-    constraints: tuple[str, ...]
+    constraints: tuple[DeclaredDocument, ...]
     arrangement: Arrangement
     stages: tuple[Stage, ...]
     layouts: tuple[tuple[OpLayout, ...], ...]
@@ -42,6 +48,7 @@ class PlanDocument:
     prediction: Prediction
     proof: Proof
     runners_up: tuple[RunnerUp, ...]
+    cluster: ClusterDocument
     graph: GraphDocument
 
 
@@ -113,9 +120,13 @@ _EXPECTED = f"{FILE_NAME} as `autopar plan` writes it"
 
 def plan_text(plan: Plan) -> str:
     """Return the text of plan.json: one line for each field, op, tensor and call."""
-    names = [field.name for field in fields(PlanDocument) if field.name != "graph"]
-    values = {name: getattr(plan, name) for name in names}
-    document = PlanDocument(**values, graph=graph_document(plan.graph))
+    values = {field.name: getattr(plan, field.name) for field in fields(PlanDocument)}
+    values |= {
+        "constraints": tuple(map(declared_document, plan.constraints)),
+        "cluster": cluster_document(plan.cluster),
+        "graph": graph_document(plan.graph),
+    }
+    document = PlanDocument(**values)
     return "".join(_lines(_ADAPTER.dump_python(document, mode="json"), depth=0)) + "\n"
 
 
@@ -154,7 +165,12 @@ def parse_plan(source: str, *, where: str) -> Plan:
         raise _damaged(_told(error), where=where) from None
     values = {field.name: getattr(document, field.name) for field in fields(Plan)}
     try:
-        plan = Plan(**{**values, "graph": graph_of(document.graph)})
+        values |= {
+            "constraints": tuple(map(declared_of, document.constraints)),
+            "cluster": cluster_of(document.cluster),
+            "graph": graph_of(document.graph),
+        }
+        plan = Plan(**values)
     except ValueError as error:
         raise _damaged([str(error)], where=where) from None
     faults = list(faults_of(plan))

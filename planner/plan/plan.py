@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Arrangement, Prediction, Recompute
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import OpLayout, ParameterLayout
+from autopar.planner.plan.constraints import Declared
 
 FORMAT = 1
 
@@ -29,7 +31,7 @@ class Model:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
-    """The cluster that was planned for."""
+    """The cluster that was planned for, in short."""
 
     devices: int
     nodes: int
@@ -96,7 +98,7 @@ class Plan:
     model: Model
     machines: Machines
     objective: str
-    constraints: tuple[str, ...]  # as the user declared them, one per line
+    constraints: tuple[Declared, ...]  # by the user; of several for one place, the last
     arrangement: Arrangement
     stages: tuple[Stage, ...]
     layouts: tuple[tuple[OpLayout, ...], ...]
@@ -105,4 +107,5 @@ class Plan:
     prediction: Prediction
     proof: Proof
     runners_up: tuple[RunnerUp, ...]
+    cluster: Cluster
     graph: Graph

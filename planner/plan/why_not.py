@@ -2,18 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InfeasibleError
-from autopar.planner.plan.constraints import Constraints, allows
-from autopar.planner.plan.degrees import check_degrees
+from autopar.planner.plan.conflict import conflict_text, minimal_conflict
+from autopar.planner.plan.constraints import (
+    Constraints,
+    Declared,
+    Objective,
+    allows,
+    constraints_of,
+)
+from autopar.planner.plan.degrees import check_degrees, leave_degrees
 from autopar.planner.plan.explanation import Part, part_seconds
 from autopar.planner.plan.plan import Plan, RunnerUp
 
-# Solves the best plan with these pins anew; a text is the reason why there is none.
+# Solves the best plan under these constraints anew; a text is the reason why there is none.
 SolvePoint = Callable[[Plan, Constraints], RunnerUp | str]
 
 
@@ -35,20 +43,64 @@ def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None
 
     if _has(plan.arrangement, pins):
         return answer("the plan has it")
+    fixed = (*pins.declared, _batch_of(plan))
     try:
-        check_degrees(plan.machines.devices, pins, fixed_batch=plan.graph.fixed_batch)
+        check_degrees(
+            plan.machines.devices, constraints_of(fixed), fixed_batch=plan.graph.fixed_batch
+        )
     except InfeasibleError as error:
         return answer(error.found, *filter(None, (error.expected, error.fix)))
+    barring = barring_constraints(plan, fixed)
     known = [one for one in plan.runners_up if _has(one.arrangement, pins)]
-    if known:
+    if known and not barring:
         best = min(known, key=lambda one: one.step_seconds)
         return answer(*_compared(plan, best), alternative=best)
+    barred = _barred(barring)
     if solve_point is None:
-        return answer(*_unknown(plan))
-    solved = solve_point(plan, pins)
+        return answer(*barred, *([] if barred else _unknown(plan)))
+    kept = [one for one in plan.constraints if one not in barring]
+    solved = solve_point(plan, constraints_of((*kept, *fixed)))
     if isinstance(solved, str):
-        return answer(solved)
-    return answer(*_compared(plan, solved), alternative=solved)
+        return answer(*barred, solved)
+    return answer(*barred, *_compared(plan, solved), alternative=solved)
+
+
+def _batch_of(plan: Plan) -> Declared:
+    """Return the global batch of a plan as a constraint: other batches are other trainings."""
+    batch = plan.arrangement.global_batch
+    return Declared(
+        place="global_batch",
+        field="global_batch",
+        value=batch,
+        text=f"a global batch of {batch}",
+        origin="the plan",
+    )
+
+
+def barring_constraints(plan: Plan, fixed: Sequence[Declared]) -> tuple[Declared, ...]:
+    """Return the declared constraints of a plan without which `fixed` would be possible."""
+    others = {one.place: one for one in fixed}
+    barring = [
+        one
+        for one in plan.constraints
+        if one.place in others and one.value != others[one.place].value
+    ]
+    rest = [one for one in plan.constraints if one.place not in others]
+    feasible = partial(
+        leave_degrees, devices=plan.machines.devices, fixed_batch=plan.graph.fixed_batch
+    )
+    while not feasible((*rest, *fixed)):
+        conflict = [one for one in minimal_conflict((*rest, *fixed), feasible) if one in rest]
+        barring += conflict
+        rest = [one for one in rest if one not in conflict]
+    return tuple(barring)
+
+
+def _barred(barring: Sequence[Declared]) -> tuple[str, ...]:
+    if not barring:
+        return ()
+    it, forbid = ("it", "forbids it") if len(barring) == 1 else ("them", "forbid it")
+    return (f"{conflict_text(barring)} {forbid}; what it would be without {it}:",)
 
 
 def _has(arrangement: Arrangement, pins: Constraints) -> bool:
@@ -80,7 +132,7 @@ def _compared(plan: Plan, other: RunnerUp) -> tuple[str, ...]:
 
 
 def _unknown(plan: Plan) -> tuple[str, ...]:
-    declared = f"; declared were {', '.join(plan.constraints)}" if plan.constraints else ""
+    declared = f"; declared were {', '.join(map(str, plan.constraints))}" if plan.constraints else ""
     return (
         "it is not among the plans that were kept: a constraint refused it, it needs too much "
         f"memory, or its bound is above {seconds_text(plan.prediction.step_seconds)}{declared}",

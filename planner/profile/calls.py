@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,8 +12,8 @@ from torch import Tensor
 from autopar.planner.profile.forms import arguments_of, callable_of, results_of, torch_dtype
 from autopar.planner.profile.probes import OperandForm, Probe
 
-_RESHAPES = ("aten.view.", "aten.reshape.", "aten._unsafe_view.")
-_EXPANDS = ("aten.expand.", "aten.broadcast_to.")
+_RESHAPES = ("aten.view.", "aten.reshape.", "aten._unsafe_view.", "aten.expand.")
+_SPLITS = ("aten.split_with_sizes.", "aten.split.sizes")
 
 
 class CannotCallError(Exception):
@@ -113,11 +114,20 @@ class Call:
             precision=probe.key.precision,
             device=self.device,
         )
-        if probe.op.target.startswith(_RESHAPES + _EXPANDS):
-            key = "size" if "size" in self.arguments else "shape"
-            self.arguments[key] = list(probe.results[0])
-        if probe.groups is not None:
-            self.arguments["groups"] = probe.groups
+        if probe.split is not None:
+            self.arguments.update(_local_sizes(probe, self.arguments))
+
+
+def _local_sizes(probe: Probe, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that are sizes, as they are on one rank."""
+    target, results = probe.op.target, probe.results
+    if target.startswith(_RESHAPES):
+        return {"size" if "size" in arguments else "shape": list(results[0])}
+    if target.startswith(_SPLITS):
+        return {"split_sizes": [shape[arguments["dim"]] for shape in results]}
+    if target.startswith("aten.split.Tensor"):
+        return {"split_size": results[0][arguments["dim"]]}
+    return {} if probe.groups is None else {"groups": probe.groups}
 
 
 def _touch(tensor: Tensor) -> None:

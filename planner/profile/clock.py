@@ -6,7 +6,7 @@ import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
@@ -42,14 +42,15 @@ class CudaClock:
 
     def timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
         """Return the seconds of some work, and what it gave."""
-        first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        torch.cuda.synchronize()
-        torch.cuda._sleep(_HEAD_START_CYCLES)
+        cuda: Any = torch.cuda  # torch gives these no types
+        first, last = (cuda.Event(enable_timing=True) for _ in range(2))
+        cuda.synchronize()
+        cuda._sleep(_HEAD_START_CYCLES)
         first.record()
         result = work()
         last.record()
         last.synchronize()
-        return first.elapsed_time(last) / 1e3, result
+        return float(first.elapsed_time(last)) / 1e3, result
 
 
 def clock_of(device: str) -> Clock:

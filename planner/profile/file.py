@@ -53,6 +53,7 @@ class _Host(_Rows):
     dispatch_backward_seconds: Positive
     action_seconds: Positive
     step_seconds: Positive
+    optimizer_tensor_seconds: Seconds
     optimizer_element_seconds: Positive
 
 
@@ -60,7 +61,8 @@ class _Collective(_Rows):
     collective: str
     alpha_seconds: Positive
     bytes_per_second: Positive
-    points: Annotated[list[tuple[Count, Positive]], Field(min_length=1)]
+    payload_bytes: Annotated[list[Count], Field(min_length=1)]
+    seconds: list[Positive]
 
 
 class _Net(_Rows):
@@ -178,7 +180,10 @@ def _faults(rows: _File) -> Iterator[str]:
     ]
     for net in rows.net:
         for measured in net.collectives:
-            if any(a >= b or s > t for (a, s), (b, t) in pairwise(measured.points)):
+            sizes, seconds = measured.payload_bytes, measured.seconds
+            if len(sizes) != len(seconds):
+                yield f"net.collectives: {measured.collective} lacks payloads or seconds"
+            if any(a >= b for a, b in pairwise(sizes)) or sorted(seconds) != seconds:
                 yield f"net.collectives: payloads and seconds of {measured.collective} do not rise"
     for one in words:
         known = [word.value for word in one.words]
@@ -198,6 +203,7 @@ def _host(row: _Host) -> MeasuredHost:
         backward_seconds=row.dispatch_backward_seconds,
         action_seconds=row.action_seconds,
         step_seconds=row.step_seconds,
+        optimizer_tensor_seconds=row.optimizer_tensor_seconds,
         optimizer_element_seconds=row.optimizer_element_seconds,
     )
     return MeasuredHost(device=row.device, threads=row.threads, torch=row.torch, times=times)
@@ -217,7 +223,7 @@ def _net(row: _Net) -> MeasuredNet:
                 ranks=row.ranks,
                 alpha_seconds=one.alpha_seconds,
                 bytes_per_second=one.bytes_per_second,
-                points=tuple(one.points),
+                points=tuple(zip(one.payload_bytes, one.seconds, strict=True)),
             )
             for one in row.collectives
         ),
@@ -289,6 +295,7 @@ def _host_lines(host: MeasuredHost) -> list[str]:
         f"dispatch_backward_seconds = {times.backward_seconds!r}",
         f"action_seconds = {times.action_seconds!r}",
         f"step_seconds = {times.step_seconds!r}",
+        f"optimizer_tensor_seconds = {times.optimizer_tensor_seconds!r}",
         f"optimizer_element_seconds = {times.optimizer_element_seconds!r}",
     ]
 
@@ -306,14 +313,16 @@ def _net_lines(net: MeasuredNet) -> list[str]:
 
 
 def _collective_lines(one: MeasuredCollective) -> list[str]:
-    points = ", ".join(f"[{size}, {seconds!r}]" for size, seconds in one.points)
+    sizes = ", ".join(str(size) for size, _ in one.points)
+    seconds = ", ".join(repr(seconds) for _, seconds in one.points)
     return [
         "",
         "[[net.collectives]]",
         f"collective = {_quoted(one.collective)}",
         f"alpha_seconds = {one.alpha_seconds!r}",
         f"bytes_per_second = {one.bytes_per_second!r}",
-        f"points = [{points}]  # payload bytes, seconds",
+        f"payload_bytes = [{sizes}]",
+        f"seconds = [{seconds}]",
     ]
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from functools import partial
 from statistics import median
 
 import torch
@@ -17,7 +18,9 @@ from autopar.planner.profile.rounds import EVICTED_BYTES, Baseline
 _BLOCKS = 32
 _REPEATS = 30
 _OPTIMIZER_REPEATS = 7
-MOST_PARAMETERS = 64 * 2**20  # elements that the optimizer is measured on
+_SMALL_TENSORS, _SMALL_ELEMENTS = 64, 16
+_LARGE_TENSORS = 8
+_FEWEST_PARAMETERS, _MOST_PARAMETERS = 2**20, 2**25  # that the optimizer is measured on
 
 
 class _Block(nn.Module):
@@ -42,25 +45,23 @@ def measure_baseline(clock: Clock, device: str) -> Baseline:
     for _ in range(4 * _REPEATS):
         seconds, result = clock.timed(lambda: add(self=one, other=other))
         forward.append(seconds)
-        seconds, _ = clock.timed(
-            lambda made=result: torch.autograd.grad(
-                [made], [one, other], [gradient], allow_unused=True
-            )
-        )
+        seconds, _ = clock.timed(partial(torch.autograd.grad, [result], [one, other], [gradient]))
         backward.append(seconds)
     return Baseline(forward_seconds=median(forward), backward_seconds=median(backward))
 
 
 def measure_host(graph: Graph, device: str) -> HostTimes:
-    """Return the figures of this host; the optimizer's is of the model's own parameters."""
+    """Return the figures of this host; the optimizer's for as many parameters as the model's."""
     forward, backward = _dispatch(device)
     action, step = _frame(device)
+    tensor, element = _optimizer(graph, device)
     return HostTimes(
         forward_seconds=forward,
         backward_seconds=backward,
         action_seconds=action,
         step_seconds=step,
-        optimizer_element_seconds=_optimizer(graph, device),
+        optimizer_tensor_seconds=tensor,
+        optimizer_element_seconds=element,
     )
 
 
@@ -108,17 +109,30 @@ def _frame(device: str) -> tuple[float, float]:
     return median(both) / 2, median(rest)
 
 
-def _optimizer(graph: Graph, device: str) -> float:
-    """Return the seconds per element of fused AdamW on fp32 state, caches cold."""
-    sizes = _sizes(graph)
+def _optimizer(graph: Graph, device: str) -> tuple[float, float]:
+    """Return the seconds of fused AdamW for one tensor and for one element, on fp32 state.
+
+    Time is a·tensors + b·elements: many tensors of a few elements tell a, then few tensors with as
+    many elements as the model has (within limits) tell b.
+    """
+    small = _adamw_seconds([_SMALL_ELEMENTS] * _SMALL_TENSORS, device)
+    learned = (one for one in graph.parameters if one.trainable)
+    model = sum(graph.tensors[one.name].numel.at(1) for one in learned)
+    each = min(max(model, _FEWEST_PARAMETERS), _MOST_PARAMETERS) // _LARGE_TENSORS
+    large = _adamw_seconds([each] * _LARGE_TENSORS, device)
+    tensor = small / _SMALL_TENSORS
+    return tensor, max(large - _LARGE_TENSORS * tensor, 0.5 * large) / (_LARGE_TENSORS * each)
+
+
+def _adamw_seconds(sizes: Sequence[int], device: str) -> float:
+    """Return the seconds of one step on parameters of these sizes, caches cold."""
     parameters = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer = torch.optim.AdamW(parameters, fused=True)
     scratch = torch.zeros(EVICTED_BYTES // 4, device=device)
     optimizer.step()
-    seconds = [_timed(optimizer.step, scratch, device) for _ in range(_OPTIMIZER_REPEATS)]
-    return median(seconds) / sum(sizes)
+    return median(_timed(optimizer.step, scratch, device) for _ in range(_OPTIMIZER_REPEATS))
 
 
 def _timed(work: Callable[[], object], scratch: Tensor, device: str) -> float:
@@ -129,16 +143,6 @@ def _timed(work: Callable[[], object], scratch: Tensor, device: str) -> float:
     work()
     _wait(device)
     return now() - began
-
-
-def _sizes(graph: Graph) -> Sequence[int]:
-    """Return the elements of each trainable parameter, as many as there is room for."""
-    sizes: list[int] = []
-    for parameter in graph.parameters:
-        size = graph.tensors[parameter.name].numel.at(1)
-        if parameter.trainable and sum(sizes) + size <= MOST_PARAMETERS:
-            sizes.append(size)
-    return sizes or [MOST_PARAMETERS]
 
 
 def _host_clock(device: str) -> Callable[[], float]:

@@ -18,7 +18,11 @@ from statistics import fmean
 from typing import Any
 
 import torch
-import torch.multiprocessing as processes
+from torch.multiprocessing.spawn import (
+    ProcessExitedException,
+    ProcessRaisedException,
+    spawn,
+)
 
 from autopar.planner.cluster.link import Backend, MeasuredCollective
 from autopar.planner.costs.collective_measured import Collective, hops, sent_share
@@ -56,16 +60,29 @@ def measure_net(
     ranks: int,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     timeout_seconds: float = 300.0,
-) -> tuple[MeasuredNet, tuple[NetSample, ...]]:
-    """Return the link among ranks on "cpu" or "cuda" devices, and what was measured of it."""
+) -> MeasuredNet:
+    """Return the link among ranks on "cpu" or "cuda" devices."""
     backend = Backend.NCCL if device == "cuda" else Backend.GLOO
     if ranks < 2 or (device == "cuda" and ranks > torch.cuda.device_count()):
         there = f"; {torch.cuda.device_count()} GPUs are here" if device == "cuda" else ""
         raise InputError(f"{ranks} processes cannot measure a link{there}", fix="--procs 2 or more")
-    cases = [(one, size) for size in sizes_bytes for one in Collective]
-    samples = sample(cases, backend=backend, ranks=ranks, timeout_seconds=timeout_seconds)
+    samples = sample(
+        link_cases(sizes_bytes), backend=backend, ranks=ranks, timeout_seconds=timeout_seconds
+    )
+    return net_of(samples, device_name=device_name, backend=backend, ranks=ranks)
+
+
+def link_cases(sizes_bytes: Sequence[int] = SIZES_BYTES) -> tuple[tuple[Collective, int], ...]:
+    """Return what a link is measured by: every collective at every size."""
+    return tuple((one, size) for size in sizes_bytes for one in Collective)
+
+
+def net_of(
+    samples: Sequence[NetSample], *, device_name: str, backend: Backend, ranks: int
+) -> MeasuredNet:
+    """Return the link that samples of every collective show."""
     together = fit(samples, ranks)
-    net = MeasuredNet(
+    return MeasuredNet(
         device=device_name,
         backend=backend,
         ranks=ranks,
@@ -74,7 +91,6 @@ def measure_net(
         bytes_per_second=together.bytes_per_second,
         collectives=tuple(_alone(one, samples, ranks) for one in Collective),
     )
-    return net, samples
 
 
 def _alone(collective: Collective, samples: Sequence[NetSample], ranks: int) -> MeasuredCollective:
@@ -115,13 +131,8 @@ def sample(
     """Run collectives of these payloads on new processes of this machine."""
     with tempfile.TemporaryDirectory(prefix="autopar-net-") as folder:
         plain = [(one.value, size) for one, size in cases]
-        context: Any = processes.start_processes(
-            run,
-            (ranks, backend.value, folder, plain),
-            nprocs=ranks,
-            join=False,
-            start_method="spawn",
-        )
+        start: Any = spawn  # torch gives it no types
+        context = start(run, (ranks, backend.value, folder, plain), nprocs=ranks, join=False)
         _join(context, timeout_seconds)
         seconds = json.loads((Path(folder) / "seconds.json").read_text(encoding="utf-8"))
     return tuple(
@@ -140,7 +151,7 @@ def _join(context: Any, timeout_seconds: float) -> None:
                     f"the collectives were not done after {timeout_seconds:.0f} s",
                     fix="try again on a quieter machine",
                 )
-    except processes.ProcessException as error:
+    except (ProcessRaisedException, ProcessExitedException) as error:
         raise InputError(f"measuring the collectives failed: {_last_line(error)}") from error
     finally:
         for process in context.processes:

@@ -10,7 +10,7 @@ from autopar.planner.costs.measurements import OpKey
 from autopar.planner.costs.op_shapes import LocalShapes, OpSplit
 from autopar.planner.costs.ops import Pricer
 from autopar.planner.costs.split_loss import CROSS_ENTROPY
-from autopar.planner.graph import Graph, Op, Origin, refs
+from autopar.planner.graph import Op, Origin, refs
 from autopar.planner.precision import item_bytes
 from autopar.planner.profile.forms import local_strides, strides_of
 from autopar.planner.programs.strategies import strategies
@@ -152,13 +152,13 @@ def _operand(
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
         is_weight=origin in (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT),
-        below=_below(shapes.op, pricer.graph, shapes, name),
+        below=_below(shapes, name),
     )
 
 
-def _below(op: Op, graph: Graph, shapes: LocalShapes, name: str) -> int:
+def _below(shapes: LocalShapes, name: str) -> int:
     """Return what integers are smaller than, so that every one of them names a place."""
-    given = dict(op.arguments)
+    op, given = shapes.op, dict(shapes.op.arguments)
     if op.target.startswith((EMBEDDING, _BAG)):
         is_offset = name in tuple(refs(given.get("offsets")))
         return 1 if is_offset else shapes.shape(op.inputs[0])[0]

@@ -1,4 +1,7 @@
-"""What a person allows of the layouts: axes forbidden or allowed by name, modules pinned."""
+"""What a person allows of the layouts: axes forbidden or allowed by name, modules pinned.
+
+Layers of one class are split alike, so a rule means all of them or none.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,10 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.terms import leaves
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Op
-from autopar.planner.layers import ancestors
+from autopar.planner.layers import Layers, ancestors
 from autopar.planner.layouts import OpLayout
 
 
@@ -26,12 +30,21 @@ class Pin:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Ban:
+    """The ops of these modules are never split along this axis."""
+
+    modules: str
+    axis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutRules:
     """Axes go by the names that people read (seq, heads, ffn); no `allowed` allows all."""
 
     forbidden: frozenset[str] = frozenset()
     allowed: frozenset[str] | None = None
     pins: tuple[Pin, ...] = ()
+    bans: tuple[Ban, ...] = ()
 
 
 FREE = LayoutRules()
@@ -44,7 +57,9 @@ def permitted(
 
     A pin leaves the strategies along its axis alone; an op that cannot be split so stays free.
     """
-    left = [s for s in found if not s.axis or _is_allowed(axes.names[s.axis], rules)]
+    banned = {ban.axis for ban in rules.bans if _lies_in(op, ban.modules, graph)}
+    left = [s for s in found if not s.axis or _is_allowed(_name(s, axes), rules)]
+    left = [s for s in left if not s.axis or _name(s, axes) not in banned]
     for pin in rules.pins:
         if _lies_in(op, pin.modules, graph):
             pinned = [s for s in left if _name(s, axes) == pin.axis]
@@ -52,17 +67,60 @@ def permitted(
     return tuple(left)
 
 
-def check_rules(rules: LayoutRules, graph: Graph, axes: Axes) -> None:
-    """Raise InputError where a rule names an axis or a module that the model does not have."""
+def check_rules(rules: LayoutRules, graph: Graph, axes: Axes, layers: Layers) -> None:
+    """Raise InputError for an unknown axis or module, and for a rule that cannot be kept."""
     names = {name for name in axes.names.values() if not name.isdigit()}
-    named = [*rules.forbidden, *(rules.allowed or ()), *(pin.axis for pin in rules.pins)]
+    scoped = (*rules.pins, *rules.bans)
+    named = [*rules.forbidden, *(rules.allowed or ()), *(rule.axis for rule in scoped)]
     for name in named:
         if name and name not in axes.names.values():
             raise _unknown("axis", name, names)
     paths = {graph.calls[c].path for op in graph.ops for c in ancestors(op.call, graph.calls)}
+    for rule in scoped:
+        if not any(fnmatchcase(path, rule.modules) for path in paths):
+            raise _unknown("module", rule.modules, paths - {""})
+        _check_equal_layers(rule.modules, graph, layers)
     for pin in rules.pins:
-        if not any(fnmatchcase(path, pin.modules) for path in paths):
-            raise _unknown("module", pin.modules, paths - {""})
+        _check_axis(pin, graph, axes)
+
+
+def _check_equal_layers(modules: str, graph: Graph, layers: Layers) -> None:
+    """Refuse a rule that means some of the layers of a class: they have the same layouts."""
+    for layer_class in layers.classes:
+        meant = {
+            number: tuple(_lies_in(op, modules, graph) for op in layers.layers[number].ops)
+            for number in layer_class.layers
+        }
+        if len(set(meant.values())) > 1:
+            some = next(number for number in meant if any(meant[number]))
+            raise InputError(
+                f"{modules!r} means some of the {len(meant)} equal layers of class "
+                f"{layer_class.name}, which are all split alike",
+                where=graph.calls[layers.layers[some].call].path,
+                fix=f"name the module in all of them: {_in_all(modules)!r}",
+            )
+
+
+def _in_all(modules: str) -> str:
+    """Return a pattern with its numbers opened: "h.3.mlp" becomes "h.*.mlp"."""
+    return ".".join("*" if part.isdecimal() else part for part in modules.split("."))
+
+
+def _check_axis(pin: Pin, graph: Graph, axes: Axes) -> None:
+    """Refuse a pin along an axis that no tensor in its modules has."""
+    if not pin.axis:
+        return
+    ops = [op for op in graph.ops if _lies_in(op, pin.modules, graph)]
+    tensors = {name for op in ops for name in (*op.inputs, *op.outputs)}
+    have = {
+        axes.names[leaf.name] for name in tensors for dim in axes.dims[name] for leaf in leaves(dim)
+    }
+    if pin.axis not in have:
+        there = ", ".join(sorted(name for name in have if not name.isdigit()))
+        raise InputError(
+            f"nothing in {pin.modules!r} can be split along {pin.axis}: it has no such axis",
+            expected=f"one of {there}" if there else "",
+        )
 
 
 def _is_allowed(name: str, rules: LayoutRules) -> bool:

@@ -103,7 +103,7 @@ class LayoutProgram:
         time_limit_seconds: float = 60.0,
         solver: SolverName | None = None,
     ) -> None:
-        check_rules(place.rules, place.graph, place.axes)
+        check_rules(place.rules, place.graph, place.axes, place.layers)
         self._place = place
         self._slots = place.slots or find_slots(place.graph, place.axes, place.layers)
         self._problem = build_problem(replace(place, slots=self._slots))

@@ -66,7 +66,7 @@ def validate_rows(
                 outcomes.append(outcome_of(predict_row(row, zoo, constants)))
             except AutoparError as error:
                 reason = error.found
-            except Exception as error:  # noqa: BLE001  one row must not lose all others
+            except Exception as error:  # one row must not lose all the others
                 reason = f"a fault of autopar: {type(error).__name__}: {error}"
         if reason:
             skipped.append(Skipped(row=row, reason=reason))

@@ -149,8 +149,8 @@ def _divided(
 def _rules(found: Traced, *, is_sequence_parallel: bool) -> LayoutRules:
     names = set(found.axes.names.values())
     pins = [Pin(modules=modules, axis=axis) for modules, axis in _PINS[found.shape.file]]
-    if found.shape.kv_heads < found.shape.heads:
-        pins = [Pin(modules=p.modules, axis="kv_heads") if p.axis == "heads" else p for p in pins]
+    heads = next(axis for axis in ("kv_heads", "heads", "group") if axis in names)
+    pins = [Pin(modules=p.modules, axis=heads) if p.axis == "heads" else p for p in pins]
     if is_sequence_parallel:
         pins += [Pin(modules=norm, axis="seq") for norm in _NORMS[found.shape.file]]
     forbidden = {"batch", "positions"} if is_sequence_parallel else {"batch", "positions", "seq"}

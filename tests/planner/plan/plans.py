@@ -8,6 +8,7 @@ from typing import Any
 
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.axes.terms import leaves
+from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.prediction import (
     Arrangement,
     CommunicationTerm,
@@ -40,6 +41,7 @@ from autopar.planner.plan.plan import (
     RunnerUp,
     Stage,
 )
+from autopar.planner.plan.settings import declare
 from autopar.planner.precision import Precision
 from tests.planner.subjects import zoo_graph
 
@@ -230,7 +232,7 @@ def small_plan(name: str = "mnist.py", *, pipeline: int = 1, **changes: Any) -> 
         model=model(graph, name),
         machines=machines(2 * pipeline),
         objective="step-time",
-        constraints=("at most tp=2 (--max-tp)",),
+        constraints=(declare("limits.tp", "2", origin="--max-tp", where="--max-tp"),),
         arrangement=arrangement(pipeline=pipeline),
         stages=stages_of(layers, pipeline),
         layouts=whole_layouts(layers),
@@ -242,6 +244,7 @@ def small_plan(name: str = "mnist.py", *, pipeline: int = 1, **changes: Any) -> 
         prediction=prediction(pipeline),
         proof=proof(),
         runners_up=(runner_up(),),
+        cluster=choose_cluster(2 * pipeline, "h100-sxm"),
         graph=graph,
     )
     return replace(usual, **changes)

@@ -1,0 +1,49 @@
+"""`autopar dryrun`: the memory and the messages of one rank of the script, beside the plan's."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from typing import Annotated
+
+import typer
+
+from autopar.codegen.dry_running import DryRun, dry_run
+from autopar.commands.emit import PLAN
+from autopar.console import progress, results
+from autopar.planner.cluster.units import bytes_text
+from autopar.planner.plan.document import read_plan
+from autopar.tables import plain_table
+
+
+def dryrun(
+    plan: PLAN,
+    rank: Annotated[int, typer.Option("--rank", min=0, metavar="R", help="Which rank.")] = 0,
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Run the script's own code for one rank, without computing, at the full number of ranks.
+
+    Example: autopar dryrun out/plan.json --rank 3
+    """
+    found = read_plan(plan)
+    folder = plan if plan.is_dir() else plan.parent
+    with progress(f"running rank {rank} of {found.arrangement.ranks} without computing"):
+        report = dry_run(found, folder, rank=rank)
+    if as_json:
+        print(json.dumps({**asdict(report), "error": report.error}, indent=2))
+        return
+    _tell(report)
+
+
+def _tell(report: DryRun) -> None:
+    memory = plain_table(f"Memory of rank {report.rank} at its peak", "", "bytes", left=1)
+    for name, size in sorted(report.peak_bytes_by_category.items(), key=lambda item: -item[1]):
+        memory.add_row(name, bytes_text(size))
+    memory.add_row("in all", bytes_text(report.peak_bytes))
+    memory.add_row("predicted", f"{bytes_text(report.predicted_bytes)} ({report.error:+.1%})")
+    results().print(memory)
+    sent = plain_table("Collectives of one step", "", "ranks", "bytes", "count", left=1)
+    for one in report.collectives:
+        figures = (str(one["ranks"]), bytes_text(one["bytes"]), f"{one['count']:,}")
+        sent.add_row(one["kind"], *figures)
+    results().print(sent)

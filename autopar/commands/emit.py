@@ -1,0 +1,66 @@
+"""`autopar emit`: the training script of a plan."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting, write_text
+from autopar.codegen.standalone import write_standalone
+from autopar.console import results
+from autopar.planner.errors import ExitCode, InputError
+from autopar.planner.plan.document import read_plan
+
+PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
+
+
+def emit_script(
+    plan: PLAN,
+    output: Annotated[
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Else train.py beside the plan."),
+    ] = None,
+    check: Annotated[
+        bool, typer.Option("--check", help="Write nothing; say whether the script is up to date.")
+    ] = False,
+    force: Annotated[
+        bool, typer.Option("--force", help="Overwrite a script that was changed by hand.")
+    ] = False,
+    standalone: Annotated[
+        bool,
+        typer.Option("--standalone", help="A folder that needs torch and the model file alone."),
+    ] = False,
+) -> None:
+    """Write the training script of a plan.
+
+    Example: autopar emit out/plan.json -o train.py
+    """
+    found = read_plan(plan)
+    beside = plan if plan.is_dir() else plan.parent
+    if standalone:
+        if check:
+            raise InputError("--check and --standalone do not go together")
+        folder = output if output is not None else beside / "standalone"
+        path = write_standalone(found, folder, beside, force=force)
+        results().print(f"Written: {path}", markup=False)
+        return
+    path = output if output is not None else beside / FILE_NAME
+    if check:
+        _check(path, emit(found, destination=path, folder=beside))
+        return
+    if not force:
+        refuse_overwriting(path)
+    write_text(path, emit(found, destination=path, folder=beside))
+    results().print(f"Written: {path}", markup=False)
+
+
+def _check(path: Path, expected: str) -> None:
+    """Leave with 1 where the file is not what the plan says."""
+    if not path.is_file():
+        raise InputError(f"there is no script {path}", fix=f"autopar emit … -o {path}")
+    if path.read_text(encoding="utf-8") != expected:
+        results().print(f"{path} is not the script of this plan", markup=False)
+        raise typer.Exit(int(ExitCode.NEGATIVE))
+    results().print(f"{path} is the script of this plan", markup=False)

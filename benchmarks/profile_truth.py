@@ -1,0 +1,195 @@
+"""Compares what is predicted from a profile with what this machine does.
+
+    python benchmarks/profile_truth.py [--turns 3] [--budget 6] [-o FILE]
+
+Five zoo models on one process: each is profiled, planned for one CPU with the profile, and its step
+is run as plain PyTorch (forward, backward, fused AdamW, zero_grad). Then two gloo processes: the
+all-reduces of each model's gradients, and the collectives of its best plan with two tensor ranks.
+Profiles and runs take turns. A step is the median of the lone computing thread's own time, which
+is the wall's on a machine that nobody else uses; the quickest step by the wall stands beside it.
+"""
+
+import argparse
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from autopar.commands.plan import make_plan
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.layers import find_layers
+from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.plan import Plan
+from autopar.planner.precision import Precision
+from autopar.planner.profile.measured import MeasuredFile
+from autopar.planner.profile.profile import Request, place_at_hand, profile, threads_as_in_training
+from autopar.planner.trace import trace
+from autopar.planner.trace.build import build
+from benchmarks.profile_truth_collectives import CollectiveRow, collective_rows
+
+ZOO = Path(__file__).parents[1] / "models_zoo"
+RESULT = Path(__file__).parent / "results" / "profile_truth.md"
+STEPS = 8  # of one turn, after two that warm up
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model of the zoo and the rows of its batch."""
+
+    file: str
+    arguments: tuple[str, ...]
+    batch: int
+
+    @property
+    def spec(self) -> str:
+        """The model as on a command line."""
+        return str(ZOO / self.file)
+
+
+CASES = (
+    Case(file="gpt2.py", arguments=("layers=2", "dim=256", "seq_len=128"), batch=8),
+    Case(file="bert.py", arguments=("layers=4",), batch=16),
+    Case(file="resnet.py", arguments=("size=tiny",), batch=32),
+    Case(file="t5.py", arguments=("size=tiny",), batch=16),
+    Case(file="mnist.py", arguments=("hidden=1024",), batch=1024),
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepRow:
+    """One model's step, as predicted and as run."""
+
+    case: Case
+    predicted_seconds: float
+    measured_seconds: float
+    quickest_seconds: float  # by the wall
+    provenance: str  # of the computing
+
+    @property
+    def error(self) -> float:
+        """Return by which share the prediction is off."""
+        return self.predicted_seconds / self.measured_seconds - 1
+
+
+def step_row(case: Case, *, turns: int, budget_seconds: float) -> tuple[StepRow, MeasuredFile]:
+    """Profile and run a model in turns; the prediction is the median of those of all profiles."""
+    model_file = load_model_file(case.spec, case.arguments)
+    runs: list[tuple[float, float]] = []
+    plans: list[Plan] = []
+    for _ in range(turns):
+        measured = profiled(model_file, case, budget_seconds)
+        plans.append(planned(case, measured))
+        runs += steps(model_file, case)
+    row = StepRow(
+        case=case,
+        predicted_seconds=median(plan.prediction.step_seconds for plan in plans),
+        measured_seconds=median(own for own, _ in runs),
+        quickest_seconds=min(wall for _, wall in runs),
+        provenance=next(
+            term.provenance for term in plans[-1].prediction.terms if term.name == "compute"
+        ).value,
+    )
+    return row, measured
+
+
+def profiled(model_file: ModelFile, case: Case, budget_seconds: float) -> MeasuredFile:
+    """Return the measurements of a model at its batch."""
+    graph = trace(model_file)
+    axes = infer_axes(graph)
+    request = Request(
+        batches=(case.batch,),
+        degrees=(1,),
+        precision=Precision.FP32,
+        total_seconds=budget_seconds,
+        op_seconds=budget_seconds / 4,
+    )
+    return profile(graph, axes, find_layers(graph, axes), request).measured
+
+
+def planned(case: Case, measured: MeasuredFile) -> Plan:
+    """Return the plan of one CPU with the whole batch at once."""
+    wanted = {"global_batch": str(case.batch), "precision": "fp32"}
+    constraints = gathered_constraints([f"microbatch={case.batch}"], wanted, None)
+    return make_plan(
+        case.spec,
+        case.arguments,
+        choose_cluster(1, "cpu"),
+        constraints,
+        time_limit_seconds=None,
+        measured=measured,
+    )
+
+
+def steps(model_file: ModelFile, case: Case) -> list[tuple[float, float]]:
+    """Run training steps; return each one's seconds of the thread and of the wall."""
+    with threads_as_in_training(place_at_hand()):
+        torch.set_num_threads(1)
+        subject = build(model_file, device="cpu", dtype=None, batch_size=case.batch)
+        optimizer = torch.optim.AdamW(subject.step.parameters(), fused=True)
+        taken: list[tuple[float, float]] = []
+        for _ in range(STEPS + 2):
+            own, wall = time.thread_time(), time.perf_counter()
+            subject.step.run(subject.batch).backward()  # type: ignore[no-untyped-call]
+            optimizer.step()
+            optimizer.zero_grad()
+            taken.append((time.thread_time() - own, time.perf_counter() - wall))
+    return taken[2:]
+
+
+def report(steps_: Sequence[StepRow], collectives: Sequence[CollectiveRow]) -> Iterator[str]:
+    """Yield the lines of the result."""
+    yield "# Predicted from a profile, and measured\n"
+    yield f"Written by `benchmarks/profile_truth.py`, torch {torch.__version__}, one thread.\n"
+    yield "## One process: seconds of a step\n"
+    yield "| model | batch | predicted | measured | error | quickest by the wall | computing is |"
+    yield "|---|---|---|---|---|---|---|"
+    for row in steps_:
+        name = f"{row.case.file} {' '.join(row.case.arguments)}"
+        yield (
+            f"| {name} | {row.case.batch} | {seconds_text(row.predicted_seconds)} "
+            f"| {seconds_text(row.measured_seconds)} | {row.error:+.1%} "
+            f"| {seconds_text(row.quickest_seconds)} | {row.provenance} |"
+        )
+    middle = median(abs(row.error) for row in steps_)
+    yield f"\nmedian error {middle:.1%}, worst {max(abs(row.error) for row in steps_):.1%}\n"
+    yield "## Two gloo processes: seconds of collectives\n"
+    yield "| model | what for | collective | payload | predicted | measured | error |"
+    yield "|---|---|---|---|---|---|---|"
+    for one in collectives:
+        yield (
+            f"| {one.model} | {one.reason} | {one.collective} | {bytes_text(one.payload_bytes)} "
+            f"| {seconds_text(one.predicted_seconds)} | {seconds_text(one.measured_seconds)} "
+            f"| {one.error:+.1%} |"
+        )
+    within = sum(abs(one.error) <= 0.25 for one in collectives)
+    off = median(abs(one.error) for one in collectives)
+    yield f"\nmedian error {off:.1%}; {within} of {len(collectives)} within 25 %"
+
+
+def main() -> None:
+    """Measure, print and keep the result."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+    parser.add_argument("--turns", type=int, default=3)
+    parser.add_argument("--budget", type=float, default=6.0, help="seconds of one profile")
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
+    options = parser.parse_args()
+    rows = []
+    for case in CASES:
+        row, _ = step_row(case, turns=options.turns, budget_seconds=options.budget)
+        print(f"{case.file}: {row.error:+.1%}", flush=True)
+        rows.append(row)
+    models = [(case.spec, case.arguments, case.batch) for case in CASES]
+    text = "\n".join(report(rows, collective_rows(models))) + "\n"
+    options.output.parent.mkdir(parents=True, exist_ok=True)
+    options.output.write_text(text, encoding="utf-8")
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,66 @@
+"""Turns a plan into the text of its training script."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from autopar.codegen.check import check_script
+from autopar.codegen.checksum import is_unchanged, with_checksum
+from autopar.codegen.render import render
+from autopar.codegen.subject import subject_of
+from autopar.codegen.view import script_view
+from autopar.planner.errors import InputError
+from autopar.planner.plan.plan import Plan
+
+FILE_NAME = "train.py"
+
+
+def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
+    """Return the script of a plan as it will stand at `destination`.
+
+    A relative path of the model file is seen from here, or else from `folder`, where the plan lies.
+    """
+    place = destination.resolve()
+    subject = subject_of(plan, place.parent if folder is None else folder)
+    view = script_view(plan, subject, place)
+    script = render(view)
+    check_script(script)
+    return with_checksum(script, plan.autopar)
+
+
+def refuse_overwriting(path: Path) -> None:
+    """Refuse to write over what is not a script of ours as it was written."""
+    if not path.exists():
+        return
+    try:
+        is_ours = is_unchanged(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError):
+        is_ours = False
+    if not is_ours:
+        raise InputError(
+            "a file that autopar did not write, or that was changed since, is in the way",
+            where=str(path),
+            fix="choose another name with -o, or overwrite it with --force",
+        )
+
+
+def write_script(
+    plan: Plan, folder: Path, *, force: bool = False, model_folder: Path | None = None
+) -> Path:
+    """Write train.py of a plan into a folder, and return where it is."""
+    path = folder / FILE_NAME
+    if not force:
+        refuse_overwriting(path)
+    text = emit(plan, destination=path, folder=model_folder or folder)
+    write_text(path, text)
+    return path
+
+
+def write_text(path: Path, text: str) -> None:
+    """Write a file and the folder that it lies in."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        found = f"the script cannot be written: {error.strerror}"
+        raise InputError(found, where=str(path)) from None

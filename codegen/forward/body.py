@@ -1,0 +1,284 @@
+"""Turns the ops of one printed call into lines: what each computes, in the order they stand."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.codegen.forward import conversions, special
+from autopar.codegen.forward.calls import LOSS
+from autopar.codegen.forward.changes import RESULT_SIZES, is_random, is_split_random
+from autopar.codegen.forward.expressions import (
+    Expression,
+    Fact,
+    Held,
+    Level,
+    binary,
+    joined,
+    text,
+)
+from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
+from autopar.codegen.forward.literals import literal
+from autopar.codegen.forward.module_calls import call_line
+from autopar.codegen.forward.opening import Opening
+from autopar.codegen.forward.operations import Place, base_name, gives_many, printed
+from autopar.codegen.forward.owned import NeedsInlineError, Owner
+from autopar.codegen.forward.sizes import Sizes, whole_sizes
+from autopar.planner.errors import InputError
+from autopar.planner.extent import Extent
+from autopar.planner.graph import Op, Origin, Ref, Value
+from autopar.planner.layouts import WHOLE, Layout
+
+
+class BodyBuilder:
+    """Builds the body of one call from its ops; values that come in are bound first."""
+
+    def __init__(self, opening: Opening, scope: str, *, axis: str = "self.tensor") -> None:
+        self.opening, self.scope = opening, scope
+        self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
+        self.owner = Owner(self.split, "" if scope == LOSS else self.graph.calls[scope].path)
+        self.axis = text(axis)
+        self.sizes = Sizes(self.split, self.axis)
+        self.have: dict[str, Layout] = {}
+        self.same: dict[Held, Held] = {}  # results of ops that do nothing
+        self.defined: set[Held] = set()
+        self.arguments: dict[Held, str] = {}
+        self.lines: list[Line] = []
+        self.unpacked: set[str] = set()  # arguments that are containers
+        self.called: set[str] = set()
+        self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
+        self.written = {
+            self.graph.tensors[name].storage
+            for op in self.tree.ops.get(scope, ())
+            for name in op.writes
+        }
+
+    # --- what comes in ---------------------------------------------------------------------------
+
+    def bind(self, held: Held, name: str) -> None:
+        """Have a value from outside under a name."""
+        if held.tensor not in self.have:
+            self.arguments[held] = name
+            self.define(held)
+            self.sizes.add_argument(held)
+
+    def bind_pattern(self, pattern: Pattern, source: str) -> None:
+        """Have the values inside a container from outside."""
+        new = [held for held in held_in(pattern) if held.tensor not in self.have]
+        if new:
+            self.unpacked.add(source.partition("[")[0])
+            self.lines.append(Line(results=pattern, expression=text(source), is_ordered=True))
+            for held in new:
+                self.define(held)
+
+    def define(self, held: Held) -> None:
+        """Have a value at hand from here on."""
+        self.have.setdefault(held.tensor, held.layout)
+        self.defined.add(held)
+        self.sizes.add(held)
+
+    def at_hand(self, tensor: str, need: Layout) -> Held | None:
+        """Return an input of an op as a value, None where it is something the module holds."""
+        value = self.value(tensor, need)
+        return value if isinstance(value, Held) else None
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def add(self, op: Op) -> None:
+        """Add an op, or the call of the module that hides it."""
+        unit = self.unit(op)
+        if unit is None:
+            self._add_op(op)
+        elif unit not in self.called:
+            self.called.add(unit)
+            line = call_line(unit, self)
+            self.lines.append(line)
+            for held in held_in(line.results):
+                self.define(held)
+
+    def unit(self, op: Op) -> str | None:
+        """Return the call directly below this body in which an op runs, None for its own ops."""
+        chain = self.tree.chain(op)
+        if self.scope not in chain:  # the loss, printed behind the model's own code
+            return None
+        below = chain[chain.index(self.scope) + 1 :]
+        return next((call for call in below if call not in self.opening.inlined), None)
+
+    def _add_op(self, op: Op) -> None:
+        if op.call != self.scope and op.call != LOSS and self.graph.calls[op.call].is_function:
+            record = self.graph.calls[op.call]
+            raise InputError(
+                f"{record.class_name} is a torch.autograd.Function in code that must be rewritten",
+                where=op.location,
+                fix="call it from a module of its own, or pin that module whole",
+            )
+        if self._is_nothing(op):
+            self.alias(op)
+            return
+        rewritten = special.rewritten(op, self)
+        expression = rewritten if rewritten is not None else printed(op, self.place(op))
+        made = tuple(map(self._made, op.outputs))
+        self.lines.append(
+            Line(
+                results=made if gives_many(op) else made[0],
+                expression=expression,
+                is_ordered=is_random(op) or bool(op.writes) or self.reads_written(op),
+                has_gradient=op.grad_enabled,
+                is_random=is_split_random(op, self.split),
+                hint=base_name(op.target),
+            )
+        )
+        for held in made:
+            self.define(held)
+
+    def alias(self, op: Op) -> None:
+        """Let the result of an op be another name for its input."""
+        source = self.value(op.inputs[0], self.split.need(op, 0), op)
+        if isinstance(source, Held):
+            made = self._made(op.outputs[0])
+            self.same[made] = source
+            self.have.setdefault(made.tensor, made.layout)
+            return
+        raise InputError(f"{op.name} only renames what the module holds", where=op.location)
+
+    def _is_nothing(self, op: Op) -> bool:
+        """Whether an op takes all of a dim."""
+        shape = self.graph.tensors[op.outputs[0]].shape
+        same = op.target == "aten.slice.Tensor" and self.graph.tensors[op.inputs[0]].shape == shape
+        return same and not self.reads_written(op)
+
+    def reads_written(self, op: Op) -> bool:
+        """Whether an op touches memory that this body writes to."""
+        tensors = self.graph.tensors
+        return any(tensors[name].storage in self.written for name in (*op.inputs, *op.outputs))
+
+    def _made(self, tensor: str) -> Held:
+        return Held(tensor, self.split.made(tensor))
+
+    # --- what steps use --------------------------------------------------------------------------
+
+    def value(self, tensor: str, need: Layout, op: Op | None = None) -> Expression:
+        """Return a tensor in the layout in which it is needed, converted first if it must be."""
+        known = self.graph.tensors[tensor]
+        if known.origin not in (Origin.OP, Origin.INPUT) and tensor not in self.have:
+            own = self.owner.tensor(tensor, op, self)
+            return conversions.convert_own(own, tensor, need, self)
+        if tensor not in self.have:
+            raise NeedsInlineError.for_tensor(tensor, self)
+        held = Held(tensor, self.have[tensor])
+        crossing = self.split.crossing.get(tensor)
+        layers = self.split.layer_of
+        is_used_outside = op is None or layers.get(tensor) != layers[op.name]
+        if crossing not in (None, held.layout, need) and is_used_outside:
+            assert crossing is not None
+            return self._converted(Held(tensor, crossing), Held(tensor, need), op)
+        return self._converted(held, Held(tensor, need), op)
+
+    def _converted(self, held: Held, wanted: Held, op: Op | None) -> Expression:
+        if held.layout == wanted.layout:
+            return self.same.get(held, held)
+        if held.layout != self.have[held.tensor]:
+            self.value(held.tensor, held.layout, op)
+        if wanted not in self.defined:
+            self.lines.append(self._conversion(held, wanted))
+            self.define(wanted)
+            self.sizes.add_converted(wanted)
+        return wanted
+
+    def _conversion(self, held: Held, wanted: Held) -> Line:
+        users = [o for o in self.tree.users.get(held.tensor, ()) if self._converts_for(o, wanted)]
+        source = self.same.get(held, held)
+        converted: Expression = conversions.convert(source, wanted, held, self)
+        if held.tensor in self.late_biases:
+            maker = self.tree.maker[held.tensor]
+            bias = self.owner.tensor(self.late_biases[held.tensor], maker, self)
+            converted = binary(converted, "+", bias, Level.SUM)
+        return Line(
+            results=wanted,
+            expression=converted,
+            reason=conversions.reason(held, wanted, users, self),
+        )
+
+    def _converts_for(self, op: Op, wanted: Held) -> bool:
+        return any(
+            name == wanted.tensor and wanted.layout in self.split.way(op, i)[1:]
+            for i, name in enumerate(op.inputs)
+        )
+
+    def inputs(self, op: Op) -> tuple[Expression, ...]:
+        """Return the inputs of an op in the layouts that it needs."""
+        return tuple(
+            self.value(name, self.split.need(op, i), op) for i, name in enumerate(op.inputs)
+        )
+
+    def place(self, op: Op) -> Place:
+        """Return what the printing of an op needs to know of its surroundings."""
+        return Place(
+            inputs=self.inputs(op),
+            training=self.owner.training(op),
+            dtype=self.dtype(),
+            device=self.device(),
+            sizes=self._sizes(op),
+            rate=self.owner.rate(op),
+        )
+
+    def dtype(self) -> Expression | None:
+        """Return the model's own floating type, as some value at hand has it."""
+        for held in self._at_hand():
+            if self.graph.tensors[held.tensor].dtype == "model":
+                return Fact(held, "dtype")
+        return self.owner.parameter_fact("dtype")
+
+    def device(self) -> Expression | None:
+        """Return the device, as some value at hand has it."""
+        held = next(self._at_hand(), None)
+        return Fact(held, "device") if held is not None else self.owner.parameter_fact("device")
+
+    def _at_hand(self) -> Iterator[Held]:
+        arguments = [held for held in self.sizes.seen if held in self.arguments]
+        yield from (*arguments, *(h for h in self.sizes.seen if h not in self.arguments))
+
+    def _sizes(self, op: Op) -> dict[str, Expression]:
+        """Return the arguments of an op that are sizes, read from shapes where that is possible."""
+        name = RESULT_SIZES.get(op.target)
+        if name is not None:
+            given = op.argument(name)
+            assert isinstance(given, tuple)
+            return {name: special.result_sizes(op, given, self)}
+        found: dict[str, Expression] = {}
+        for key, value in op.arguments:
+            if key == "end" and op.target == "aten.arange.default":
+                size = self.sizes.of_all(whole_sizes(self.split, op.outputs[0]))[0]
+                found[key] = size if size is not None else self._plain_size(value)
+            elif isinstance(value, Extent):
+                found[key] = self.sizes.whole(value)
+            elif isinstance(value, tuple) and any(isinstance(v, Extent) for v in value):
+                found[key] = joined(tuple(map(self._plain_size, value)))
+        return found | special.local_arguments(op, self)
+
+    def _plain_size(self, value: Value) -> Expression:
+        if isinstance(value, Extent):
+            return self.sizes.whole(value)
+        assert value is None or isinstance(value, (bool, int, float, str))
+        return literal(value)
+
+    # --- what goes out ---------------------------------------------------------------------------
+
+    def result(self, value: Value) -> Expression:
+        """Return what a call returns, in the layouts in which it leaves."""
+        if isinstance(value, Ref):
+            left = self.opening.leaves.get(value.tensor)
+            layout = self.have.get(value.tensor, self.split.made(value.tensor))
+            need = left[1] if left is not None and left[0] == self.scope else layout
+            if value.tensor == self.graph.loss:
+                need = WHOLE
+            return self.value(value.tensor, need)
+        if isinstance(value, tuple):
+            items = tuple(self.result(item) for item in value)
+            return joined(items)
+        if value is None or isinstance(value, (bool, int, float)):
+            return literal(value)
+        raise NeedsInlineError(self.scope, self.graph.calls[self.scope], reason=str(value))
+
+    def body(self, result: Expression | None) -> Body:
+        """Return what was built."""
+        return Body(arguments=dict(self.arguments), lines=tuple(self.lines), result=result)

@@ -1,0 +1,117 @@
+"""Tells which ops of a graph need other code than the user's under a split, and why."""
+
+from __future__ import annotations
+
+from autopar.codegen.forward.split import Split
+from autopar.planner.graph import Op, Origin, Value
+from autopar.planner.layouts import Kind, Layout
+
+# The argument that holds sizes of the result, and those that hold sizes along a dim of the input.
+RESULT_SIZES = {
+    "aten.view.default": "size",
+    "aten._unsafe_view.default": "size",
+    "aten.reshape.default": "shape",
+    "aten.expand.default": "size",
+    "aten.broadcast_to.default": "size",
+}
+PART_SIZES = frozenset(
+    {
+        "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default",
+        "aten.slice.Tensor", "aten.narrow.default", "aten.index.Tensor", "aten.unflatten.int",
+    }
+)  # fmt: skip
+VOCABULARY = frozenset({"aten.embedding.default"})
+LOSSES = frozenset({"aten.cross_entropy_loss.default"})
+CONVOLUTIONS = frozenset(
+    {"aten.conv1d.default", "aten.conv2d.default", "aten.conv2d.padding", "aten.conv3d.default"}
+)
+RANDOM = frozenset(
+    {
+        "aten.dropout.default", "aten.dropout_.default", "aten.feature_dropout.default",
+        "aten.alpha_dropout.default", "aten.rand_like.default", "aten.randn_like.default",
+        "aten.rand.default", "aten.randn.default", "aten.bernoulli.default",
+        "aten.bernoulli_.float", "aten.bernoulli.p", "aten.multinomial.default",
+        "aten.randint.low", "aten.randint.default", "aten.randperm.default",
+        "aten.uniform_.default", "aten.normal_.default", "aten.exponential_.default",
+        "aten.rrelu.default", "aten.lstm.input", "aten.gru.input",
+    }
+)  # fmt: skip
+
+
+def argument(op: Op, name: str) -> Value:
+    """Return an argument of an op, None where it has none of this name."""
+    return next((value for key, value in op.arguments if key == name), None)
+
+
+def is_split(layout: Layout) -> bool:
+    """Whether a layout is a split one."""
+    return layout.kind is Kind.SPLIT
+
+
+def is_random(op: Op) -> bool:
+    """Whether an op draws random numbers."""
+    if op.target in ("aten.dropout.default", "aten.dropout_.default"):
+        return bool(argument(op, "train")) and argument(op, "p") != 0.0
+    if op.target == "aten.scaled_dot_product_attention.default":
+        return argument(op, "dropout_p") != 0.0
+    return op.target in RANDOM
+
+
+def is_split_random(op: Op, split: Split) -> bool:
+    """Whether an op draws numbers that must differ from rank to rank."""
+    return is_random(op) and any(is_split(split.made(tensor)) for tensor in op.outputs)
+
+
+def is_changed(op: Op, split: Split) -> bool:
+    """Whether the op's own code is another under the split, its conversions aside."""
+    layout = split.ops.get(op.name)
+    if layout is None:
+        return False
+    return (
+        _has_local_size(op, split)
+        or is_vocabulary_split(op, split)
+        or has_local_groups(op, split)
+        or _converts_own_tensor(op, split)
+    )
+
+
+def is_vocabulary_split(op: Op, split: Split) -> bool:
+    """Whether an embedding, or a loss, is split along the vocabulary."""
+    if op.target in VOCABULARY:
+        weight = split.need(op, 0)
+        return is_split(weight) and weight.dim == 0
+    if op.target in LOSSES:
+        logits = split.need(op, 0)
+        return is_split(logits) and logits.dim == 1
+    return False
+
+
+def has_local_groups(op: Op, split: Split) -> bool:
+    """Whether the groups of a convolution or norm are split, so that a rank has fewer."""
+    channels = split.need(op, 0) if op.inputs else None
+    if channels is None or not is_split(channels) or channels.dim != 1:
+        return False
+    if op.target == "aten.group_norm.default":
+        return True
+    return op.target in CONVOLUTIONS and argument(op, "groups") != 1
+
+
+def _has_local_size(op: Op, split: Split) -> bool:
+    if op.target in RESULT_SIZES:
+        sizes = argument(op, RESULT_SIZES[op.target])
+        layout = split.made(op.outputs[0])
+        return is_split(layout) and isinstance(sizes, tuple) and sizes[layout.dim] != -1
+    if op.target in PART_SIZES:
+        layout, dim = split.need(op, 0), argument(op, "dim")
+        rank = len(split.graph.tensors[op.inputs[0]].shape)
+        return is_split(layout) and isinstance(dim, int) and dim % rank == layout.dim
+    return False
+
+
+def _converts_own_tensor(op: Op, split: Split) -> bool:
+    """Whether a parameter, buffer or constant is converted, which only this code can do."""
+    return any(
+        split.made(name) != split.need(op, i)
+        for i, name in enumerate(op.inputs)
+        if split.graph.tensors[name].origin not in (Origin.OP, Origin.INPUT)
+    )

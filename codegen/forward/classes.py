@@ -1,0 +1,222 @@
+"""Prints the body of a call as a subclass of its module's class."""
+
+from __future__ import annotations
+
+import inspect
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.codegen.forward.body import BodyBuilder
+from autopar.codegen.forward.changes import is_split
+from autopar.codegen.forward.expressions import Expression, Held
+from autopar.codegen.forward.identifiers import comment, is_identifier, string
+from autopar.codegen.forward.lines import Body, Pattern, tuple_of
+from autopar.codegen.forward.modules import Argument, Module
+from autopar.codegen.forward.opening import Opening
+from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.codegen.forward.wrapping import wrapped_definition
+from autopar.codegen.forward.writer import Style, written
+from autopar.planner.errors import InputError
+from autopar.planner.graph import Ref, Value, refs
+
+_KINDS = inspect.Parameter
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Printed:
+    """The forward of an opened call: its source, and whether it uses the tensor axis."""
+
+    lines: tuple[str, ...]
+    uses_axis: bool
+
+
+def printed_forward(opening: Opening, call: str) -> Printed:
+    """Return the forward of an opened call, with the signature of the original."""
+    record = opening.split.graph.calls[call]
+    module = opening.split.modules[record.path]
+    builder = BodyBuilder(opening, call)
+    for name, value in bound(module, record.arguments, record.keywords):
+        _bind(builder, name, value)
+    for op in opening.tree.ops.get(call, ()):
+        builder.add(op)
+    body = builder.body(returned(builder, record.result))
+    return forward(module, body, builder, _signature(module), docstring=_does(module))
+
+
+def returned(builder: BodyBuilder, value: Value) -> Expression:
+    """Return the result of a call; a tuple stands in a return without brackets."""
+    if _is_mapping(value):
+        record = builder.graph.calls[builder.scope]
+        raise NeedsInlineError(builder.scope, record, reason="its result is no plain tuple")
+    if isinstance(value, tuple) and len(value) > 1:
+        return tuple_of([builder.result(item) for item in value])
+    return builder.result(value)
+
+
+def _is_mapping(value: Value) -> bool:
+    return (
+        isinstance(value, tuple)
+        and bool(value)
+        and all(
+            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
+            for item in value
+        )
+    )
+
+
+def forward(
+    module: Module,
+    body: Body,
+    builder: BodyBuilder,
+    signature: Sequence[str],
+    *,
+    docstring: str,
+    slice_text: str | None = None,
+) -> Printed:
+    """Return the lines of a forward, indented as a method."""
+    annotations = {a.name: a.annotation for a in module.arguments}
+    typed = frozenset(
+        name for name in body.arguments.values() if annotations.get(name, "Tensor") != "Any"
+    )
+    style = Style(
+        typed=typed,
+        returns=module.returns,
+        axis="self.tensor",
+        indent=8,
+        slice_text=slice_text,
+    )
+    lines = written(body, builder.owner, style)
+    text = "\n".join(lines)
+    names = [argument for argument in (_name(s) for s in signature) if argument]
+    bound_names = {*body.arguments.values(), *builder.unpacked}
+    used = [n for n in names if n in bound_names and re.search(rf"\b{n}\b", text)]
+    unused = [name for name in names if name not in used and name != "_"]
+    maybe = [name for name in used if annotations.get(name, "").endswith(" | None")]
+    opening = [f"        del {', '.join(unused)}"] if unused else []
+    opening += [f"        assert {name} is not None" for name in maybe]
+    head = wrapped_definition("forward", ["self", *signature], module.returns, indent=4)
+    return Printed(
+        lines=(*head, f'        """{docstring}"""', *opening, *lines),
+        uses_axis="self.tensor" in text,
+    )
+
+
+def _name(declared: str) -> str:
+    name = declared.split(":")[0].strip().lstrip("*")
+    return name if is_identifier(name) else ""
+
+
+def _does(module: Module) -> str:
+    return f"Do what {module.class_name} does, on this rank's share."
+
+
+def _signature(module: Module) -> list[str]:
+    """Return the arguments of a forward as they are declared, with `/` and `*` between them."""
+    declared: list[str] = []
+    kinds = [argument.kind for argument in module.arguments]
+    for position, argument in enumerate(module.arguments):
+        before = kinds[:position]
+        if argument.kind is _KINDS.KEYWORD_ONLY and not (
+            _KINDS.KEYWORD_ONLY in before or _KINDS.VAR_POSITIONAL in before
+        ):
+            declared.append("*")
+        declared.append(argument.text)
+        if argument.kind is _KINDS.POSITIONAL_ONLY and (
+            position + 1 == len(kinds) or kinds[position + 1] is not _KINDS.POSITIONAL_ONLY
+        ):
+            declared.append("/")
+    return declared
+
+
+def bound(
+    module: Module, arguments: Sequence[Value], keywords: Sequence[tuple[str, Value]]
+) -> list[tuple[str, Value]]:
+    """Return how a forward's code reaches each argument of a call: a name, or `kwargs["name"]`."""
+    positional = [
+        a
+        for a in module.arguments
+        if a.kind in (_KINDS.POSITIONAL_ONLY, _KINDS.POSITIONAL_OR_KEYWORD)
+    ]
+    found = [(a.name, value) for a, value in zip(positional, arguments, strict=False)]
+    rest = tuple(arguments[len(positional) :])
+    if rest:
+        found.append((_catching(module, _KINDS.VAR_POSITIONAL).name, rest))
+    named = {a.name for a in module.arguments if a.kind is not _KINDS.VAR_KEYWORD}
+    for name, value in keywords:
+        if name in named:
+            found.append((name, value))
+        else:
+            extra = _catching(module, _KINDS.VAR_KEYWORD).name
+            found.append((f"{extra}[{string(name)}]", value))
+    return found
+
+
+def _catching(module: Module, kind: inspect._ParameterKind) -> Argument:
+    for argument in module.arguments:
+        if argument.kind is kind:
+            return argument
+    raise InputError(f"{module.path} is called with arguments that its forward does not take")
+
+
+def _bind(builder: BodyBuilder, name: str, value: Value) -> None:
+    if isinstance(value, Ref):
+        tensor = value.tensor
+        if tensor not in builder.graph.tensors:
+            return  # nothing that the loss depends on
+        builder.bind(Held(tensor, builder.opening.entry(builder.scope, tensor)), name)
+    elif isinstance(value, tuple) and any(refs(value)):
+        if _is_mapping(value):
+            record = builder.graph.calls[builder.scope]
+            raise NeedsInlineError(builder.scope, record, reason=f"{name} is a mapping")
+        builder.bind_pattern(_pattern(builder, value), name)
+
+
+def _pattern(builder: BodyBuilder, value: Value) -> Pattern:
+    if isinstance(value, Ref):
+        layout = builder.opening.entry(builder.scope, value.tensor)
+        return Held(value.tensor, layout)
+    if isinstance(value, tuple):
+        return tuple(_pattern(builder, item) for item in value)
+    return None
+
+
+def class_source(
+    name: str, base: str, docstring: str, printed: Printed, *, fields: Sequence[str] = ()
+) -> str:
+    """Return a class with one method, and declarations of what the script sets on instances."""
+    lines = [f"class {name}({base}):", f'    """{docstring}"""', ""]
+    declared = [*(["tensor: Axis"] if printed.uses_axis else []), *fields]
+    if declared:
+        lines += [*(f"    {field}" for field in declared), ""]
+    return "\n".join([*lines, *printed.lines]) + "\n"
+
+
+def base_name(module: Module) -> str:
+    """Return the name of a class as the script imports it; refuse one that cannot be imported."""
+    if "<locals>" in module.import_path:
+        raise InputError(
+            f"the class of {module.path or 'the model'} is defined inside a function, "
+            "and the plan needs a subclass of it",
+            where=module.import_path,
+            fix="define the class at the top of its file",
+        )
+    return module.class_name
+
+
+def described(opening: Opening, path: str) -> str:
+    """Return a docstring's line: the class and the axes that are split in it."""
+    split, names = opening.split, dict[str, None]()
+    for call, record in split.graph.calls.items():
+        if record.path == path:
+            for op in opening.tree.ops.get(call, ()):
+                for layout in (split.made(tensor) for tensor in op.outputs):
+                    if is_split(layout):
+                        names[comment(split.axis_name(layout))] = None
+    base, listed = split.modules[path].class_name, [n for n in names if not n[0].isdigit()]
+    if not listed:
+        return f"{base} with code of its own."
+    if len(listed) > 4:
+        listed = [*listed[:3], "more"]
+    words = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"
+    return f"{base} with {words} split over the tensor axis."

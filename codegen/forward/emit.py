@@ -1,0 +1,142 @@
+"""Opens what a plan changes and prints it, opening more where a call cannot be printed as one."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, call_tree
+from autopar.codegen.forward.classes import (
+    Printed,
+    base_name,
+    class_source,
+    described,
+    printed_forward,
+)
+from autopar.codegen.forward.cutting import cut_calls, stage_of_ops
+from autopar.codegen.forward.imports import imports_of
+from autopar.codegen.forward.losses import printed_loss
+from autopar.codegen.forward.modules import Modules
+from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
+from autopar.codegen.forward.opening import Opening, open_calls
+from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.codegen.forward.split import Split, split_of
+from autopar.codegen.forward.stages import printed_stages
+from autopar.codegen.forward.targets import valid_targets
+from autopar.planner.errors import InputError
+from autopar.planner.plan.plan import Plan
+
+
+def opened_classes(plan: Plan, modules: Modules) -> Opened:
+    """Return the classes, stages and functions that the script of a plan defines."""
+    stages = sorted(plan.stages, key=lambda stage: stage.first)
+    return open_split(split_of(plan, modules), [stage.count for stage in stages])
+
+
+def open_split(split: Split, stages: Sequence[int], *, opened: Iterable[str] = ()) -> Opened:
+    """Return the same for a split graph, whose stages hold so many layers each."""
+    tree = call_tree(split.graph)
+    places = stage_of_ops(split, stages)
+    state = _State(
+        opened={*opened} | ({ROOT} if len(stages) > 1 else set()),
+        inlined=set(cut_calls(tree, places)),
+    )
+    while True:
+        try:
+            return _open(split, tree, places, state)
+        except NeedsInlineError as needed:
+            state.yield_to(needed, tree)
+
+
+@dataclass(slots=True, kw_only=True)
+class _State:
+    """What must be opened or inlined, as found so far."""
+
+    opened: set[str]
+    inlined: set[str]
+
+    def yield_to(self, needed: NeedsInlineError, tree: CallTree) -> None:
+        """Open a module whose call takes an object, or put its code into its caller's."""
+        key = needed.key
+        if key in (ROOT, LOSS):
+            raise InputError(f"the code of the model cannot be printed: {needed.reason}")
+        if needed.reason.startswith("<") and key not in self.opened | self.inlined:
+            self.opened.add(key)
+            return
+        if key in self.inlined:
+            raise InputError(
+                f"{key or 'the model'} cannot be printed: {needed.reason or 'it hides a tensor'}"
+            )
+        self.inlined.add(key)
+        self.opened.discard(key)
+        outer = [call for call in tree.chains[key][:-1] if call not in self.inlined]
+        self.opened.add(outer[-1])
+
+
+def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -> Opened:
+    opening = open_calls(split, tree, opened=sorted(state.opened), inlined=sorted(state.inlined))
+    printed = {
+        call: printed_forward(opening, call)
+        for call in tree.chains
+        if call in opening.opened and call not in (ROOT, LOSS)
+    }
+    _agree(printed, opening)
+    stages: tuple[Stage, ...] = ()
+    if ROOT in opening.opened:
+        stages = printed_stages(opening, places)
+    needs_loss = LOSS in opening.opened and not (stages and stages[-1].returns_loss)
+    loss = printed_loss(opening) if needs_loss else None
+    classes = tuple(_classes(printed, opening))
+    counts = valid_targets(split, tree)
+    sources = [c.source for c in (*classes, *(stage.cls for stage in stages))]
+    sources += [source for source in (loss, counts) if source is not None]
+    return Opened(
+        classes=classes,
+        stages=stages,
+        loss=loss,
+        valid_targets=counts,
+        imports=imports_of(sources),
+        inlined=opening.inlined,
+    )
+
+
+def _agree(printed: dict[str, Printed], opening: Opening) -> None:
+    """See to it that a module that is called several times has one forward that serves all."""
+    calls = opening.split.graph.calls
+    by_path: dict[str, list[str]] = defaultdict(list)
+    for call in opening.tree.chains:
+        if call not in (ROOT, LOSS) and call not in opening.inlined:
+            by_path[calls[call].path].append(call)
+    for keys in by_path.values():
+        sources = {printed[key].lines if key in printed else None for key in keys}
+        if len(sources) > 1:
+            key = next(key for key in keys if key in printed)
+            raise NeedsInlineError(key, calls[key], reason="its calls differ")
+
+
+def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedClass]:
+    """Return one class for all instances whose class and code are the same."""
+    calls, modules = opening.split.graph.calls, opening.split.modules
+    alike: dict[tuple[str, Printed], list[str]] = defaultdict(list)
+    for call, forward in printed.items():
+        path = calls[call].path
+        paths = alike[modules[path].import_path, forward]
+        if path not in paths:
+            paths.append(path)
+    taken: set[str] = set()
+    prefix = "TensorParallel" if opening.split.degree > 1 else "Opened"
+    for (import_path, forward), paths in alike.items():
+        module = modules[paths[0]]
+        base = base_name(module)
+        stem = f"{prefix}{base}"
+        name = next(n for n in (stem, *(f"{stem}{i}" for i in range(2, 999))) if n not in taken)
+        taken.add(name)
+        doc = described(opening, paths[0])
+        yield OpenedClass(
+            name=name,
+            base=import_path,
+            instances=tuple(paths),
+            source=class_source(name, base, doc, forward),
+            uses_axis=forward.uses_axis,
+        )

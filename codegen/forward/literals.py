@@ -1,0 +1,40 @@
+"""Turns plain values of the graph into Python literals."""
+
+from __future__ import annotations
+
+import math
+
+from autopar.codegen.forward.expressions import Expression, Form, Level, joined, text
+from autopar.codegen.forward.identifiers import string
+
+Plain = str | bool | int | float | None
+
+
+def literal(value: Plain) -> Form:
+    """Return a plain value as source."""
+    if isinstance(value, str):
+        return text(string(value))
+    if isinstance(value, float) and not math.isfinite(value):
+        sign = "-" if value < 0 else ""
+        return text(f'float("{sign}{"nan" if math.isnan(value) else "inf"}")')
+    negative = isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0
+    return text(repr(value), Level.SIGN if negative else Level.CALL)
+
+
+def literals(values: tuple[Plain, ...]) -> Form:
+    """Return plain values as a tuple."""
+    items: tuple[Expression, ...] = tuple(map(literal, values))
+    return joined(items)
+
+
+def nested(value: object) -> Form:
+    """Return nested tuples of plain values as nested lists, for torch.tensor."""
+    if isinstance(value, tuple):
+        inner = ", ".join(_text(nested(item)) for item in value)
+        return text(f"[{inner}]")
+    assert value is None or isinstance(value, (str, bool, int, float))
+    return literal(value)
+
+
+def _text(form: Form) -> str:
+    return "".join(part for part in form.parts if isinstance(part, str))

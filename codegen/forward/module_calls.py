@@ -1,0 +1,97 @@
+"""Prints the call of a module whose code stays its own, or stands in a class of its own."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar.codegen.forward.changes import is_random, is_split_random
+from autopar.codegen.forward.expressions import Expression, Form, Held, call, joined, text
+from autopar.codegen.forward.lines import Line, Pattern
+from autopar.codegen.forward.literals import literal
+from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.planner.extent import Extent
+from autopar.planner.graph import DType, Origin, Ref, Value
+
+if TYPE_CHECKING:
+    from autopar.codegen.forward.body import BodyBuilder
+
+
+def call_line(unit: str, body: BodyBuilder) -> Line:
+    """Return the call of a module that is called as a whole."""
+    record = body.graph.calls[unit]
+    ops = body.tree.ops.get(unit, ())
+    arguments = [("", _argument(value, unit, body)) for value in record.arguments]
+    arguments += [
+        (name, _argument(value, unit, body))
+        for name, value in record.keywords
+        if not _is_left_out(name, value, record.path, body)
+    ]
+    results = _pattern(record.result, unit, body)
+    target = Form(tuple(body.owner.path(record.path).parts), is_tensor=False)
+    positional = [value for name, value in arguments if not name]
+    keywords = tuple((name, value) for name, value in arguments if name)
+    draws = [op for op in ops if is_random(op) and not body.opening.cares_for(op, unit)]
+    return Line(
+        results=results,
+        expression=call(target, *positional, keywords=keywords, is_tensor=False),
+        is_ordered=any(is_random(op) for op in ops)
+        or any(op.writes or body.reads_written(op) for op in ops),
+        has_gradient=any(op.grad_enabled for op in ops),
+        is_random=any(is_split_random(op, body.split) for op in draws),
+        hint=record.path.rpartition(".")[2],
+        module=record.path,
+        arguments=tuple(arguments),
+    )
+
+
+def _is_left_out(name: str, value: Value, path: str, body: BodyBuilder) -> bool:
+    """Whether a keyword says what the signature says anyway."""
+    for argument in body.split.modules[path].arguments:
+        if argument.name == name:
+            is_object = isinstance(value, str) and value.startswith("<")
+            plain = value is None or isinstance(value, (bool, int, float))
+            return argument.default is not None and (
+                is_object or (plain and argument.default == repr(value))
+            )
+    return False
+
+
+def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:
+    if isinstance(value, Ref):
+        return _handed(value.tensor, unit, body)
+    if isinstance(value, tuple):
+        return joined(tuple(_argument(item, unit, body) for item in value))
+    if isinstance(value, Extent):
+        return body.sizes.whole(value)
+    if isinstance(value, DType):
+        own = body.dtype() if value.name == "model" else None
+        return own if own is not None else text(f"torch.{value.name}")
+    if isinstance(value, str) and value.startswith("<"):
+        if unit not in body.opening.opened:
+            raise NeedsInlineError(unit, body.graph.calls[unit], reason=value)
+        return literal(None)
+    return literal(value)
+
+
+def _handed(tensor: str, unit: str, body: BodyBuilder) -> Expression:
+    origin = body.graph.tensors[tensor].origin if tensor in body.graph.tensors else None
+    if origin is None:  # nothing that the loss depends on, so it is not computed at all
+        if unit not in body.opening.opened:
+            raise NeedsInlineError(unit, body.graph.calls[unit], reason=f"<{tensor}>")
+        return literal(None)
+    if origin in (Origin.OP, Origin.INPUT) and tensor not in body.have:
+        raise NeedsInlineError(unit, body.graph.calls[unit])
+    return body.value(tensor, body.opening.entry(unit, tensor))
+
+
+def _pattern(value: Value, unit: str, body: BodyBuilder) -> Pattern:
+    if isinstance(value, Ref):
+        maker = body.tree.maker.get(value.tensor)
+        if maker is None or not body.tree.is_inside(maker, unit):
+            return None
+        return Held(value.tensor, body.opening.arrives(value.tensor, body.scope))
+    if isinstance(value, tuple):
+        if value and all(isinstance(i, tuple) and i and isinstance(i[0], str) for i in value):
+            raise NeedsInlineError(unit, body.graph.calls[unit])
+        return tuple(_pattern(item, unit, body) for item in value)
+    return None

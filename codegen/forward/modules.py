@@ -1,0 +1,141 @@
+"""Turns a built model into what its printed subclasses need: class, signature, plain numbers."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, nn
+
+from autopar.codegen.forward.identifiers import is_identifier
+
+
+class Container(StrEnum):
+    """How the children of a module are reached."""
+
+    ATTRIBUTE = "attribute"
+    INDEX = "index"  # ModuleList, Sequential
+    KEY = "key"  # ModuleDict
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One parameter of a forward: its kind as inspect has it, its type and default as text."""
+
+    name: str
+    kind: inspect._ParameterKind
+    annotation: str
+    default: str | None
+
+    @property
+    def text(self) -> str:
+        """The argument as it stands in a def, without any marker before it."""
+        stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(self.kind.name, "")
+        declared = f"{stars}{self.name}: {self.annotation}"
+        return declared if self.default is None else f"{declared} = {self.default}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A module of the user's model, as far as source text about it needs to know."""
+
+    path: str
+    import_path: str
+    class_name: str
+    arguments: tuple[Argument, ...]
+    returns: str
+    container: Container
+    numbers: tuple[tuple[str, int | float], ...]
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the class is PyTorch's own."""
+        return self.import_path.startswith("torch.")
+
+
+Modules = Mapping[str, Module]
+
+
+def modules_of(model: nn.Module) -> Modules:
+    """Return what is known of every module of a model, by path; the root's path is ""."""
+    signatures: dict[type, tuple[tuple[Argument, ...], str]] = {}
+    found: dict[str, Module] = {}
+    for path, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        if kind not in signatures:
+            signatures[kind] = _signature(kind)
+        arguments, returns = signatures[kind]
+        found[path] = Module(
+            path=path,
+            import_path=f"{kind.__module__}.{kind.__qualname__}",
+            class_name=kind.__name__,
+            arguments=arguments,
+            returns=returns,
+            container=_container(module),
+            numbers=tuple(_numbers(module)),
+        )
+    return found
+
+
+def _signature(kind: type[nn.Module]) -> tuple[tuple[Argument, ...], str]:
+    signature = inspect.signature(kind.forward)
+    arguments = tuple(
+        Argument(
+            name=parameter.name,
+            kind=parameter.kind,
+            annotation=_annotation(parameter.annotation),
+            default=_default(parameter.default),
+        )
+        for parameter in list(signature.parameters.values())[1:]
+    )
+    return arguments, _annotation(signature.return_annotation)
+
+
+_PLAIN = {
+    "Tensor": "Tensor", "torch.Tensor": "Tensor", "int": "int", "float": "float", "bool": "bool",
+    "str": "str", "None": "None",
+}  # fmt: skip
+
+
+def _annotation(annotation: Any) -> str:
+    """Return a type that needs no import of the user's, or Any."""
+    if annotation is Tensor:
+        return "Tensor"
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = text.strip().strip("'\"")
+    if text.startswith(("tuple[", "Tuple[")) and text.endswith("]"):
+        parts = [_plain_union(part) for part in text[6:-1].split(",")]
+        return "Any" if "Any" in parts else f"tuple[{', '.join(parts)}]"
+    if text.startswith(("Optional[", "typing.Optional[")) and text.endswith("]"):
+        text = f"{text[text.index('[') + 1 : -1]} | None"
+    return _plain_union(text)
+
+
+def _plain_union(text: str) -> str:
+    parts = [_PLAIN.get(part.strip(), "Any") for part in text.split("|")]
+    return "Any" if "Any" in parts else " | ".join(parts)
+
+
+def _default(value: Any) -> str | None:
+    if value is inspect.Parameter.empty:
+        return None
+    if isinstance(value, str):
+        return ascii(value).replace("'", '"') if '"' not in value else ascii(value)
+    return repr(value) if isinstance(value, (bool, int, float, type(None))) else "..."
+
+
+def _container(module: nn.Module) -> Container:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return Container.INDEX
+    return Container.KEY if isinstance(module, nn.ModuleDict) else Container.ATTRIBUTE
+
+
+def _numbers(module: nn.Module) -> list[tuple[str, int | float]]:
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if type(value) in (int, float) and is_identifier(name) and not name.startswith("_")
+    ]

@@ -1,0 +1,75 @@
+"""Turns a plan into the classes that a script must define: opened modules, stages, loss, counts."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.codegen.forward.modules import Modules
+from autopar.planner.extent import Extent
+from autopar.planner.layouts import Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpenedClass:
+    """A subclass of one of the model's classes, and the modules that take it.
+
+    `base` is the import path of the class; `source` names it by its last part. A class with
+    `uses_axis` has an attribute `tensor`, the tensor axis of the mesh, which the script sets.
+    """
+
+    name: str
+    base: str
+    instances: tuple[str, ...]
+    source: str
+    uses_axis: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Crossing:
+    """A tensor that one stage gives to the next; its shape is the whole one, before any split."""
+
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    layout: Layout
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Stage:
+    """The root's subclass for one pipeline stage (or for the whole model, where there is one).
+
+    Its forward takes `takes` by position and the batch by keyword, and returns `gives`; the last
+    one returns what the model returns, or the loss itself where `returns_loss`. `modules` are the
+    modules that it calls or reads; the script drops the others. `bounds` are attributes that
+    the script sets: stages of one form share one class and differ in these numbers.
+    """
+
+    cls: OpenedClass
+    takes: tuple[Crossing, ...]
+    gives: tuple[Crossing, ...]
+    returns_loss: bool
+    modules: tuple[str, ...]
+    parameters: tuple[str, ...]
+    bounds: tuple[tuple[str, int], ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """The source that a plan needs beside the user's own.
+
+    `stages` is empty where the root is called as it is. `loss` is the source of a function
+    `split_loss(outputs, batch, tensor)` where the loss must be split, None where the user's own
+    (or the model's) is right. `valid_targets` is the source of a function of the batch that counts
+    the targets in the mean of the loss, None where every row counts alike. `imports` are lines.
+    `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
+    """
+
+    classes: tuple[OpenedClass, ...]
+    stages: tuple[Stage, ...]
+    loss: str | None
+    valid_targets: str | None
+    imports: tuple[str, ...]
+    inlined: frozenset[str]
+
+
+__all__ = ["Crossing", "Modules", "Opened", "OpenedClass", "Stage"]

@@ -1,0 +1,140 @@
+"""How printed code of a module reaches what the module holds: children, parameters, settings."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from autopar.codegen.forward.calls import LOSS
+from autopar.codegen.forward.changes import argument
+from autopar.codegen.forward.expressions import Expression, Form, Held, call, text
+from autopar.codegen.forward.identifiers import is_identifier, string
+from autopar.codegen.forward.literals import nested
+from autopar.codegen.forward.modules import Container
+from autopar.codegen.forward.split import Split
+from autopar.planner.errors import InputError
+from autopar.planner.graph import Call, Op, Origin
+
+if TYPE_CHECKING:
+    from autopar.codegen.forward.body import BodyBuilder
+
+
+class NeedsInlineError(Exception):
+    """A call cannot be printed as a call: its code must stand in its caller's."""
+
+    def __init__(self, key: str, record: Call, *, reason: str = "") -> None:
+        super().__init__(key)
+        self.key, self.record, self.reason = key, record, reason
+
+    @staticmethod
+    def for_tensor(tensor: str, body: BodyBuilder) -> NeedsInlineError:
+        """Return which call hides a tensor from a body."""
+        maker = body.tree.maker.get(tensor)
+        chain = body.tree.chain(maker) if maker is not None else ()
+        key = body.scope
+        if body.scope in chain:
+            below = chain[chain.index(body.scope) + 1 :]
+            key = next(c for c in below if c not in body.opening.inlined)
+        if key == LOSS or not key:
+            raise InputError(f"{tensor} is not at hand where the code of the model needs it")
+        return NeedsInlineError(key, body.graph.calls[key])
+
+
+class Owner:
+    """The module whose code is printed, under the name `self`."""
+
+    def __init__(self, split: Split, path: str) -> None:
+        self.split, self.root = split, path
+
+    def path(self, path: str) -> Form:
+        """Return the expression for a module inside this one."""
+        return text(f"self{self.steps(path)}")
+
+    def steps(self, path: str) -> str:
+        """Return how a module inside this one is reached from it."""
+        inside = path.removeprefix(self.root).removeprefix(".")
+        at, steps = self.root, ""
+        for name in inside.split(".") if inside else ():
+            module = self.split.modules.get(at)
+            container = module.container if module is not None else Container.ATTRIBUTE
+            if container is Container.INDEX and name.isdigit():
+                steps += f"[{int(name)}]"
+            elif container is Container.KEY:
+                steps += f"[{string(name)}]"
+            elif is_identifier(name):
+                steps += f".{name}"
+            else:
+                steps += f".get_submodule({string(name)})"
+            at = f"{at}.{name}" if at else name
+        return steps
+
+    def holds(self, name: str) -> bool:
+        """Whether a parameter or buffer lies in this module."""
+        return not self.root or name.startswith(f"{self.root}.")
+
+    def tensor(self, name: str, op: Op | None, body: BodyBuilder) -> Expression:
+        """Return a parameter, buffer or constant as code of this module reaches it."""
+        graph = self.split.graph
+        if graph.tensors[name].origin is Origin.CONSTANT and name in graph.constants:
+            values = graph.constants[name].values
+            if values is not None:
+                return self._constant(name, body)
+        best = self.name_near(name, op)
+        if not self.holds(best):
+            raise NeedsInlineError.for_tensor(name, body)
+        owner, _, leaf = best.rpartition(".")
+        if not is_identifier(leaf):
+            return text(f"self.get_parameter({string(best.removeprefix(self.root).strip('.'))})")
+        return text(f"self{self.steps(owner)}.{leaf}")
+
+    def name_near(self, name: str, op: Op | None) -> str:
+        """Return the name of a parameter, tied ones having several, in or near an op's module."""
+        graph = self.split.graph
+        tied = next((p for p in graph.parameters if p.name == name), None)
+        names = (name, *tied.aliases) if tied is not None else (name,)
+        near = "" if op is None or op.call == LOSS else graph.calls[op.call].path
+        usable = [n for n in names if self.holds(n)]
+        return next((n for n in usable if near and n.startswith(f"{near}.")), (*usable, name)[0])
+
+    def _constant(self, name: str, body: BodyBuilder) -> Form:
+        tensor = self.split.graph.tensors[name]
+        dtype = body.dtype() if tensor.dtype == "model" else text(f"torch.{tensor.dtype}")
+        keywords = [(key, value) for key, value in (("dtype", dtype), ("device", body.device()))]
+        given = tuple((key, value) for key, value in keywords if value is not None)
+        values = nested(self.split.graph.constants[name].values)
+        return call("torch.tensor", values, keywords=given)
+
+    def training(self, op: Op) -> Form:
+        """Return whether the module trains, as its code asks it."""
+        return text("self.training" if op.call != LOSS else "True")
+
+    def rate(self, op: Op) -> Form | None:
+        """Return the module's own name for the dropout rate of an op, where it has one."""
+        rate = next(
+            (v for v in (argument(op, "p"), argument(op, "dropout_p")) if v is not None), None
+        )
+        name = self._number(op, "drop", rate) or self._number(op, "p", rate, exact=True)
+        return text(name) if name is not None else None
+
+    def _number(self, op: Op, word: str, value: object, *, exact: bool = False) -> str | None:
+        if op.call == LOSS or value is None:
+            return None
+        path = self.split.graph.calls[op.call].path
+        module = self.split.modules.get(path)
+        for name, number in module.numbers if module is not None else ():
+            if number == value and (name == word if exact else word in name):
+                return f"self{self.steps(path)}.{name}"
+        return None
+
+    def parameter_fact(self, what: str) -> Form | None:
+        """Return something of a parameter of this module: its type, its device."""
+        for parameter in self.split.graph.parameters:
+            for name in (parameter.name, *parameter.aliases):
+                owner, _, leaf = name.rpartition(".")
+                if self.holds(name) and is_identifier(leaf):
+                    return text(f"self{self.steps(owner)}.{leaf}.{what}")
+        return None
+
+
+def is_own(expression: Expression) -> bool:
+    """Whether an expression is something that the module holds."""
+    return isinstance(expression, Form) and not isinstance(expression, Held)

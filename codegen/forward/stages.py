@@ -1,0 +1,229 @@
+"""Prints the root's forward, whole or one part of it for each pipeline stage.
+
+Stages that differ only in which layers they hold share one class, whose `first` and `end` the
+script sets: a deep pipeline prints no more than one of three stages.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from autopar.codegen.forward.body import BodyBuilder
+from autopar.codegen.forward.calls import LOSS, ROOT
+from autopar.codegen.forward.classes import (
+    Printed,
+    base_name,
+    class_source,
+    described,
+    forward,
+    printed_forward,
+    returned,
+)
+from autopar.codegen.forward.cutting import Cutter, Part
+from autopar.codegen.forward.expressions import Expression, Held, pieces
+from autopar.codegen.forward.lines import tuple_of
+from autopar.codegen.forward.loops import Loop, rolled
+from autopar.codegen.forward.modules import Module
+from autopar.codegen.forward.opened import Crossing, OpenedClass, Stage
+from autopar.codegen.forward.opening import Opening
+from autopar.codegen.forward.owned import NeedsInlineError, Owner
+from autopar.planner.graph import Origin, refs
+from autopar.planner.layouts import WHOLE
+
+_POSITIONAL = ("x", "y", "z", "u", "v", "w")
+_BOUNDS = "self.first : self.end"
+
+
+def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[Stage, ...]:
+    """Return the root's classes: one where nothing is cut, else one for each stage."""
+    last = max(places.values())
+    if last == 0:
+        return (_whole(opening),)
+    printer = _Printer(opening, Cutter(opening, places, last))
+    drafts = [printer.draft(number) for number in range(last + 1)]
+    forms = Counter(draft.form for draft in drafts if draft.form is not None)
+    return tuple(
+        printer.stage(draft, is_shared=draft.form is not None and forms[draft.form] > 1)
+        for draft in drafts
+    )
+
+
+def _whole(opening: Opening) -> Stage:
+    """Return the whole root with its own signature."""
+    printed = printed_forward(opening, ROOT)
+    module = opening.split.modules[ROOT]
+    base = base_name(module)
+    name = f"TensorParallel{base}" if opening.split.degree > 1 else f"Opened{base}"
+    paths = tuple(path for path in opening.split.modules if path)
+    cls = OpenedClass(
+        name=name,
+        base=module.import_path,
+        instances=(ROOT,),
+        source=class_source(name, base, described(opening, ROOT), printed),
+        uses_axis=printed.uses_axis,
+    )
+    names = tuple(p.name for p in opening.split.graph.parameters)
+    names += tuple(b.name for b in opening.split.graph.buffers)
+    result = opening.split.graph.calls[ROOT].result
+    is_loss = opening.split.graph.loss in refs(result)
+    return Stage(cls=cls, takes=(), gives=(), returns_loss=is_loss, modules=paths, parameters=names)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Draft:
+    """One stage, printed with its layers' numbers, and in the form that stages may share."""
+
+    number: int
+    part: Part
+    printed: Printed
+    form: Printed | None
+    bounds: tuple[int, int] | None
+
+
+class _Printer:
+    def __init__(self, opening: Opening, cutter: Cutter) -> None:
+        self.opening, self.cutter = opening, cutter
+        self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
+        self.last, self.returns_loss = cutter.last, cutter.returns_loss
+        self.module = self.split.modules[ROOT]
+
+    def draft(self, number: int) -> _Draft:
+        """Print one stage."""
+        part = self.cutter.part(number)
+        builder = self._builder(part)
+        result = self._result(part, builder)
+        body, signature = builder.body(result), self._signature(part, builder)
+        module, doc = _with_result(self.module, len(part.gives)), self._docstring(number, part)
+        printed = forward(module, body, builder, signature, docstring=doc)
+        lines = rolled(
+            body.lines,
+            builder.owner,
+            self.split.modules,
+            result=body.result,
+            slice_text=_BOUNDS,
+        )
+        loops = [line.bounds for line in lines if isinstance(line, Loop)]
+        form = None
+        if len(loops) == 1 and 0 < number < self.last:
+            form = forward(module, body, builder, signature, docstring=doc, slice_text=_BOUNDS)
+        return _Draft(
+            number=number,
+            part=part,
+            printed=printed,
+            form=form,
+            bounds=loops[0] if form is not None else None,
+        )
+
+    def stage(self, draft: _Draft, *, is_shared: bool) -> Stage:
+        """Return one stage, in a class of its own or in one that several share."""
+        base = base_name(self.module)
+        bounds: tuple[tuple[str, int], ...] = ()
+        printed, name = draft.printed, self._name(draft.number)
+        title = f"Stage {draft.number + 1} of {self.last + 1} of {base}."
+        if is_shared and draft.form is not None and draft.bounds is not None:
+            printed, name, title = draft.form, "MiddleStage", f"Some layers of {base}."
+            bounds = (("first", draft.bounds[0]), ("end", draft.bounds[1]))
+        fields = tuple(f"{key}: int" for key, _ in bounds)
+        cls = OpenedClass(
+            name=name,
+            base=self.module.import_path,
+            instances=(ROOT,),
+            source=class_source(name, base, title, printed, fields=fields),
+            uses_axis=printed.uses_axis,
+        )
+        return Stage(
+            cls=cls,
+            takes=tuple(map(self._crossing, draft.part.takes)),
+            gives=tuple(map(self._crossing, draft.part.gives)),
+            returns_loss=draft.number == self.last and self.returns_loss,
+            modules=self._modules(draft.part),
+            parameters=self._parameters(draft.part),
+            bounds=bounds,
+        )
+
+    def _name(self, number: int) -> str:
+        names = {0: "FirstStage", self.last: "LastStage"}
+        return names.get(number, f"Stage{number + 1}")
+
+    def _builder(self, part: Part) -> BodyBuilder:
+        names = [n for n in _POSITIONAL if n not in self.graph.inputs]
+        names += [f"x{i}" for i in range(2, 100)]
+        builder = BodyBuilder(self.opening, ROOT)
+        for held, name in zip(part.takes, names, strict=False):
+            builder.bind(held, name)
+        for name in self.graph.inputs:
+            builder.bind(Held(name, WHOLE), name)
+        mine = {op.name for op in part.ops}
+        for op in part.ops:
+            unit = builder.unit(op) if op.call != LOSS else None
+            if unit is not None and not {o.name for o in self.tree.ops[unit]} <= mine:
+                raise NeedsInlineError(unit, self.graph.calls[unit])
+            builder.add(op)
+        return builder
+
+    def _signature(self, part: Part, builder: BodyBuilder) -> list[str]:
+        positional = [f"{builder.arguments[held]}: Tensor" for held in part.takes]
+        used = {name for op in part.ops for name in op.inputs}
+        read = [n for n in self.graph.inputs if n in used or self._is_read(n, builder)]
+        batch = [f"{name}: Tensor" for name in read]
+        rest = ["**_: Tensor"] if len(batch) < len(self.graph.inputs) else []
+        return [*positional, *(["*"] if batch else []), *batch, *rest]
+
+    def _is_read(self, name: str, builder: BodyBuilder) -> bool:
+        held = Held(name, WHOLE)
+        return any(
+            (piece if isinstance(piece, Held) else piece.held) == held
+            for line in builder.lines
+            for piece in pieces(line.expression)
+        )
+
+    def _result(self, part: Part, builder: BodyBuilder) -> Expression:
+        if part.gives:
+            values = [builder.value(held.tensor, held.layout) for held in part.gives]
+            return tuple_of(values) if len(values) > 1 else values[0]
+        if self.returns_loss:
+            return builder.value(self.graph.loss, WHOLE)
+        return returned(builder, self.graph.calls[ROOT].result)
+
+    def _crossing(self, held: Held) -> Crossing:
+        tensor = self.graph.tensors[held.tensor]
+        return Crossing(
+            name=held.tensor, shape=tensor.shape, dtype=tensor.dtype, layout=held.layout
+        )
+
+    def _modules(self, part: Part) -> tuple[str, ...]:
+        calls = dict.fromkeys(op.call for op in part.ops if op.call not in (LOSS, ROOT))
+        paths = [self.graph.calls[call].path for call in calls]
+        owner = Owner(self.split, ROOT)
+        held = [
+            owner.name_near(name, op).rpartition(".")[0]
+            for op in part.ops
+            for name in op.inputs
+            if self.graph.tensors[name].origin in (Origin.PARAMETER, Origin.BUFFER)
+        ]
+        for key, call in self.graph.calls.items():  # that have no ops of their own, as nn.Identity
+            if key not in self.tree.ops and call.parent in calls:
+                calls[key] = None
+                paths.append(call.path)
+        return tuple(dict.fromkeys(path for path in (*paths, *held) if path))
+
+    def _parameters(self, part: Part) -> tuple[str, ...]:
+        origins = (Origin.PARAMETER, Origin.BUFFER)
+        read = (name for op in part.ops for name in op.inputs)
+        return tuple(dict.fromkeys(n for n in read if self.graph.tensors[n].origin in origins))
+
+    def _docstring(self, number: int, part: Part) -> str:
+        source = "the batch" if not number else "what the stage before gives"
+        target = "what the next stage takes" if part.gives else "the result"
+        if not part.gives and self.returns_loss:
+            target = "the loss"
+        return f"Map {source} to {target}."
+
+
+def _with_result(module: Module, gives: int) -> Module:
+    if gives == 0:
+        return replace(module, returns="Tensor" if module.returns == "Tensor" else module.returns)
+    kind = "Tensor" if gives == 1 else f"tuple[{', '.join(['Tensor'] * gives)}]"
+    return replace(module, returns=kind)

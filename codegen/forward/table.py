@@ -1,0 +1,134 @@
+"""The table of printed functions: ATen's arguments by name, where PyTorch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autopar.codegen.forward.expressions import Level
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function: ATen's names of its positional arguments, and pairs of keyword and name."""
+
+    name: str
+    positional: tuple[str, ...]
+    keywords: tuple[tuple[str, str], ...]
+
+
+def _function(name: str, positional: str, keywords: str = "") -> Function:
+    """Build a line: `keyword` or `keyword:aten_name` for each keyword."""
+    pairs = [word.partition(":") for word in keywords.split()]
+    return Function(
+        name, tuple(positional.split()), tuple((word, other or word) for word, _, other in pairs)
+    )
+
+
+_CONV = "stride padding dilation groups"
+_SDPA = "attn_mask dropout_p is_causal scale enable_gqa"
+
+# Argument orders differ between ATen and torch.nn.functional: embedding, batch_norm, group_norm.
+FUNCTIONS: Mapping[str, Function] = MappingProxyType(
+    {
+        "linear": _function("F.linear", "input weight bias"),
+        "bilinear": _function("F.bilinear", "input1 input2 weight bias"),
+        "layer_norm": _function("F.layer_norm", "input normalized_shape weight bias", "eps"),
+        "rms_norm": _function("F.rms_norm", "input normalized_shape weight", "eps"),
+        "group_norm": _function("F.group_norm", "input num_groups weight bias", "eps"),
+        "instance_norm": _function(
+            "F.instance_norm",
+            "input running_mean running_var weight bias",
+            "use_input_stats momentum eps",
+        ),
+        "batch_norm": _function(
+            "F.batch_norm", "input running_mean running_var weight bias", "training momentum eps"
+        ),
+        "embedding": _function(
+            "F.embedding", "indices weight", "padding_idx scale_grad_by_freq sparse"
+        ),
+        "scaled_dot_product_attention": _function(
+            "F.scaled_dot_product_attention", "query key value", _SDPA
+        ),
+        "gelu": _function("F.gelu", "self", "approximate"),
+        "silu": _function("F.silu", "self"),
+        "relu": _function("F.relu", "self"),
+        "conv1d": _function("F.conv1d", "input weight bias", _CONV),
+        "conv2d": _function("F.conv2d", "input weight bias", _CONV),
+        "conv3d": _function("F.conv3d", "input weight bias", _CONV),
+        "cross_entropy_loss": _function(
+            "F.cross_entropy", "self target", "weight ignore_index reduction label_smoothing"
+        ),
+        "nll_loss_nd": _function("F.nll_loss", "self target", "weight ignore_index reduction"),
+        "pad": _function("F.pad", "self pad", "mode value"),
+        "constant_pad_nd": _function("F.pad", "self pad", "value"),
+        "glu": _function("F.glu", "self", "dim"),
+        "embedding_bag": _function(
+            "F.embedding_bag",
+            "indices weight offsets",
+            "scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx",
+        ),
+        "upsample_nearest2d": _function(
+            "F.interpolate", "input", "size:output_size scale_factor:scale_factors"
+        ),
+        "upsample_bilinear2d": _function(
+            "F.interpolate",
+            "input",
+            "size:output_size scale_factor:scale_factors mode align_corners",
+        ),
+        "upsample_bicubic2d": _function(
+            "F.interpolate",
+            "input",
+            "size:output_size scale_factor:scale_factors mode align_corners",
+        ),
+        "baddbmm": _function("torch.baddbmm", "self batch1 batch2", "beta alpha"),
+        "addmm": _function("torch.addmm", "self mat1 mat2", "beta alpha"),
+        "cat": _function("torch.cat", "tensors", "dim"),
+        "stack": _function("torch.stack", "tensors", "dim"),
+        "outer": _function("torch.outer", "self vec2"),
+        "bmm": _function("torch.bmm", "self mat2"),
+        "where": _function("torch.where", "condition self other"),
+        "einsum": _function("torch.einsum", "equation *tensors"),
+        "to.dtype": _function("to", "self dtype", "copy"),
+    }
+)
+
+# Constants of the enumerations that ATen counts and PyTorch names.
+REDUCTIONS = ("none", "mean", "sum")
+BAG_MODES = ("sum", "mean", "max")
+MODES = MappingProxyType({"upsample_bilinear2d": "bilinear", "upsample_bicubic2d": "bicubic"})
+
+BINARY: Mapping[str, tuple[str, Level]] = MappingProxyType(
+    {
+        "add": ("+", Level.SUM),
+        "sub": ("-", Level.SUM),
+        "mul": ("*", Level.PRODUCT),
+        "div": ("/", Level.PRODUCT),
+        "true_divide": ("/", Level.PRODUCT),
+        "floor_divide": ("//", Level.PRODUCT),
+        "remainder": ("%", Level.PRODUCT),
+        "matmul": ("@", Level.PRODUCT),
+        "eq": ("==", Level.COMPARISON),
+        "ne": ("!=", Level.COMPARISON),
+        "lt": ("<", Level.COMPARISON),
+        "le": ("<=", Level.COMPARISON),
+        "gt": (">", Level.COMPARISON),
+        "ge": (">=", Level.COMPARISON),
+        "__and__": ("&", Level.AND),
+        "bitwise_and": ("&", Level.AND),
+        "__or__": ("|", Level.OR),
+        "bitwise_or": ("|", Level.OR),
+    }
+)
+UNARY: Mapping[str, str] = MappingProxyType({"neg": "-", "bitwise_not": "~"})
+
+# Methods whose sizes stand without brackets, and those whose dims read better without a keyword.
+SPREAD = frozenset({"view", "reshape", "permute", "expand", "repeat"})
+PLAIN_DIM = frozenset({"unsqueeze", "squeeze", "transpose", "unbind", "flatten", "unflatten"})
+DTYPE_METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "float32": "float", "float64": "double", "float16": "half", "bfloat16": "bfloat16",
+        "bool": "bool", "int64": "long", "int32": "int",
+    }
+)  # fmt: skip

@@ -1,0 +1,85 @@
+"""Breaks long lines of source as ruff format does: inside the last bracket, then item by item."""
+
+from __future__ import annotations
+
+WIDTH = 100
+_OPEN, _CLOSE = "([{", ")]}"
+
+
+def wrapped(line: str, *, indent: int) -> list[str]:
+    """Return a statement as lines that fit, each with its indentation."""
+    margin = " " * indent
+    if indent + len(line) <= WIDTH:
+        return [margin + line]
+    start = _last_bracket(line)
+    if start is None:
+        return _bracketed(line, indent)
+    end = _closing(line, start)
+    head, body, tail = line[: start + 1], line[start + 1 : end], line[end:]
+    return [margin + head, *_body(body, indent + 4), margin + tail]
+
+
+def wrapped_definition(name: str, arguments: list[str], returns: str, *, indent: int) -> list[str]:
+    """Return the first line of a function, over several lines where it is long."""
+    margin = " " * indent
+    tail = f") -> {returns}:"
+    whole = ", ".join(arguments)
+    if indent + len(f"def {name}({whole}{tail}") <= WIDTH:
+        return [f"{margin}def {name}({whole}{tail}"]
+    if indent + 4 + len(whole) <= WIDTH:
+        return [f"{margin}def {name}(", f"{margin}    {whole}", margin + tail]
+    items = [f"{margin}    {argument}," for argument in arguments]
+    return [f"{margin}def {name}(", *items, margin + tail]
+
+
+def _body(body: str, indent: int) -> list[str]:
+    if indent + len(body) <= WIDTH:
+        return [" " * indent + body]
+    lines: list[str] = []
+    for item in _items(body):
+        inner = wrapped(item, indent=indent)
+        inner[-1] += ","
+        lines += inner
+    return lines
+
+
+def _bracketed(line: str, indent: int) -> list[str]:
+    """Put brackets around the right side of an assignment, and break it at its operators."""
+    margin = " " * indent
+    word = "return " if line.startswith("return ") else ""
+    target, equals, value = line.partition(" = ")
+    head, value = (word, line.removeprefix(word)) if word else (f"{target}{equals}", value)
+    return [f"{margin}{head}(", f"{margin}    {value}", f"{margin})"]
+
+
+def _last_bracket(line: str) -> int | None:
+    """Return where the bracket opens that closes last, if nothing but a colon follows it."""
+    bare = line.rstrip(":")
+    if not bare or bare[-1] not in _CLOSE:
+        return None
+    depth = 0
+    for position in range(len(bare) - 1, -1, -1):
+        depth += (bare[position] in _CLOSE) - (bare[position] in _OPEN)
+        if depth == 0:
+            return position
+    return None
+
+
+def _closing(line: str, start: int) -> int:
+    depth = 0
+    for position in range(start, len(line)):
+        depth += (line[position] in _OPEN) - (line[position] in _CLOSE)
+        if depth == 0:
+            return position
+    raise ValueError(line)
+
+
+def _items(body: str) -> list[str]:
+    items, depth, begin = [], 0, 0
+    for position, letter in enumerate(body):
+        depth += (letter in _OPEN) - (letter in _CLOSE)
+        if letter == "," and depth == 0:
+            items.append(body[begin:position].strip())
+            begin = position + 1
+    last = body[begin:].strip()
+    return [*items, last] if last else items

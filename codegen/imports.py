@@ -1,0 +1,101 @@
+"""Turns the names that a script uses into its import statements."""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import defaultdict
+from collections.abc import Iterable, Iterator, Mapping
+from types import MappingProxyType
+
+from autopar.codegen.forward.imports import imports_of
+from autopar.codegen.python_text import WIDTH, Source
+
+_FROM: Mapping[str, str] = MappingProxyType(
+    {
+        "collections.abc": "Callable Iterable Iterator Mapping Sequence",
+        "functools": "partial",
+        "itertools": "islice",
+        "pathlib": "Path",
+        "typing": "Any",
+        "torch": "Tensor nn",
+        "torch.optim": "AdamW Optimizer",
+        "autopar.runtime.data": "Batch dataset_batches placed synthetic_batches",
+        "autopar.runtime.data_parallel": "set_sync wrap",
+        "autopar.runtime.dryrun": "recording",
+        "autopar.runtime.gradients": "clip_by_global_norm sum_replicated",
+        "autopar.runtime.initial_weights": "Recipe record",
+        "autopar.runtime.layer_names": "is_listed named numbered",
+        "autopar.runtime.loss": "loss_in loss_scales mean_loss scale_loss",
+        "autopar.runtime.mesh": "Axis Mesh start stop",
+        "autopar.runtime.model_parts": ("Crossing StagePart names_of submodules take_classes"),
+        "autopar.runtime.optimizer": "build_optimizer",
+        "autopar.runtime.pipeline": "Pipeline build_schedule stage_indices stage_of",
+        "autopar.runtime.pipeline_stage": "Stage",
+        "autopar.runtime.randomness": "seed_all",
+        "autopar.runtime.recompute": "recompute",
+        "autopar.runtime.safetensors_weights": "load_safetensors",
+        "autopar.runtime.shards": "Split shard_parameters",
+        "autopar.runtime.tied": "Tie TiedWeights",
+    }
+)
+_PLAIN = ("argparse", "copy", "importlib", "json", "sys", "time", "torch")
+KNOWN: Mapping[str, str] = MappingProxyType(
+    {name: f"import {name}" for name in _PLAIN}
+    | {
+        name: f"from {module} import {name}"
+        for module, names in _FROM.items()
+        for name in names.split()
+    }
+)
+_SECTIONS = ("__future__", "standard", "others", "autopar")
+
+
+def script_imports(body: str) -> Source:
+    """Return the imports of a script in isort's order, from the names that its body uses."""
+    used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
+    lines = {"from __future__ import annotations", *imports_of([body])}
+    lines |= {KNOWN[name] for name in used & set(KNOWN)}
+    return sorted_imports(lines)
+
+
+def sorted_imports(lines: Iterable[str]) -> Source:
+    """Return import lines in isort's order, those from one module together."""
+    plain: dict[str, set[str]] = defaultdict(set)
+    members: dict[str, dict[str, set[str]]] = defaultdict(lambda: defaultdict(set))
+    for line in lines:
+        words = line.split()
+        if words[0] == "import":
+            plain[_section(words[1])].add(line)
+        else:
+            names = " ".join(words[3:]).split(", ")
+            members[_section(words[1])][words[1]].update(names)
+    blocks = [
+        "\n".join([*sorted(plain[section]), *_from_lines(members[section])])
+        for section in _SECTIONS
+    ]
+    return Source("\n\n".join(block for block in blocks if block))
+
+
+def _from_lines(members: Mapping[str, set[str]]) -> Iterator[str]:
+    for module in sorted(members):
+        names = sorted(members[module], key=_member_order)
+        line = f"from {module} import {', '.join(names)}"
+        if len(line) <= WIDTH:
+            yield line
+        else:
+            yield "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
+
+
+def _member_order(name: str) -> tuple[int, str]:
+    """Constants first, then classes, then the rest, as isort has it."""
+    if name.isupper() and len(name) > 1:
+        return 0, name
+    return (1 if name[0].isupper() else 2), name
+
+
+def _section(module: str) -> str:
+    top = module.partition(".")[0]
+    if top in ("__future__", "autopar"):
+        return top
+    return "standard" if top in sys.stdlib_module_names else "others"

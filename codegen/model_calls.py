@@ -1,0 +1,114 @@
+"""Tells how a script imports the model file, and calls its functions with the planned arguments."""
+
+from __future__ import annotations
+
+import inspect
+import os
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.codegen.forward.identifiers import is_identifier
+from autopar.codegen.imports import KNOWN, sorted_imports
+from autopar.codegen.python_text import Source, call, identifier, literal
+from autopar.planner.errors import InputError
+from autopar.planner.graph import Graph, Ref
+from autopar.planner.model_file import ModelFile
+
+MODULE = "model_file"  # the name that the script has for the model file
+
+# What a script calls each function of a model file.
+_OPTIONAL: Mapping[str, str] = {
+    "build_dataset": "new_dataset",
+    "build_optimizer": "new_optimizer",
+    "build_scheduler": "new_scheduler",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelCalls:
+    """The parts of a script that deal with the model file."""
+
+    imports: Source
+    functions: Source
+    loss: Source  # of `outputs` and `batch`
+
+
+def model_calls(file: ModelFile, bases: Iterable[str], destination: Path) -> ModelCalls:
+    """Return how a script at `destination` imports a model file and calls its functions."""
+    return ModelCalls(
+        imports=_imports(file, sorted(set(bases)), destination),
+        functions=Source("\n".join(_functions(file))),
+        loss=Source("new_loss(outputs, batch)" if file.loss else "loss_in(outputs)"),
+    )
+
+
+def model_arguments(graph: Graph, *, has_loss: bool) -> Source:
+    """Return the arguments that a script passes to the model: all of the batch, or parts of it."""
+    keywords = graph.calls[""].keywords
+    names = [name for name, value in keywords if isinstance(value, Ref)]
+    plain = [f"{identifier(n)}={literal(v)}" for n, v in keywords if not isinstance(v, Ref)]
+    if not has_loss or set(names) == set(graph.inputs):
+        parts = ["**batch"]
+    else:
+        parts = [f"{identifier(name)}=batch[{literal(name)}]" for name in names]
+    return Source(", ".join([*parts, *plain]))
+
+
+def _imports(file: ModelFile, bases: list[str], destination: Path) -> Source:
+    """Return the statements that import the model file, wherever the script is started."""
+    folder = os.path.relpath(file.path.parent, destination.parent)
+    here = "Path(__file__).resolve().parent"
+    place = here if folder == "." else f"{here} / {literal(Path(folder).as_posix())}"
+    stem = file.path.stem
+    lines, after = [], list[str]()
+    if is_identifier(stem):
+        lines.append(f"import {stem} as {MODULE}")
+    else:
+        after.append(f"{MODULE} = importlib.import_module({literal(stem)})")
+    for base in bases:
+        module, _, name = base.rpartition(".")
+        _check_base(base, name)
+        if module == stem and not is_identifier(stem):
+            after.append(f"{name} = {MODULE}.{name}")
+        else:
+            lines.append(f"from {_dotted(module)} import {name}")
+    path = call("sys.path.insert", ["0", f"str({place})"])
+    imported = sorted_imports(lines)
+    return Source("\n".join([path, *([imported] if imported else []), *after]))
+
+
+def _check_base(base: str, name: str) -> None:
+    if name in KNOWN:
+        raise InputError(
+            f"the plan needs a subclass of {base}, and {name} is what the script calls its own",
+            fix="give the class another name",
+        )
+    identifier(name)
+
+
+def _dotted(module: str) -> str:
+    return ".".join(identifier(part) for part in module.split("."))
+
+
+def _functions(file: ModelFile) -> Iterator[str]:
+    """Yield `new_model = …` and the others that the model file has."""
+    yield _bound(file, file.factory, "new_model")
+    yield _bound(file, "example_batch", "new_batch")
+    if file.loss is not None:
+        yield _bound(file, "loss", "new_loss")
+    for name, own in _OPTIONAL.items():
+        if getattr(file, name) is not None:
+            yield _bound(file, name, own)
+
+
+def _bound(file: ModelFile, name: str, own: str) -> str:
+    """Return one function with its share of the arguments, as planning called it."""
+    function = getattr(sys.modules[file.path.stem], name)
+    parameters = inspect.signature(function).parameters
+    share = [f"{identifier(k)}={literal(v)}" for k, v in file.arguments if k in parameters]
+    full = f"{MODULE}.{identifier(name)}"
+    if not share:
+        return f"{own} = {full}"
+    return f"{own} = {call('partial', [full, *share], before=len(own) + 3)}"

@@ -1,0 +1,95 @@
+"""Tells what a plan does to each parameter on the tensor axis: how it is split, whether summed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+
+from autopar.codegen.name_patterns import patterns
+from autopar.codegen.python_text import Source, assigned, call, literal
+from autopar.planner.axes.infer import Axes
+from autopar.planner.graph import Graph
+from autopar.planner.layouts import Kind
+from autopar.planner.plan.plan import Plan
+from autopar.planner.programs.cuts import Parts, parts_of
+
+
+@dataclass(frozen=True, slots=True)
+class ParameterSplit:
+    """How a parameter or buffer is cut: the dim, its parts as Python, and the axis' name."""
+
+    dim: int
+    parts: str
+    axis: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParameterTables:
+    """The tables of a script; empty text where a plan needs none."""
+
+    splits: Source
+    summed: Source
+
+
+def parameter_tables(plan: Plan, axes: Axes) -> ParameterTables:
+    """Return the tables of parameters that are split, and of those whose gradients are summed."""
+    if plan.arrangement.tensor == 1:
+        return ParameterTables(splits=Source(), summed=Source())
+    known = list(names_with_aliases(plan.graph))
+    splits = dict(_splits(plan, axes))
+    summed = dict.fromkeys(_summed(plan), True)
+    return ParameterTables(
+        splits=_splits_table(patterns(splits, known)) if splits else Source(),
+        summed=_summed_table(patterns(summed, known)) if summed else Source(),
+    )
+
+
+def names_with_aliases(graph: Graph) -> Iterator[str]:
+    """Yield every name of every parameter and buffer."""
+    for names in aliases_of(graph).values():
+        yield from names
+
+
+def aliases_of(graph: Graph) -> Mapping[str, tuple[str, ...]]:
+    """Return all names of each parameter and buffer, by the name that the graph has for it."""
+    found = {p.name: tuple(dict.fromkeys((p.name, *p.aliases))) for p in graph.parameters}
+    return found | {buffer.name: (buffer.name,) for buffer in graph.buffers}
+
+
+def _splits(plan: Plan, axes: Axes) -> Iterator[tuple[str, ParameterSplit]]:
+    aliases = aliases_of(plan.graph)
+    for one in plan.parameters:
+        layout = one.layout
+        if layout.kind is Kind.SPLIT and one.name in aliases:
+            parts = parts_of(axes.dims[one.name][layout.dim], layout.axis, 1)
+            name = axes.names.get(layout.axis, layout.axis)
+            for alias in aliases[one.name]:
+                yield alias, ParameterSplit(layout.dim, parts_text(parts), name)
+
+
+def parts_text(parts: Parts) -> str:
+    """Return the parts of a dim as Python; those of fused weights are often alike."""
+    if len(parts) > 1 and len(set(parts)) == 1:
+        return f"({literal(parts[0])},) * {len(parts)}"
+    return literal(parts)
+
+
+def _summed(plan: Plan) -> Iterator[str]:
+    aliases = aliases_of(plan.graph)
+    trainable = {p.name for p in plan.graph.parameters if p.trainable}
+    for one in plan.parameters:
+        if one.layout.kind is Kind.REPLICATED and one.name in trainable:
+            yield from aliases[one.name]
+
+
+def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
+    rows = []
+    for name, split in splits.items():
+        key = f"{literal(name)}: "
+        value = call("Split", [literal(split.dim), split.parts], before=len(key) + 5, indent=4)
+        rows.append((f"{key}{value}", split.axis))
+    return assigned("SPLITS", "{", rows, "}")
+
+
+def _summed_table(summed: Mapping[str, bool]) -> Source:
+    return assigned("SUMMED", "(", [(literal(name), "") for name in summed], ")")

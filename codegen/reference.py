@@ -1,0 +1,158 @@
+"""Trains a model file in one process by plain PyTorch: what every plan's script must equal."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from itertools import islice
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import AdamW
+from torch.overrides import TorchFunctionMode
+
+from autopar.codegen.settings_lines import has_batch_norm
+from autopar.planner.model_file import load_model_file
+from autopar.planner.plan.plan import Plan
+from autopar.runtime.data import dataset_batches, placed, synthetic_batches
+from autopar.runtime.initial_weights import build
+from autopar.runtime.loss import loss_in
+from autopar.runtime.mesh import start, stop
+
+SEED, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY = 0, 1.0, 3e-4, 0.1  # as scripts have them
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Task:
+    """What a training in one process needs to know of a plan."""
+
+    spec: str
+    arguments: tuple[str, ...]
+    keys: tuple[str, ...]  # of the batch, that the model takes
+    block: int  # rows of one microbatch of all data ranks
+    blocks: int
+    joins_blocks: bool  # into one batch; not where batch norm gives each statistics of its own
+    steps: int
+    uses_dataset: bool
+    dtype: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """The losses of every step, the clipped gradients of the first, the parameters of the last."""
+
+    losses: tuple[float, ...]
+    gradients: Mapping[str, Tensor]
+    parameters: Mapping[str, Tensor]
+
+
+def task_of(
+    plan: Plan, spec: str, *, steps: int, uses_dataset: bool = True, dtype: str = "float64"
+) -> Task:
+    """Return the training of a plan as one process can do it; `spec` is where the model lies."""
+    arranged = plan.arrangement
+    return Task(
+        spec=spec,
+        arguments=tuple(f"{key}={value}" for key, value in plan.model.arguments),
+        keys=tuple(name for name, _ in plan.graph.calls[""].keywords),
+        block=arranged.microbatch * arranged.data,
+        blocks=arranged.microbatches,
+        joins_blocks=not has_batch_norm(plan.graph),
+        steps=steps,
+        uses_dataset=uses_dataset,
+        dtype=dtype,
+    )
+
+
+def train_alone(task: Task) -> Trained:
+    """Train the user's model with the user's functions; of ours is only the order of the data."""
+    file = load_model_file(task.spec, task.arguments)
+    dtype: torch.dtype = getattr(torch, task.dtype)
+    model = build(file.build_model, seed=SEED).to(dtype)
+    mesh = start(pipeline=1, data=1, tensor=1)
+    if file.build_dataset is not None and task.uses_dataset:
+        torch.manual_seed(SEED)
+        batches = dataset_batches(file.build_dataset(), mesh, microbatch=task.block, seed=SEED)
+    else:
+        batches = synthetic_batches(
+            file.example_batch, mesh, microbatch=task.block, microbatches=task.blocks, seed=SEED
+        )
+    make = file.build_optimizer or _adamw
+    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    scheduler = file.build_scheduler(optimizer) if file.build_scheduler else None
+    losses, gradients = [], dict[str, Tensor]()
+    for _ in range(task.steps):
+        blocks = [placed(batch, mesh, dtype) for batch in islice(batches, task.blocks)]
+        with WithoutDropout():
+            losses.append(_accumulate(model, file.loss, blocks, task))
+        nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
+        gradients = gradients or _gradients(model)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    stop(mesh)
+    parameters = {name: value.detach().double() for name, value in _named(model)}
+    return Trained(losses=tuple(losses), gradients=gradients, parameters=parameters)
+
+
+def _accumulate(
+    model: nn.Module,
+    loss_function: Callable[..., Any] | None,
+    blocks: list[dict[str, Tensor]],
+    task: Task,
+) -> float:
+    """Leave the gradients of the global batch in the model, and return its loss."""
+    if task.joins_blocks:
+        blocks = [{key: torch.cat([block[key] for block in blocks]) for key in blocks[0]}]
+    total = 0.0
+    for block in blocks:
+        outputs = model(**{key: block[key] for key in task.keys if key in block})
+        loss = loss_in(outputs) if loss_function is None else loss_function(outputs, block)
+        (loss / len(blocks)).backward()
+        total += loss.item() / len(blocks)
+    return total
+
+
+def _gradients(model: nn.Module) -> dict[str, Tensor]:
+    return {n: p.grad.double().clone() for n, p in _named(model) if p.grad is not None}
+
+
+def _adamw(parameters: list[nn.Parameter]) -> AdamW:
+    return AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+
+def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
+    return list(model.named_parameters(remove_duplicate=False))
+
+
+class WithoutDropout(TorchFunctionMode):
+    """Leaves out dropout, whose masks no two ways of splitting a training share."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch with a dropout of zero."""
+        del types
+        kwargs = dict(kwargs or {})
+        if func in (functional.dropout, torch.dropout):
+            return args[0] if args else kwargs["input"]
+        if func is functional.scaled_dot_product_attention:
+            args, kwargs["dropout_p"] = _without_fifth(args), 0.0
+        if func is functional.multi_head_attention_forward:
+            args = (*args[:_MHA_DROPOUT], 0.0, *args[_MHA_DROPOUT + 1 :])
+        return func(*args, **kwargs)
+
+
+_MHA_DROPOUT = 10  # where F.multi_head_attention_forward takes dropout_p
+
+
+def _without_fifth(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Drop dropout_p where it stands in its place, behind query, key, value and mask."""
+    return args[:4] if len(args) == 5 else args

@@ -1,0 +1,137 @@
+"""Writes what a script says of itself: how to run it, what it does, what was predicted, and why."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from textwrap import wrap
+
+from autopar.codegen.python_text import WIDTH, Source, prose
+from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.plan.explanation import MEMORY_CATEGORIES, TERM_PARTS, Part
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.words import (
+    arrangement_words,
+    degrees_words,
+    recompute_words,
+    unit_word,
+    units_per_second,
+)
+
+_LEAST_SHARE = 0.01  # of a step or a device: less is left out
+
+
+def docstring(plan: Plan, file_name: str) -> Source:
+    """Return the docstring of a script."""
+    paragraphs = (_title(plan), _how_to_run(plan, file_name), _predicted(plan), _why(plan))
+    lines = [line for paragraph in paragraphs for line in [*paragraph, ""]]
+    text = "\n".join(prose(line) for line in lines[:-1])
+    return Source(f'"""{text}\n"""')
+
+
+def _title(plan: Plan) -> Iterator[str]:
+    machines = plan.machines
+    devices = f"{machines.devices} devices" if machines.devices > 1 else "one device"
+    yield from _wrapped(f"Train {plan.model.name} on {devices}.", width=WIDTH - 3)
+    yield ""
+    recompute = recompute_words(plan.stages)
+    again = "" if recompute == "none" else f", recompute {recompute}"
+    yield from _wrapped(f"The plan: {arrangement_words(plan.arrangement)}{again}.")
+
+
+def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
+    ranks, nodes = plan.arrangement.ranks, plan.machines.nodes
+    if nodes == 1:
+        yield "Run it on one node:"
+        yield ""
+        yield f"    torchrun --nproc-per-node {ranks} {file_name}"
+        yield ""
+    if ranks > 1:
+        nodes = max(nodes, 2)
+        if ranks % nodes:
+            return
+        or_on = "Or on" if plan.machines.nodes == 1 else "Run it on"
+        yield f"{or_on} {nodes} nodes; HOST is the first one's address, NODE 0 to {nodes - 1}:"
+        yield ""
+        places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
+        yield f"    torchrun {places} --master-addr HOST {file_name}"
+        yield ""
+    yield "Options: --steps, --lr, --data, --weights, --dtype, --log-every and --json; see --help."
+
+
+def _predicted(plan: Plan) -> Iterator[str]:
+    found, machines = plan.prediction, plan.machines
+    rate = units_per_second(plan.arrangement, plan.model, found.step_seconds)
+    yield from _wrapped(
+        f"Predicted on {machines.devices} × {machines.device}: {seconds_text(found.step_seconds)} "
+        f"per step, {rate:,.0f} {unit_word(plan.model)}/s, {found.mfu:.1%} of the peak FLOPs"
+    )
+    yield ""
+    for term in found.terms:
+        share = term.seconds / found.step_seconds
+        if share >= _LEAST_SHARE:
+            yield f"    {term.name:<24}{seconds_text(term.seconds):>10}  {share:>4.0%}"
+    shown = [one for one in found.communication if one.seconds > 0]
+    if shown:
+        yield ""
+        yield "Communication of the busiest rank in a step:"
+        yield ""
+    for one in shown:
+        waits = (
+            f", waits {seconds_text(one.exposed_seconds)}" if one.exposed_seconds else ", hidden"
+        )
+        times = f"{one.count:,} × {one.collective} " if one.count else ""
+        size = f"{bytes_text(one.payload_bytes)}, " if one.payload_bytes else ""
+        took = f"{size}{seconds_text(one.seconds)}{waits}"
+        yield from _wrapped(
+            f"{one.reason}: {times}over {one.ranks} ranks, {took}",
+            indent=4,
+        )
+    yield ""
+    yield from _memory(plan)
+
+
+def _memory(plan: Plan) -> Iterator[str]:
+    memory, limit = plan.prediction.peak_memory, plan.machines.limit_bytes
+    yield (
+        f"Memory of the fullest device: {bytes_text(memory.device_bytes)} "
+        f"of {bytes_text(limit)} ({memory.device_bytes / limit:.0%})"
+    )
+    yield ""
+    for name, field in MEMORY_CATEGORIES:
+        size = getattr(memory, field)
+        if size >= _LEAST_SHARE * memory.device_bytes:
+            yield f"    {name:<24}{bytes_text(size):>10}  {size / memory.device_bytes:>4.0%}"
+
+
+def _why(plan: Plan) -> Iterator[str]:
+    proof, found = plan.proof, plan.prediction
+    parts: dict[Part, float] = dict.fromkeys(Part, 0.0)
+    for term in found.terms:
+        parts[TERM_PARTS.get(term.name, Part.OVERHEAD)] += term.seconds
+    most = max(parts, key=lambda part: parts[part])
+    certainty = "none is faster" if proof.gap <= 0 else f"none is faster by over {proof.gap:.2%}"
+    yield from _wrapped(
+        f"Why this plan: {_ways(proof.enumerated)} {certainty}; "
+        f"{most} takes {parts[most] / found.step_seconds:.0%} of its step."
+    )
+    for other in plan.runners_up[:1]:
+        slower = other.step_seconds / found.step_seconds - 1
+        yield from _wrapped(
+            f"The next best, {degrees_words(other.arrangement)}, takes "
+            f"{seconds_text(other.step_seconds)} ({slower:+.1%}): {other.difference}."
+        )
+
+
+def _ways(count: int) -> str:
+    return f"of {count:,} ways to arrange the training" if count > 1 else "as pinned,"
+
+
+def _wrapped(text: str, *, indent: int = 0, width: int = WIDTH) -> list[str]:
+    margin = " " * indent
+    tied = _FIGURE.sub("\\1\N{NO-BREAK SPACE}\\2", text)  # a figure and its unit stay together
+    lines = wrap(tied, width, initial_indent=margin, subsequent_indent=margin + margin[:2])
+    return [line.replace("\N{NO-BREAK SPACE}", " ") for line in lines]
+
+
+_FIGURE = re.compile(r"(\d) ([num]?s|[KMGTP]?i?B)\b")

@@ -1,0 +1,48 @@
+"""What a script says, all decided: the template only lays it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.codegen.python_text import Source
+
+
+@dataclass(frozen=True, slots=True)
+class Recomputation:
+    """A table of layers that are recomputed in one way."""
+
+    table: str
+    mode: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScriptView:
+    """The parts of a script from top to bottom; empty text where a plan has no such part."""
+
+    docstring: Source
+    model_imports: Source
+    functions: Source
+    settings: Source
+    plan: Source
+    classes: Source  # opened modules, stages, and a loss that is split
+    counting: Source  # the function that counts the targets of a batch
+    tables: Source  # data that names those classes
+    is_pipelined: bool
+    opened: bool
+    splits: bool
+    splits_value: Source
+    shards: bool
+    summed: bool
+    ties: bool
+    reduces_once: bool
+    has_dataset: bool
+    has_optimizer: bool
+    has_scheduler: bool
+    recomputations: tuple[Recomputation, ...]
+    wrapping: Source
+    model_arguments: Source
+    axis_argument: Source
+    axis_value: Source
+    loss: Source
+    unit: str
+    unit_constant: str

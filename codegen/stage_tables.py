@@ -1,0 +1,123 @@
+"""Tells what each pipeline stage of a script holds and gives, and which weights stages share."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.codegen.forward.opened import Crossing, Opened, Stage
+from autopar.codegen.name_patterns import numbered_runs
+from autopar.codegen.parameter_tables import aliases_of, parts_text
+from autopar.codegen.python_text import Source, assigned, call, identifier, literal, tuple_of
+from autopar.planner.axes.infer import Axes
+from autopar.planner.extent import Extent
+from autopar.planner.graph import MODEL_DTYPE, Graph
+from autopar.planner.layouts import Kind
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Stage as PlannedStage
+from autopar.planner.programs.cuts import parts_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageTables:
+    """The tables of a pipelined script; `ties` is empty where stages share no weights."""
+
+    stages: Source
+    ties: Source
+
+
+def stage_tables(plan: Plan, opened: Opened, axes: Axes, *, last: str) -> StageTables:
+    """Return what the stages hold and give; `last` is the class of the last one."""
+    holds = stage_holds(plan.graph, opened.stages)
+    gives = [_gives(stage, plan, axes) for stage in opened.stages]
+    are_alike = len(set(gives[:-1])) == 1
+    rows = []
+    for number, stage in enumerate(opened.stages):
+        kind = last if stage is opened.stages[-1] else stage.cls.name
+        held = list(numbered_runs(_modules_of(plan.graph, holds, number)))
+        arguments: list[str] = [identifier(kind), tuple_of(held, before=8, indent=8)]
+        if stage.gives:
+            arguments.append("CROSSING" if are_alike else gives[number])
+        if stage.bounds:
+            arguments.append(f"bounds={literal(dict(stage.bounds))}")
+        rows.append((call("StagePart", arguments, before=5, indent=4), ""))
+    table = assigned("STAGES", "(", rows, ")")
+    if are_alike:
+        table = Source(f"CROSSING = {gives[0]}  # what each stage gives to the next\n{table}")
+    return StageTables(stages=table, ties=_ties(plan, holds))
+
+
+def _gives(stage: Stage, plan: Plan, axes: Axes) -> Source:
+    crossings = [_crossing(one, plan, axes) for one in stage.gives]
+    return tuple_of(crossings, before=11, indent=8) if crossings else Source()
+
+
+def stage_holds(graph: Graph, stages: Sequence[Stage]) -> tuple[frozenset[str], ...]:
+    """Return the names that each stage holds; what no stage uses stays with the first."""
+    aliases = aliases_of(graph)
+    canonical = {alias: name for name, names in aliases.items() for alias in names}
+    used = [{canonical.get(name, name) for name in stage.parameters} for stage in stages]
+    unused = set(aliases) - set().union(*used)
+    used[0] |= unused
+    return tuple(
+        frozenset(
+            alias
+            for name in names
+            for alias in aliases.get(name, (name,))
+            if alias == name or name in unused or alias.rpartition(".")[0] in stage.modules
+        )
+        for names, stage in zip(used, stages, strict=True)
+    )
+
+
+def _modules_of(graph: Graph, holds: Sequence[frozenset[str]], number: int) -> Iterator[str]:
+    """Yield the outermost modules of which a stage holds everything, and what it holds besides."""
+    every = [alias for names in aliases_of(graph).values() for alias in names]
+    others = set(every) - holds[number]
+    told: dict[str, None] = {}
+    for name in every:
+        if name in holds[number]:
+            told.setdefault(_outermost(name, others))
+    yield from told
+
+
+def _outermost(name: str, others: set[str]) -> str:
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        module = ".".join(parts[:length])
+        if not any(other.startswith(f"{module}.") for other in others):
+            return module
+    return name
+
+
+def _crossing(crossing: Crossing, plan: Plan, axes: Axes) -> Source:
+    microbatch = plan.arrangement.microbatch
+    shape = ", ".join(_size(extent, microbatch) for extent in crossing.shape)
+    arguments = [f"({shape},)" if len(crossing.shape) == 1 else f"({shape})"]
+    layout = crossing.layout
+    if layout.kind is Kind.SPLIT:
+        parts = parts_of(axes.dims[crossing.name][layout.dim], layout.axis, microbatch)
+        arguments.append(f"Split({layout.dim}, {parts_text(parts)})")
+    if crossing.dtype != MODEL_DTYPE:
+        arguments.append(f"dtype=torch.{identifier(crossing.dtype)}")
+    return Source(f"Crossing({', '.join(arguments)})")
+
+
+def _size(extent: Extent, microbatch: int) -> str:
+    return "MICROBATCH" if extent == Extent.of(0, 1) else literal(extent.at(microbatch))
+
+
+def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
+    """Return the parameters that several stages hold, and on which pipeline ranks these are."""
+    trainable = {p.name for p in plan.graph.parameters if p.trainable}
+    rows = []
+    for name, names in aliases_of(plan.graph).items():
+        ranks = [s.rank for s, held in zip(_in_order(plan), holds, strict=True) if name in held]
+        if len(ranks) > 1 and name in trainable:
+            held_by = literal(tuple(sorted(set(ranks))))
+            rows.append((f"Tie({literal(names)}, {held_by})", ""))
+    return assigned("TIES", "(", rows, ")") if rows else Source()
+
+
+def _in_order(plan: Plan) -> Sequence[PlannedStage]:
+    return sorted(plan.stages, key=lambda stage: stage.first)

@@ -1,0 +1,30 @@
+"""Writes a folder that trains without autopar: the script, the runtime, the plan."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+
+from autopar import runtime
+from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting, write_text
+from autopar.planner.plan.document import FILE_NAME as PLAN_FILE
+from autopar.planner.plan.document import write_plan
+from autopar.planner.plan.plan import Plan
+
+
+def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: bool) -> Path:
+    """Write the script of a plan with what it imports into a folder; return the script's place."""
+    path = folder / FILE_NAME
+    if not force:
+        refuse_overwriting(path)
+    write_text(path, emit(plan, destination=path, folder=model_folder))
+    write_plan(plan, folder / PLAN_FILE)
+    package = folder / "autopar"
+    shutil.rmtree(package / "runtime", ignore_errors=True)
+    shutil.copytree(
+        Path(runtime.__file__).parent,
+        package / "runtime",
+        ignore=shutil.ignore_patterns("__pycache__"),
+    )
+    write_text(package / "__init__.py", '"""The part of autopar that a training script needs."""\n')
+    return path

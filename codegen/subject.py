@@ -1,0 +1,73 @@
+"""Turns a plan into what its script is made from: the model file again, and the opened classes."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from autopar.codegen.forward.emit import opened_classes
+from autopar.codegen.forward.modules import Modules, modules_of
+from autopar.codegen.forward.opened import Opened
+from autopar.planner.axes.infer import Axes, infer_axes
+from autopar.planner.errors import AutoparError, ExitCode
+from autopar.planner.graph import Graph
+from autopar.planner.layers import Layers, find_layers
+from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.plan.model_facts import source_hash
+from autopar.planner.plan.plan import Plan
+
+
+class ChangedModelError(AutoparError):
+    """The model file is not the one that was planned for."""
+
+    exit_code = ExitCode.MISMATCH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A plan's model file, modules, axes and layers, and the source that the plan needs."""
+
+    file: ModelFile
+    graph: Graph
+    modules: Modules
+    axes: Axes
+    layers: Layers
+    opened: Opened
+
+
+def subject_of(plan: Plan, folder: Path) -> Subject:
+    """Load the model file of a plan; relative paths are seen from here, or else from `folder`."""
+    file = _model_file(plan, folder)
+    with torch.device("meta"):
+        model = file.build_model()
+    modules = modules_of(model)
+    axes = infer_axes(plan.graph)
+    return Subject(
+        file=file,
+        graph=plan.graph,
+        modules=modules,
+        axes=axes,
+        layers=find_layers(plan.graph, axes),
+        opened=opened_classes(plan, modules),
+    )
+
+
+def model_spec(plan: Plan, folder: Path) -> str:
+    """Return `path.py:factory` of a plan's model; relative to here, or to `folder`."""
+    spec = plan.model.spec
+    name = spec.rpartition(".py")[0] + ".py"
+    return str(folder / spec) if not Path(name).is_file() and (folder / name).is_file() else spec
+
+
+def _model_file(plan: Plan, folder: Path) -> ModelFile:
+    arguments = [f"{key}={value}" for key, value in plan.model.arguments]
+    file = load_model_file(model_spec(plan, folder), arguments)
+    if source_hash(file.path) != plan.model.source_hash:
+        raise ChangedModelError(
+            "the model file, or one that it imports, has changed since it was planned for",
+            where=str(file.path),
+            fix="plan again with `autopar plan`",
+        )
+    return file

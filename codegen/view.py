@@ -1,0 +1,152 @@
+"""Turns a plan into the view of its script: every decision that is left after planning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from autopar.codegen.forward.opened import Opened, OpenedClass
+from autopar.codegen.layer_lists import layer_lists, recomputations
+from autopar.codegen.model_calls import ModelCalls, model_arguments, model_calls
+from autopar.codegen.name_patterns import patterns
+from autopar.codegen.parameter_tables import parameter_tables
+from autopar.codegen.python_text import Source, assigned, call, identifier, literal
+from autopar.codegen.script_prose import docstring
+from autopar.codegen.script_view import ScriptView
+from autopar.codegen.settings_lines import lines, planned, settings_of, synchronises_batch_norms
+from autopar.codegen.stage_tables import StageTables, stage_tables
+from autopar.codegen.subject import Subject
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.words import unit_word
+
+LOSS_STAGE = "LossStage"
+
+
+def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
+    """Return what the script of a plan says."""
+    opened = subject.opened
+    calls = model_calls(subject.file, _bases(opened), destination)
+    parameters = parameter_tables(plan, subject.axes)
+    stages = _stages(plan, subject)
+    splits_loss = opened.loss is not None
+    return ScriptView(
+        docstring=docstring(plan, destination.name),
+        model_imports=calls.imports,
+        functions=calls.functions,
+        settings=lines(settings_of(plan)),
+        plan=lines(planned(plan)),
+        classes=_classes(plan, opened, calls),
+        counting=Source("" if opened.valid_targets is None else opened.valid_targets.strip("\n")),
+        tables=_tables(
+            _opened_table(plan, subject),
+            parameters.splits,
+            parameters.summed,
+            layer_lists(plan, subject),
+            stages.stages,
+            stages.ties,
+        ),
+        is_pipelined=_is_pipelined(plan),
+        opened=bool(_instances(plan, opened)),
+        splits=bool(parameters.splits),
+        splits_value=Source("splits" if parameters.splits else "{}"),
+        shards=plan.arrangement.zero > Zero.NONE,
+        summed=bool(parameters.summed),
+        ties=bool(stages.ties),
+        reduces_once=plan.arrangement.zero < Zero.GRADIENTS and plan.arrangement.data > 1,
+        has_dataset=plan.model.has_dataset,
+        has_optimizer=plan.model.has_optimizer,
+        has_scheduler=plan.model.has_scheduler,
+        recomputations=recomputations(plan),
+        wrapping=call("wrap", list(_wrap_arguments(plan)), before=4, indent=4),
+        model_arguments=model_arguments(plan.graph, has_loss=plan.model.has_loss),
+        axis_argument=Source(", tensor: Axis" if splits_loss else ""),
+        axis_value=Source(", mesh.tensor" if splits_loss else ""),
+        loss=_loss(opened, calls),
+        unit=unit_word(plan.model),
+        unit_constant=f"{unit_word(plan.model).upper()}_PER_STEP",
+    )
+
+
+def _is_pipelined(plan: Plan) -> bool:
+    return plan.arrangement.pipeline > 1
+
+
+def _bases(opened: Opened) -> Iterator[str]:
+    for one in (*opened.classes, *(stage.cls for stage in opened.stages)):
+        yield one.base
+
+
+def _loss(opened: Opened, calls: ModelCalls) -> Source:
+    return Source("split_loss(outputs, batch, tensor)") if opened.loss is not None else calls.loss
+
+
+def _stages(plan: Plan, subject: Subject) -> StageTables:
+    if not _is_pipelined(plan):
+        return StageTables(stages=Source(), ties=Source())
+    last = subject.opened.stages[-1]
+    name = last.cls.name if last.returns_loss else LOSS_STAGE
+    return stage_tables(plan, subject.opened, subject.axes, last=name)
+
+
+def _instances(plan: Plan, opened: Opened) -> tuple[OpenedClass, ...]:
+    """Return the classes that modules take; a pipeline stage's root takes its class by itself."""
+    roots = () if _is_pipelined(plan) else tuple(stage.cls for stage in opened.stages)
+    return (*opened.classes, *roots)
+
+
+def _opened_table(plan: Plan, subject: Subject) -> Source:
+    classes = {n: one.name for one in _instances(plan, subject.opened) for n in one.instances}
+    if not classes:
+        return Source()
+    table = patterns(classes, subject.modules)
+    rows = [(f"{literal(name)}: {identifier(kind)}", "") for name, kind in table.items()]
+    return assigned("OPENED: dict[str, type[nn.Module]]", "{", rows, "}")
+
+
+def _classes(plan: Plan, opened: Opened, calls: ModelCalls) -> Source:
+    """Return all that is printed from the graph, two empty lines between."""
+    sources = [one.source for one in opened.classes]
+    stages = dict.fromkeys(stage.cls.source for stage in opened.stages)
+    sources += map(_overriding, stages) if _is_pipelined(plan) else stages
+    sources += [opened.loss] if opened.loss is not None else []
+    if _is_pipelined(plan) and not opened.stages[-1].returns_loss:
+        sources.append(_loss_stage(opened.stages[-1].cls.name, _loss(opened, calls)))
+    return Source("\n\n\n".join(source.strip("\n") for source in sources))
+
+
+def _overriding(source: str) -> str:
+    """Tell mypy that a stage means it when it takes other arguments than the whole model."""
+    return re.sub(r"^(    def forward\(.*)$", r"\1  # type: ignore[override]", source, flags=re.M)
+
+
+def _loss_stage(last: str, loss: Source) -> str:
+    value = loss.replace(", tensor)", ", self.tensor)")
+    return f'''class {LOSS_STAGE}({identifier(last)}):
+    """The last stage, with the loss."""
+
+    def forward(self, *received: Tensor, **batch: Tensor) -> Tensor:
+        """Map what the stage before gives to the loss."""
+        outputs = super().forward(*received, **batch)
+        loss: Tensor = {value}
+        return loss'''
+
+
+def _tables(*tables: Source) -> Source:
+    return Source("\n".join(table for table in tables if table))
+
+
+def _wrap_arguments(plan: Plan) -> Iterator[str]:
+    """Yield what wrap() is told, as far as it matters under this plan."""
+    arranged = plan.arrangement
+    part = "part" if _is_pipelined(plan) else "model"
+    yield from (part, "mesh", "zero=ZERO", "compute_dtype=dtype")
+    if arranged.zero < Zero.GRADIENTS and arranged.data > 1:
+        yield "bucket_bytes=BUCKET_BYTES"
+    if arranged.zero >= Zero.GRADIENTS:
+        yield f"units=submodules({part}, LAYERS)"
+    if arranged.compressed_gradients and arranged.data > 1:
+        yield "compress=COMPRESS"
+    if synchronises_batch_norms(plan):
+        yield "sync_batch_norm=SYNC_BATCH_NORM"

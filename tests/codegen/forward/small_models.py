@@ -1,0 +1,66 @@
+"""Small models with one difficulty each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar.planner.model_file import ModelFile
+
+
+class Shifted(nn.Module):
+    """Predicts each next token; the token 0 is padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.head = nn.Linear(4, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.head(self.embed(ids))[:, :-1]
+        return functional.cross_entropy(
+            logits.flatten(0, 1), ids[:, 1:].reshape(-1), ignore_index=0
+        )
+
+
+class Hostile(nn.Module):
+    """Has children and parameters whose names would be code, if they were printed as they are."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module("a b", nn.Linear(4, 4))
+        self.add_module("x)\n__import__('os')#", nn.Linear(4, 4))
+        self.parts = nn.ModuleDict({'say "hi"': nn.Linear(4, 4), "class": nn.Linear(4, 4)})
+        self.register_parameter("odd name", nn.Parameter(torch.ones(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids.float()
+        for child in (
+            self._modules["a b"],
+            *list(self._modules.values())[1:2],
+            *self.parts.values(),
+        ):
+            assert child is not None
+            x = child(x)
+        weight = self._parameters["odd name"]
+        assert weight is not None
+        return (x * weight).square().mean()
+
+
+def file_of(kind: Callable[[], nn.Module]) -> ModelFile:
+    """Return a model file that builds a small model and gives it whole numbers."""
+    return ModelFile(
+        path=Path("small.py"),
+        factory="build_model",
+        arguments=(),
+        build_model=kind,
+        example_batch=lambda rows: {"ids": torch.arange(rows * 4).reshape(rows, 4) % 8},
+        loss=None,
+        build_dataset=None,
+        build_optimizer=None,
+        build_scheduler=None,
+    )

@@ -1,0 +1,52 @@
+"""No name of the user's becomes code."""
+
+from __future__ import annotations
+
+import copy
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.codegen.forward.emit import open_split
+from autopar.codegen.forward.identifiers import comment, identifier, is_identifier, string
+from autopar.codegen.forward.modules import modules_of
+from autopar.codegen.forward.split import split_graph
+from autopar.planner.trace import trace
+from tests.codegen.forward.running import namespace, take_classes
+from tests.codegen.forward.small_models import Hostile, file_of
+
+
+def test_hostile_names_of_modules_and_parameters_stay_names() -> None:
+    file = file_of(Hostile)
+    model = Hostile()
+    split = split_graph(trace(file), modules_of(model))
+    opened = open_split(split, [len(split.layers.layers)], opened=[""])
+    printed = copy.deepcopy(model)
+    take_classes(printed, [stage.cls for stage in opened.stages], namespace(opened))
+    ids = torch.arange(8).reshape(2, 4)
+    torch.testing.assert_close(printed(ids), model(ids), rtol=0, atol=0)
+
+
+@given(st.text())
+def test_any_text_becomes_an_identifier(text: str) -> None:
+    assert is_identifier(identifier(text))
+
+
+@given(st.text())
+def test_any_text_becomes_a_literal_of_itself(text: str) -> None:
+    assert eval(string(text)) == text
+    assert string(text).isascii()
+    assert "\n" not in string(text)
+
+
+@given(st.text())
+def test_any_text_becomes_one_line_of_comment(text: str) -> None:
+    assert comment(text).isprintable()
+    assert comment(text).isascii()
+
+
+@pytest.mark.parametrize("word", ["class", "match", "import", "1st", ""])
+def test_words_that_python_keeps_are_changed(word: str) -> None:
+    assert identifier(word) != word

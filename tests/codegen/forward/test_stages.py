@@ -1,0 +1,107 @@
+"""Stages run one after the other compute what the whole model does."""
+
+from __future__ import annotations
+
+import copy
+from itertools import combinations, pairwise
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.codegen.forward.emit import open_split
+from autopar.codegen.forward.opened import Opened
+from autopar.codegen.forward.split import split_graph
+from tests.codegen.forward.running import (
+    Result,
+    assert_same,
+    float64_batch,
+    namespace,
+    original,
+    result,
+    stage_modules,
+    staged_loss,
+    take_classes,
+    zoo_modules,
+)
+from tests.planner.subjects import ZOO_MODELS, zoo_file, zoo_graph
+
+
+def without(model: nn.Module, kept: set[str]) -> nn.Module:
+    """Return a copy of a model without the modules that a stage does not name."""
+    part = copy.deepcopy(model)
+    for path in [path for path, _ in model.named_modules() if path]:
+        is_kept = any(k == path or k.startswith(f"{path}.") for k in kept)
+        owner, _, leaf = path.rpartition(".")
+        if not is_kept and all(p in dict(part.named_modules()) for p in (owner, path)):
+            part.get_submodule(owner)._modules[leaf] = None
+    return part
+
+
+def run_stages(name: str, opened: Opened, *arguments: str, drop: bool = False) -> Result:
+    """Run the stages one after the other on one model, or each on a copy with its modules alone."""
+    before, _ = original(name, *arguments)
+    file, found = zoo_file(name, *arguments), namespace(opened)
+    batch = float64_batch(file)
+    whole = copy.deepcopy(before)
+    take_classes(whole, opened.classes, found)
+    parts = stage_modules(whole, opened, found)
+    if drop:
+        names = [set(stage.modules) for stage in opened.stages]
+        parts = [without(part, kept) for part, kept in zip(parts, names, strict=True)]
+    return result(whole, lambda: staged_loss(file, parts, opened, batch))
+
+
+def cuts(layers: int, stages: int) -> list[list[int]]:
+    """Return every way to give each stage at least one layer."""
+    found = []
+    for borders in combinations(range(1, layers), stages - 1):
+        ends = (0, *borders, layers)
+        found.append([b - a for a, b in pairwise(ends)])
+    return found
+
+
+@pytest.mark.parametrize("stages", [2, 3])
+@pytest.mark.parametrize("name", ZOO_MODELS)
+def test_stages_compute_what_the_model_does_wherever_they_are_cut(name: str, stages: int) -> None:
+    split = split_graph(zoo_graph(name), zoo_modules(name))
+    _, expected = original(name)
+    every = cuts(len(split.layers.layers), stages)
+    for counts in every[:: max(1, len(every) // 5)]:
+        assert_same(run_stages(name, open_split(split, counts)), expected)
+
+
+@pytest.mark.parametrize("name", ["gpt2.py", "t5.py", "resnet.py"])
+def test_a_stage_needs_only_the_modules_that_it_names(name: str) -> None:
+    split = split_graph(zoo_graph(name), zoo_modules(name))
+    count = len(split.layers.layers)
+    opened = open_split(split, [count // 2, count - count // 2])
+    assert_same_loss(run_stages(name, opened, drop=True), original(name)[1])
+
+
+def test_stages_of_one_form_share_a_class_and_differ_in_bounds() -> None:
+    arguments = ("layers=8",)
+    graph = zoo_graph("llama.py", *arguments)
+    split = split_graph(graph, zoo_modules("llama.py", *arguments))
+    opened = open_split(split, [3, 2, 2, 1, 3])
+    assert [stage.cls.name for stage in opened.stages] == [
+        "FirstStage", "MiddleStage", "MiddleStage", "MiddleStage", "LastStage",
+    ]  # fmt: skip
+    assert len({stage.cls.source for stage in opened.stages}) == 3
+    middle = [dict(stage.bounds) for stage in opened.stages[1:4]]
+    assert middle == [{"first": 2, "end": 4}, {"first": 4, "end": 6}, {"first": 6, "end": 7}]
+    found = run_stages("llama.py", opened, *arguments)
+    assert_same(found, original("llama.py", *arguments)[1])
+
+
+def test_several_tensors_cross_from_the_encoder_to_the_decoder() -> None:
+    split = split_graph(zoo_graph("t5.py"), zoo_modules("t5.py"))
+    names = [layer.call for layer in split.layers.layers]
+    cut = names.index("decoder.0.cross_norm")
+    opened = open_split(split, [cut, len(names) - cut])
+    assert len(opened.stages[0].gives) == 3  # the stream, what was encoded, the bias of the heads
+
+
+def assert_same_loss(found: Result, expected: Result) -> None:
+    """Compare losses: parts that are copies have their own gradients."""
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=1e-12)

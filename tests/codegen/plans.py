@@ -1,0 +1,51 @@
+"""Real plans of small zoo models, with the arrangement pinned."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.layers import find_layers
+from autopar.planner.plan.constraints import Constraints, SplitRule
+from autopar.planner.plan.model_facts import model_facts
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.search import search
+from autopar.planner.precision import Precision
+from tests.planner.subjects import ZOO, zoo_file, zoo_graph
+
+STILL = ("dropout=0.0",)  # so that a plan can be compared with one process
+
+
+@cache
+def pinned_plan(
+    name: str,
+    arguments: tuple[str, ...] = (),
+    *,
+    pipeline: int = 1,
+    data: int = 1,
+    tensor: int = 1,
+    split: tuple[str, ...] = (),
+    device: str = "cpu",
+    **pins: Any,
+) -> Plan:
+    """Return the best plan of a zoo model with these degrees; `split` axes must be split."""
+    file, graph = zoo_file(name, *arguments), zoo_graph(name, *arguments)
+    axes = infer_axes(graph)
+    usual: dict[str, Any] = {"global_batch": 8, "precision": Precision.FP32}
+    if pipeline > 1:
+        usual["schedules"] = (ScheduleKind.ONE_F_ONE_B,)
+    rules = tuple(SplitRule(modules="*", axis=axis, is_required=True) for axis in split)
+    constraints = Constraints(
+        pipeline=pipeline, data=data, tensor=tensor, splits=rules, **{**usual, **pins}
+    )
+    return search(
+        graph,
+        axes,
+        find_layers(graph, axes),
+        model_facts(file, graph, spec=str(ZOO / name), arguments=arguments),
+        choose_cluster(pipeline * data * tensor, device),
+        constraints,
+    )
