@@ -1,24 +1,42 @@
-"""Puts the real output of `autopar inspect` into README.md: `python docs/render_readme.py`."""
+"""Puts the real output of commands into README.md and docs: `python docs/render_readme.py`.
 
+What stands between `<!-- show: COMMAND -->` and `<!-- end -->` is replaced by what the command prints.
+`autopar` runs as this Python's module; several commands are joined by `&&`, and the last one shows.
+"""
+
+import re
+import shlex
 import subprocess
 import sys
 from pathlib import Path
 
-BEGIN, END = "<!-- inspect:begin -->", "<!-- inspect:end -->"
-COMMAND = ("-m", "autopar", "inspect", "models_zoo/gpt2.py", "--arg", "size=124m")
+ROOT = Path(__file__).parents[1]
+PAGES = (ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md")))
+SHOWN = re.compile(r"(<!-- show: (?P<commands>.*?) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
 def main() -> None:
-    """Replace what stands between the two marks."""
-    root = Path(__file__).parents[1]
-    readme = root / "README.md"
-    before, _, rest = readme.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    shown = subprocess.run(
-        [sys.executable, *COMMAND], cwd=root, capture_output=True, text=True, check=True
-    ).stdout
-    lines = "\n".join(line.rstrip() for line in shown.splitlines())
-    readme.write_text(f"{before}{BEGIN}\n```text\n{lines}\n```\n{END}{after}")
+    """Remake every page that shows output."""
+    for page in PAGES:
+        text = page.read_text(encoding="utf-8")
+        page.write_text(SHOWN.sub(_shown, text), encoding="utf-8")
+
+
+def _shown(match: re.Match[str]) -> str:
+    printed = ""
+    for command in match["commands"].split(" && "):
+        printed = _output(shlex.split(command))
+    lines = "\n".join(line.rstrip() for line in printed.splitlines()).strip("\n")
+    return f"{match[1]}```text\n{lines}\n```\n{match[3]}"
+
+
+def _output(words: list[str]) -> str:
+    if words[0] == "autopar":
+        words = [sys.executable, "-m", *words]
+    elif words[0] == "torchrun":
+        words = [sys.executable, "-m", "torch.distributed.run", *words[1:]]
+    done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=True)
+    return done.stdout
 
 
 if __name__ == "__main__":

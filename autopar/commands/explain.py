@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -20,14 +21,17 @@ from autopar.explanation_page import (
     stage_table,
     why_not_page,
 )
+from autopar.planner.costs.measurements import Measurements
 from autopar.planner.errors import InputError
-from autopar.planner.plan.constraints import constraints_of
+from autopar.planner.plan.constraints import Constraints, constraints_of
 from autopar.planner.plan.constraints_options import parse_pins
 from autopar.planner.plan.document import read_plan
 from autopar.planner.plan.explanation import Explanation, explain
 from autopar.planner.plan.parts import parts_of
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.why_not import WhyNot, why_not
+from autopar.planner.profile.file import read_measurements
+from autopar.progress import reported
 
 
 def explain_plan(
@@ -42,6 +46,10 @@ def explain_plan(
     other: Annotated[
         str | None, typer.Option("--why-not", metavar="KEY=VALUE,…", help="What that would cost.")
     ] = None,
+    profile: Annotated[
+        Path | None,
+        typer.Option("--profile", metavar="FILE", help="For --why-not: what the plan was made by."),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Say why a plan is what it is: time, stages, memory, communication, what is split.
@@ -55,12 +63,21 @@ def explain_plan(
         )
     if other is not None:
         pins = constraints_of(parse_pins([other], option="--why-not"))
-        answer = why_not(found, pins)
+        measured = read_measurements(profile) if profile else None
+        answer = _why_not(found, pins, measured)
         _print([why_not_page(answer)], answer if as_json else None)
         return
     explanation = explain(found, *parts_of(found, where=str(plan)))
     parts = _chosen(found, explanation, stage=stage, memory=memory, comm=comm)
     _print(parts, explanation if as_json else None)
+
+
+def _why_not(plan: Plan, pins: Constraints, measured: Measurements | None) -> WhyNot:
+    """Answer from the plan where it knows, and solve what it does not know."""
+    from autopar.planner.plan.resolve import solve_point  # here alone: the rest needs no solver
+
+    with reported("solving the other plan"):
+        return why_not(plan, pins, partial(solve_point, measured=measured))
 
 
 def _chosen(

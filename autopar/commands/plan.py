@@ -6,6 +6,8 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
+from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
+from autopar.codegen.emit import refuse_overwriting, write_script
 from autopar.commands import plan_options as options
 from autopar.console import results
 from autopar.plan_page import plan_page
@@ -45,9 +47,12 @@ def plan(
     time_limit: options.TIME_LIMIT = None,
     profile: options.PROFILE = None,
     output: options.OUTPUT = Path(),
+    force: options.FORCE = False,
     as_json: options.AS_JSON = False,
 ) -> None:
-    """Plan how to split the training of a model, prove the choice, and write DIR/plan.json.
+    """Plan how to split the training of a model, prove the choice, and write the script.
+
+    DIR gets plan.json and train.py, which runs under torchrun.
 
     Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
     """
@@ -65,6 +70,8 @@ def plan(
     machines = options.cluster_of(gpus, device, nodes, cluster)
     measured = read_measurements(profile) if profile else None
     refuse_foreign(output / FILE_NAME)
+    if not force:
+        refuse_overwriting(output / SCRIPT_NAME)
     found = make_plan(
         model,
         arg or (),
@@ -76,10 +83,12 @@ def plan(
     write_plan(found, output / FILE_NAME)
     if as_json:
         print(json.dumps(summary(found), indent=2))
-        return
-    for part in plan_page(found):
-        results().print(part)
-    results().print(f"Written: {output / FILE_NAME}", markup=False)
+    else:
+        for part in plan_page(found):
+            results().print(part)
+    script = write_script(found, output, force=force)
+    if not as_json:
+        results().print(f"Written: {output / FILE_NAME}, {script}", markup=False)
 
 
 def make_plan(

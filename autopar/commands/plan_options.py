@@ -71,6 +71,7 @@ PROFILE = Annotated[
 OUTPUT = Annotated[
     Path, typer.Option("-o", "--output", metavar="DIR", help="Where plan.json goes.")
 ]
+FORCE = Annotated[bool, typer.Option("--force", help="Overwrite a train.py changed by hand.")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
 
 

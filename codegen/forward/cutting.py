@@ -6,6 +6,7 @@ computed again from the batch by each stage that uses it.
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -63,7 +64,9 @@ class Cutter:
         self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
         self.depends = self._dependent_on_gradients()
         self.returns_loss = self._returns_loss()
+        self.writers = self._writers()
         self.needed = [self._needed(stage) for stage in range(last + 1)]
+        self._check_random()
         self.cuts = [self._cut(stage) for stage in range(last)]  # behind each stage
 
     def _dependent_on_gradients(self) -> frozenset[str]:
@@ -74,6 +77,17 @@ class Cutter:
             if any(name in found for name in op.inputs):
                 found.update(op.outputs)
         return frozenset(found)
+
+    def _writers(self) -> Mapping[str, Sequence[Op]]:
+        """Return the ops that write to memory that the forward itself has made."""
+        buffers = {buffer.name for buffer in self.graph.buffers}
+        found: dict[str, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            for name in op.writes:
+                storage = self.graph.tensors[name].storage
+                if storage not in buffers and not self._is_dependent(op):
+                    found[storage].append(op)
+        return found
 
     def _returns_loss(self) -> bool:
         """Whether the last stage returns the loss: it must where the root's result is no tuple."""
@@ -99,7 +113,7 @@ class Cutter:
             for op in self.graph.ops
             if self.places[op.name] == stage
             and (op.call != LOSS or self.returns_loss)
-            and (self._is_dependent(op) or op.writes)
+            and (self._is_dependent(op) or self._writes_buffer(op))
         ]
         needed = {op.name for op in own}
         results = self._results() if stage == self.last else ()
@@ -109,15 +123,27 @@ class Cutter:
             maker = self.tree.maker.get(tensor)
             if maker is None or maker.name in needed or self._is_dependent(maker):
                 continue
-            if is_random(maker) or maker.writes:
+            storage = self.graph.tensors[tensor].storage
+            for op in (maker, *self.writers.get(storage, ())):
+                if op.name not in needed:
+                    needed.add(op.name)
+                    todo += [*op.inputs, *op.writes]
+        return frozenset(needed)
+
+    def _check_random(self) -> None:
+        """Refuse random numbers that several stages would draw, each its own."""
+        for op in self.graph.ops:
+            if is_random(op) and sum(op.name in stage for stage in self.needed) > 1:
                 raise InputError(
-                    f"{maker.name} draws random numbers that several stages need",
-                    where=maker.location,
+                    f"{op.name} draws random numbers that several stages need",
+                    where=op.location,
                     fix="draw them in the layer that uses them",
                 )
-            needed.add(maker.name)
-            todo += maker.inputs
-        return frozenset(needed)
+
+    def _writes_buffer(self, op: Op) -> bool:
+        tensors = self.graph.tensors
+        buffers = {buffer.name for buffer in self.graph.buffers}
+        return any(tensors[name].storage in buffers for name in op.writes)
 
     def _is_dependent(self, op: Op) -> bool:
         return any(name in self.depends for name in op.outputs)

@@ -62,7 +62,7 @@ def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None
     solved = solve_point(plan, constraints_of((*kept, *fixed)))
     if isinstance(solved, str):
         return answer(*barred, solved)
-    return answer(*barred, *_compared(plan, solved), alternative=solved)
+    return answer(*barred, *_compared(plan, solved, barring), alternative=solved)
 
 
 def _batch_of(plan: Plan) -> Declared:
@@ -109,7 +109,7 @@ def _has(arrangement: Arrangement, pins: Constraints) -> bool:
     return allows(pinned, arrangement)
 
 
-def _compared(plan: Plan, other: RunnerUp) -> tuple[str, ...]:
+def _compared(plan: Plan, other: RunnerUp, barring: Sequence[Declared] = ()) -> tuple[str, ...]:
     """Return what another plan would cost, the term that decides, and the memory."""
     ours, prediction = plan.prediction.step_seconds, plan.prediction
     change = other.step_seconds - ours
@@ -120,15 +120,35 @@ def _compared(plan: Plan, other: RunnerUp) -> tuple[str, ...]:
         ("bubble", idle),
         ("compute", change - communication - idle),
     )
-    deciding = max(terms, key=lambda term: term[1] if change >= 0 else -term[1])
     memory = other.device_bytes - prediction.peak_memory.device_bytes
     return (
         f"its step takes {seconds_text(other.step_seconds)} instead of {seconds_text(ours)} "
         f"({change / ours:+.1%})",
         *(f"{name} {_signed_seconds(seconds)}" for name, seconds in terms),
         f"memory of the fullest device {_signed_bytes(memory)}",
-        f"{deciding[0]} decides" if change else "nothing decides: the plan is the simpler one",
+        _decision(plan, terms, memory_bytes=memory, barring=barring),
     )
+
+
+def _decision(
+    plan: Plan,
+    terms: Sequence[tuple[str, float]],
+    *,
+    memory_bytes: int,
+    barring: Sequence[Declared],
+) -> str:
+    """Return which constraint or term decides between a plan and another."""
+    is_of_memory = plan.objective == Objective.MEMORY.value
+    worse = memory_bytes if is_of_memory else sum(seconds for _, seconds in terms)
+    if worse == 0:
+        return "nothing decides: the plan is the simpler one"
+    if worse > 0 and is_of_memory:
+        return "memory decides, which the plan was to have least of"
+    if worse > 0:
+        return f"{max(terms, key=lambda term: term[1])[0]} decides"
+    if barring:
+        return f"{conflict_text(barring)} decide{'s' if len(barring) == 1 else ''}"
+    return "it is better: the search ended too early, so plan again with more time"
 
 
 def _unknown(plan: Plan) -> tuple[str, ...]:

@@ -1,0 +1,1 @@
+"""Scripts as they were last reviewed; `python -m tests.codegen.golden` remakes them."""

@@ -1,0 +1,405 @@
+"""Train llama (size=70b) on 64 devices.
+
+The plan: pp 4 · dp 2 · tp 8, ZeRO-1, 1f1b, 64 microbatches of 1 row.
+
+Run it on 8 nodes; HOST is the first one's address, NODE 0 to 7:
+
+    torchrun --nnodes 8 --nproc-per-node 8 --node-rank NODE --master-addr HOST llama_70b_tp_pp_dp.py
+
+Options: --steps, --lr, --data, --weights, --dtype, --log-every and --json; see --help.
+
+Predicted on 64 × h100-sxm: 18.51 s per step, 56,654 tokens/s, 44.1% of the peak FLOPs
+
+    compute                    12.93 s   70%
+    tensor communication        4.66 s   25%
+    pipeline bubble           832.3 ms    4%
+
+Communication of the busiest rank in a step:
+
+    activations split over the tensor axis: over 8 ranks, 4.66 s, waits 4.66 s
+    parameters gathered from the ranks that share them: 22 × all-gather over 2 ranks, 4.23 GiB,
+      50.51 ms, waits 14.09 ms
+    gradients summed over the ranks that share the data: 22 × reduce-scatter over 2 ranks,
+      8.459 GiB, 99.22 ms, waits 27.96 ms
+    activations and their gradients between stages: 64 × point-to-point over 2 ranks, 1 GiB,
+      35.53 ms, waits 35.53 ms
+
+Memory of the fullest device: 69.35 GiB of 76 GiB (91%)
+
+    parameters                4.23 GiB    6%
+    gradients                8.459 GiB   12%
+    optimizer                12.69 GiB   18%
+    activations               34.1 GiB   49%
+    fragments                4.804 GiB    7%
+    context                    4.5 GiB    6%
+
+Why this plan: of 15 ways to arrange the training none is faster; compute takes 70% of its step.
+The next best, pp 4 · dp 2 · tp 8, takes 18.72 s (+1.1%): +177.3 ms tensor communication.
+"""
+# Written by autopar 0.1.0, which never overwrites changes by hand: 2a8dab3718bbda63.
+
+from __future__ import annotations
+
+import argparse
+import copy
+import json
+import sys
+import time
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from autopar.runtime.collectives import exchange, gather, scatter_sum, sum_gradients
+from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batches
+from autopar.runtime.data_parallel import wrap
+from autopar.runtime.dryrun import recording
+from autopar.runtime.gradients import clip_by_global_norm
+from autopar.runtime.initial_weights import Recipe, record
+from autopar.runtime.layer_names import named, numbered
+from autopar.runtime.loss import loss_scales, mean_loss
+from autopar.runtime.mesh import Axis, Mesh, start, stop
+from autopar.runtime.model_parts import Crossing, StagePart, names_of, take_classes
+from autopar.runtime.optimizer import build_optimizer
+from autopar.runtime.pipeline import Pipeline, build_schedule, stage_indices, stage_of
+from autopar.runtime.pipeline_stage import Stage
+from autopar.runtime.randomness import seed_all
+from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.shards import Split, shard_parameters
+from autopar.runtime.vocabulary import vocab_parallel_cross_entropy
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
+import llama as model_file
+from llama import Attention, Block, Llama
+
+# The functions of the model file, with the arguments that were planned for.
+new_model = partial(model_file.build_model, size="70b")
+new_batch = partial(model_file.example_batch, size="70b")
+new_dataset = partial(model_file.build_dataset, size="70b")
+
+# --------------------------------------------------------------------------------- settings
+
+STEPS = 100  # --steps
+LEARNING_RATE = 0.0003  # of AdamW; --lr
+WEIGHT_DECAY = 0.1  # of AdamW
+CLIP_NORM = 1.0  # the norm of all gradients together is at most this
+SEED = 0  # of weights, order of the data and dropout
+DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
+LOG_EVERY = 10  # steps; --log-every
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+# --------------------------------------------------------------------------------- the plan
+
+PIPELINE = 4  # pipeline ranks: each has layers of its own
+DATA = 2  # data ranks: each has rows of its own
+TENSOR = 8  # tensor ranks: they share every row
+MICROBATCH = 1  # rows at a time on a data rank
+MICROBATCHES = 64  # of a data rank in a step, their gradients summed
+SHARD = 2  # data ranks that share one copy of the model's states
+ZERO = 1  # optimizer states are shared out over the data ranks of a shard
+BUCKET_BYTES = 419430400  # gradients that travel together, beside the backward
+SCHEDULE = "1f1b"  # the order of forwards and backwards
+STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
+TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 128 rows
+
+# ---------------------------------------------------------- the classes that the plan changes
+
+
+class TensorParallelBlock(Block):
+    """Block with seq, kv_heads and ffn split over the tensor axis."""
+
+    tensor: Axis
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Do what Block does, on this rank's share."""
+        y = F.rms_norm(
+            x, (8192,), sum_gradients(self.input_layernorm.weight, self.tensor), eps=1e-05
+        )
+        y = exchange(y, 1, 2, self.tensor)  # from shards of seq to shards of embed
+        # partial sums over kv_heads, added up into shards of seq
+        x = x + scatter_sum(self.self_attn(y, cos, sin), 1, self.tensor)
+        y = F.rms_norm(
+            x, (8192,), sum_gradients(self.post_attention_layernorm.weight, self.tensor), eps=1e-05
+        )
+        # shards of seq gathered: split along ffn from here on
+        # partial sums over ffn, added up into shards of seq
+        return x + scatter_sum(self.mlp(gather(y, 1, self.tensor)), 1, self.tensor)
+
+
+class TensorParallelAttention(Attention):
+    """Attention with kv_heads split over the tensor axis."""
+
+    tensor: Axis
+
+    def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        """Do what Attention does, on this rank's share."""
+        batch, seq, _ = x.shape
+        q = self.q_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        k = self.k_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        v = self.v_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        q = scatter_sum(q, 1, self.tensor)  # partial sums, added up into shards of kv_heads
+        q1, q2 = q.chunk(2, dim=-1)
+        q = q * cos + torch.cat((-q2, q1), dim=-1) * sin
+        k = scatter_sum(k, 1, self.tensor)  # partial sums, added up into shards of kv_heads
+        k1, k2 = k.chunk(2, dim=-1)
+        k = k * cos + torch.cat((-k2, k1), dim=-1) * sin
+        v = scatter_sum(v, 1, self.tensor)  # partial sums, added up into shards of kv_heads
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
+        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
+        return out
+
+
+class FirstStage(Llama):
+    """Stage 1 of 4 of Llama."""
+
+    tensor: Axis
+
+    def forward(self, *, input_ids: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
+        """Map the batch to what the next stage takes."""
+        x: Tensor = self.embed_tokens(input_ids)
+        y = -torch.arange(0, 128, 2, dtype=torch.float32, device=input_ids.device) / 128
+        y = 500000.0**y
+        y = torch.outer(torch.arange(8192, dtype=torch.float32, device=input_ids.device), y)
+        y = torch.cat((y, y), dim=-1)
+        cos = y.cos().to(x.dtype)
+        sin = y.sin().to(x.dtype)
+        x = exchange(x, 2, 1, self.tensor)  # from shards of embed to shards of seq
+        for block in self.layers[:20]:
+            x = block(x, cos, sin)
+        return x
+
+
+class MiddleStage(Llama):
+    """Some layers of Llama."""
+
+    first: int
+    end: int
+
+    def forward(self, x: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
+        """Map what the stage before gives to what the next stage takes."""
+        y = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float32, device=x.device) / 128)
+        y = torch.outer(torch.arange(8192, dtype=torch.float32, device=x.device), y)
+        y = torch.cat((y, y), dim=-1)
+        cos = y.cos().to(x.dtype)
+        sin = y.sin().to(x.dtype)
+        for block in self.layers[self.first : self.end]:
+            x = block(x, cos, sin)
+        return x
+
+
+class LastStage(Llama):
+    """Stage 4 of 4 of Llama."""
+
+    tensor: Axis
+
+    def forward(self, x: Tensor, *, labels: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
+        """Map what the stage before gives to the loss."""
+        y = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float32, device=x.device) / 128)
+        y = torch.outer(torch.arange(8192, dtype=torch.float32, device=x.device), y)
+        y = torch.cat((y, y), dim=-1)
+        cos = y.cos().to(x.dtype)
+        sin = y.sin().to(x.dtype)
+        for block in self.layers[60:]:
+            x = block(x, cos, sin)
+        x = F.rms_norm(x, (8192,), sum_gradients(self.norm.weight, self.tensor), eps=1e-05)
+        # shards of seq gathered: split along vocab from here on
+        logits = self.lm_head(gather(x, 1, self.tensor)).flatten(0, 1)
+        return vocab_parallel_cross_entropy(
+            logits,
+            labels.flatten(),
+            self.tensor,
+            parts=((128256, 1),),
+            ignore_index=-100,
+            reduction="mean",
+        )
+
+
+OPENED: dict[str, type[nn.Module]] = {
+    "layers.*": TensorParallelBlock,
+    "layers.*.self_attn": TensorParallelAttention,
+}
+SPLITS = {
+    "embed_tokens.weight": Split(1, ((8192, 1),)),  # embed
+    "layers.*.self_attn.q_proj.weight": Split(1, ((8192, 1),)),  # embed
+    "layers.*.self_attn.k_proj.weight": Split(1, ((8192, 1),)),  # embed
+    "layers.*.self_attn.v_proj.weight": Split(1, ((8192, 1),)),  # embed
+    "layers.*.self_attn.o_proj.weight": Split(1, ((8, 1024),)),  # kv_heads
+    "layers.*.mlp.gate_proj.weight": Split(0, ((28672, 1),)),  # ffn
+    "layers.*.mlp.up_proj.weight": Split(0, ((28672, 1),)),  # ffn
+    "layers.*.mlp.down_proj.weight": Split(1, ((28672, 1),)),  # ffn
+    "lm_head.weight": Split(0, ((128256, 1),)),  # vocab
+}
+CROSSING = (Crossing((MICROBATCH, 8192, 8192), Split(1, ((8192, 1),))),)  # what each stage gives to the next
+STAGES = (
+    StagePart(FirstStage, ("embed_tokens", *numbered("layers.*", range(20))), CROSSING),
+    StagePart(
+        MiddleStage,
+        (*numbered("layers.*", range(20, 40)),),
+        CROSSING,
+        bounds={"first": 20, "end": 40},
+    ),
+    StagePart(
+        MiddleStage,
+        (*numbered("layers.*", range(40, 60)),),
+        CROSSING,
+        bounds={"first": 40, "end": 60},
+    ),
+    StagePart(LastStage, (*numbered("layers.*", range(60, 80)), "norm", "lm_head")),
+)
+
+# -------------------------------------------------------------------------------- the model
+
+
+def built(mesh: Mesh, dtype: torch.dtype) -> tuple[Pipeline, Recipe]:
+    """Build this rank's stages without memory, cut as planned, and how to make their weights."""
+    model, recipe = record(new_model, seed=SEED)
+    if dtype is torch.float64:  # to compare plans to the last digits
+        model.to(dtype)
+    shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
+    indices = stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK)
+    stages = [built_stage(model, index, mesh, dtype) for index in indices]
+    return build_schedule(SCHEDULE, stages, MICROBATCHES), recipe
+
+
+def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
+    """Return one stage: the model with the class of the stage, and only what that holds."""
+    part = STAGES[index].taken_from(copy.deepcopy(model), mesh.tensor)
+    take_classes(part, OPENED, mesh.tensor)
+    wrap(part, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES)
+    return stage_of(
+        part,
+        mesh,
+        index=index,
+        stages=len(STAGES),
+        receives=[one.described(mesh.tensor, dtype) for one in STAGES[index - 1].gives],
+        sends=[one.described(mesh.tensor, dtype) for one in STAGES[index].gives],
+        reduces_every_microbatch=ZERO >= 2,
+    )
+
+
+def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
+    """Give the stages their weights, each rank those that it holds, and build the optimizer."""
+    for part in model.parts:
+        splits = named(SPLITS, names_of(part))
+        if options.weights is not None:
+            load_safetensors(part, options.weights, splits, mesh.tensor, device=mesh.device)
+        recipe.materialise(part, splits, mesh.tensor, mesh.device)
+    parameters = [parameter for part in model.parts for parameter in part.parameters()]
+    optimizer = build_optimizer(parameters, new_optimizer, zero=ZERO, mesh=mesh)
+    if options.lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr
+    return optimizer
+
+
+def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return how many targets of the batch count in the mean of the loss."""
+    return (batch["labels"] != -100).sum()
+
+
+def train_step(
+    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Batch], mesh: Mesh
+) -> Tensor:
+    """Take one step over this rank's microbatches, and return its part of the loss."""
+    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    counts = torch.stack([valid_targets(batch) for batch in microbatches])
+    losses = model.step(microbatches, list(loss_scales(counts, mesh)))
+    split = frozenset(named(SPLITS, (name for part in model.parts for name in names_of(part))))
+    clip_by_global_norm(model.parts, CLIP_NORM, mesh, split=split)
+    optimizer.step()
+    optimizer.zero_grad()
+    return torch.stack(losses).sum() if losses else torch.zeros((), device=mesh.device)
+
+
+def new_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Build the optimizer: the model file has none of its own."""
+    return AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+
+
+# --------------------------------------------------------------------------------- the data
+
+
+def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
+    """Yield this rank's microbatches; the rows of a step are the same under every plan."""
+    if options.data == "synthetic":
+        data = synthetic_batches(
+            new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
+        )
+    else:
+        torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
+        data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
+    for batch in data:
+        yield placed(batch, mesh, options.dtype)
+
+
+# ------------------------------------------------------------------------------ the training
+
+
+def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
+    """Train; return what this rank holds of the model, and the losses that were logged."""
+    options = parsed(argv)
+    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
+    model, recipe = built(mesh, options.dtype)
+    if mesh.is_dry_run:
+        print(dry_run(model, recipe, options, mesh))
+        return model.parts, []
+    data = batches(options, mesh)
+    optimizer = ready(model, recipe, options, mesh)
+    seed_all(SEED, mesh)  # dropout differs from data rank to data rank
+    losses: list[float] = []
+    begun = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+        if step % options.log_every == 0 or step == options.steps:
+            losses.append(mean_loss(loss, mesh))
+            seconds = (time.perf_counter() - begun) / ((step - 1) % options.log_every + 1)
+            if mesh.rank == 0:
+                figures = {"step": step, "loss": losses[-1], "seconds": seconds}
+                line = json.dumps(figures) if options.json else log_line(step, losses[-1], seconds)
+                print(line, flush=True)
+            begun = time.perf_counter()
+    stop(mesh)
+    return model.parts, losses
+
+
+def log_line(step: int, loss: float, seconds: float) -> str:
+    """Say how the training goes; seconds are of one step, on average since the last line."""
+    rate = TOKENS_PER_STEP / seconds
+    return f"step {step:>6}   loss {loss:.5f}   {seconds * 1e3:,.1f} ms   {rate:,.0f} tokens/s"
+
+
+def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
+    """Return the peak memory and the collectives of this rank's second step, as JSON."""
+    data = synthetic_batches(
+        new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
+    )
+    with recording() as watched:
+        optimizer = ready(model, recipe, options, mesh)
+        train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+        with watched.measured(model.parts, [optimizer]):
+            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+    return watched.report().to_json()
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options of the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
+    parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
+    parser.add_argument("--weights", type=Path, help="a folder of .safetensors to start from")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
+    parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
+    parser.add_argument("--json", action="store_true", help="log one JSON object a line")
+    options = parser.parse_args(argv)
+    options.dtype = DTYPES[options.dtype]
+    return options
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,245 @@
+"""Train resnet (size=50) on 8 devices.
+
+The plan: dp 8, ZeRO-1, 1 microbatch of 64 rows.
+
+Run it on one node:
+
+    torchrun --nproc-per-node 8 resnet50_dp.py
+
+Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
+
+    torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST resnet50_dp.py
+
+Options: --steps, --lr, --data, --weights, --dtype, --log-every and --json; see --help.
+
+Predicted on 8 × h100-sxm: 17.89 ms per step, 28,616 samples/s, 8.8% of the peak FLOPs
+
+    compute                   15.91 ms   89%
+    exposed data parallel     231.4 us    1%
+    framework                  1.72 ms   10%
+
+Communication of the busiest rank in a step:
+
+    parameters gathered from the ranks that share them: 19 × all-gather over 8 ranks, 48.75 MiB,
+      519.2 us, waits 127.7 us
+    gradients summed over the ranks that share the data: 19 × reduce-scatter over 8 ranks,
+      97.49 MiB, 397.1 us, waits 103.6 us
+
+Memory of the fullest device: 6.528 GiB of 76 GiB (9%)
+
+    gradients                97.49 MiB    1%
+    activations              2.776 GiB   43%
+    work space                 294 MiB    4%
+    fragments                267.6 MiB    4%
+    context                      3 GiB   46%
+
+Why this plan: of 28 ways to arrange the training none is faster; compute takes 89% of its step.
+The next best, dp 8, takes 18.06 ms (+1.0%): +239.7 us optimizer.
+"""
+# Written by autopar 0.1.0, which never overwrites changes by hand: d38161d380dae5d8.
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from functools import partial
+from itertools import islice
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batches
+from autopar.runtime.data_parallel import set_sync, wrap
+from autopar.runtime.dryrun import recording
+from autopar.runtime.gradients import clip_by_global_norm
+from autopar.runtime.initial_weights import Recipe, record
+from autopar.runtime.loss import loss_scales, mean_loss, scale_loss
+from autopar.runtime.mesh import Mesh, start, stop
+from autopar.runtime.optimizer import build_optimizer
+from autopar.runtime.randomness import seed_all
+from autopar.runtime.safetensors_weights import load_safetensors
+
+sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
+import resnet as model_file
+
+# The functions of the model file, with the arguments that were planned for.
+new_model = partial(model_file.build_model, size="50")
+new_batch = partial(model_file.example_batch, size="50")
+new_loss = model_file.loss
+new_dataset = partial(model_file.build_dataset, size="50")
+new_optimizer = model_file.build_optimizer
+new_scheduler = model_file.build_scheduler
+
+# --------------------------------------------------------------------------------- settings
+
+STEPS = 100  # --steps
+CLIP_NORM = 1.0  # the norm of all gradients together is at most this
+SEED = 0  # of weights, order of the data and dropout
+DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
+LOG_EVERY = 10  # steps; --log-every
+SYNC_BATCH_NORM = True  # over all data ranks, as one device would; False: on each
+DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
+
+# --------------------------------------------------------------------------------- the plan
+
+PIPELINE = 1  # no pipeline
+DATA = 8  # data ranks: each has rows of its own
+TENSOR = 1  # tensor ranks: they share every row
+MICROBATCH = 64  # rows at a time on a data rank
+MICROBATCHES = 1  # of a data rank in a step, their gradients summed
+SHARD = 8  # data ranks that share one copy of the model's states
+ZERO = 1  # optimizer states are shared out over the data ranks of a shard
+BUCKET_BYTES = 26214400  # gradients that travel together, beside the backward
+SAMPLES_PER_STEP = MICROBATCH * MICROBATCHES * DATA  # the global batch, 512 rows
+
+# -------------------------------------------------------------------------------- the model
+
+
+def built(mesh: Mesh, dtype: torch.dtype) -> tuple[nn.Module, Recipe]:
+    """Build the model without memory, cut as planned, and return how to make its weights."""
+    model, recipe = record(new_model, seed=SEED)
+    if dtype is torch.float64:  # to compare plans to the last digits
+        model.to(dtype)
+    wrap(
+        model,
+        mesh,
+        zero=ZERO,
+        compute_dtype=dtype,
+        bucket_bytes=BUCKET_BYTES,
+        sync_batch_norm=SYNC_BATCH_NORM,
+    )
+    return model, recipe
+
+
+def ready(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
+    """Give the model its weights, each rank those that it holds, and build the optimizer."""
+    if options.weights is not None:
+        load_safetensors(model, options.weights, {}, mesh.tensor, device=mesh.device)
+    recipe.materialise(model, {}, mesh.tensor, mesh.device)
+    optimizer = build_optimizer(model.parameters(), new_optimizer, zero=ZERO, mesh=mesh)
+    if options.lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = options.lr
+    return optimizer
+
+
+def loss_of(model: nn.Module, batch: Batch) -> Tensor:
+    """Return the mean loss of a microbatch."""
+    outputs = model(images=batch["images"])
+    loss: Tensor = new_loss(outputs, batch)
+    return loss
+
+
+def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
+    """Return how many targets of the batch count in the mean of the loss."""
+    return (batch["labels"] != -100).sum()
+
+
+def train_step(
+    model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Batch], mesh: Mesh
+) -> Tensor:
+    """Take one step over this rank's microbatches, and return its part of the loss."""
+    total = torch.zeros((), device=mesh.device, dtype=torch.float64)
+    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    counts = torch.stack([valid_targets(batch) for batch in microbatches])
+    scales = loss_scales(counts, mesh)
+    for number, (batch, scale) in enumerate(zip(microbatches, scales, strict=True), start=1):
+        set_sync(model, number == MICROBATCHES)  # gradients are averaged with the last one's
+        loss = scale_loss(loss_of(model, batch), scale)
+        loss.backward()  # type: ignore[no-untyped-call]
+        total += loss.detach()
+    clip_by_global_norm([model], CLIP_NORM, mesh, split=frozenset())
+    optimizer.step()
+    optimizer.zero_grad()
+    return total
+
+
+# --------------------------------------------------------------------------------- the data
+
+
+def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
+    """Yield this rank's microbatches; the rows of a step are the same under every plan."""
+    if options.data == "synthetic":
+        data = synthetic_batches(
+            new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
+        )
+    else:
+        torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
+        data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
+    for batch in data:
+        yield placed(batch, mesh, options.dtype)
+
+
+# ------------------------------------------------------------------------------ the training
+
+
+def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
+    """Train; return what this rank holds of the model, and the losses that were logged."""
+    options = parsed(argv)
+    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
+    model, recipe = built(mesh, options.dtype)
+    if mesh.is_dry_run:
+        print(dry_run(model, recipe, options, mesh))
+        return [model], []
+    data = batches(options, mesh)
+    optimizer = ready(model, recipe, options, mesh)
+    scheduler = new_scheduler(optimizer)
+    seed_all(SEED, mesh)  # dropout differs from data rank to data rank
+    losses: list[float] = []
+    begun = time.perf_counter()
+    for step in range(1, options.steps + 1):
+        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+        scheduler.step()
+        if step % options.log_every == 0 or step == options.steps:
+            losses.append(mean_loss(loss, mesh))
+            seconds = (time.perf_counter() - begun) / ((step - 1) % options.log_every + 1)
+            if mesh.rank == 0:
+                figures = {"step": step, "loss": losses[-1], "seconds": seconds}
+                line = json.dumps(figures) if options.json else log_line(step, losses[-1], seconds)
+                print(line, flush=True)
+            begun = time.perf_counter()
+    stop(mesh)
+    return [model], losses
+
+
+def log_line(step: int, loss: float, seconds: float) -> str:
+    """Say how the training goes; seconds are of one step, on average since the last line."""
+    rate = SAMPLES_PER_STEP / seconds
+    return f"step {step:>6}   loss {loss:.5f}   {seconds * 1e3:,.1f} ms   {rate:,.0f} samples/s"
+
+
+def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
+    """Return the peak memory and the collectives of this rank's second step, as JSON."""
+    data = synthetic_batches(
+        new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
+    )
+    with recording() as watched:
+        optimizer = ready(model, recipe, options, mesh)
+        train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+        with watched.measured([model], [optimizer]):
+            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+    return watched.report().to_json()
+
+
+def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Read the options of the command line."""
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
+    parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
+    parser.add_argument("--weights", type=Path, help="a folder of .safetensors to start from")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
+    parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
+    parser.add_argument("--json", action="store_true", help="log one JSON object a line")
+    options = parser.parse_args(argv)
+    options.dtype = DTYPES[options.dtype]
+    return options
+
+
+if __name__ == "__main__":
+    main()
