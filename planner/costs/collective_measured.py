@@ -25,22 +25,27 @@ def measured_seconds(
 ) -> float:
     """Return the seconds of a collective that was measured, on so many ranks.
 
-    T(S, n) = T(S, m) · (h_n·α + k_n·S ÷ (β·shared)) ÷ (h_m·α + k_m·S ÷ β): as measured on m ranks
-    (between two payloads a straight line on logarithmic scales), changed as the line fitted to all
-    payloads says. The library's own overheads are in what was measured, so nothing is added. Leaves
-    out that a library may choose another algorithm for more ranks.
+    As measured on m ranks (between two payloads a straight line on logarithmic scales), and changed
+    as the line fitted to all payloads, L(S, n) = h_n·α + k_n·S ÷ (β·shared), says:
+
+        T(S, n) = T(S, m) + L(S, n) − L(S, m)     on as many ranks or more
+        T(S, n) = T(S, m) · L(S, n) ÷ L(S, m)     on fewer
+
+    The library's own overheads are in what was measured, so nothing is added. Leaves out that a
+    library may choose another algorithm for more ranks.
     """
     seconds = _interpolated(known.points, payload_bytes)
     if ranks == known.ranks and shared == 1.0:
         return seconds
+    here = _line(known, payload_bytes, ranks, shared)
+    there = _line(known, payload_bytes, known.ranks, 1.0)
+    return seconds + here - there if here >= there else seconds * here / there
+
+
+def _line(known: MeasuredCollective, payload_bytes: float, ranks: int, shared: float) -> float:
     collective = Collective(known.collective)
-    wire = payload_bytes / known.bytes_per_second
-
-    def line(count: int, share: float) -> float:
-        latency = hops(collective, count) * known.alpha_seconds
-        return latency + sent_share(collective, count) * wire / share
-
-    return seconds * line(ranks, shared) / line(known.ranks, 1.0)
+    wire = sent_share(collective, ranks) * payload_bytes / (known.bytes_per_second * shared)
+    return hops(collective, ranks) * known.alpha_seconds + wire
 
 
 def hops(collective: Collective, ranks: int) -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 
+from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.reading import figure, number
 from autopar.planner.cluster.units import parse_bytes, parse_seconds
 from autopar.planner.costs.measurements import HostTimes, Measurements
@@ -35,6 +36,7 @@ class FrameworkConstants:
     optimizer_passes: float
     context_bytes: int
     communicator_bytes: int
+    process_bytes: int
     margin: float
     host: HostWork
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 state, as measured
@@ -59,6 +61,7 @@ def read_framework_constants() -> FrameworkConstants:
         optimizer_passes=number(step, "optimizer_passes", where="step"),
         context_bytes=figure(memory, "context", parse_bytes, where="memory"),
         communicator_bytes=figure(memory, "communicator", parse_bytes, where="memory"),
+        process_bytes=figure(memory, "process", parse_bytes, where="memory"),
         margin=number(memory, "margin", where="memory"),
         host=HostWork(
             **{
@@ -70,14 +73,18 @@ def read_framework_constants() -> FrameworkConstants:
 
 
 def framework_constants(
-    devices: Iterable[str], measured: Measurements | None = None
+    devices: Iterable[Device], measured: Measurements | None = None
 ) -> FrameworkConstants:
-    """Return the constants for devices of these names: as measured where the hosts of all were.
+    """Return the constants for these devices: as measured where the hosts of all were.
 
-    Ranks wait for each other at every step, so the slowest host counts.
+    Ranks wait for each other at every step, so the slowest host counts. A process on a CPU has its
+    libraries alone, no context of a device.
     """
+    kinds = dict.fromkeys(devices)
     constants = read_framework_constants()
-    found = [measured.host(name) for name in dict.fromkeys(devices)] if measured else []
+    if all(device.architecture.casefold() == "cpu" for device in kinds):
+        constants = replace(constants, context_bytes=constants.process_bytes, communicator_bytes=0)
+    found = [measured.host(device.name) for device in kinds] if measured else []
     times = [one for one in found if one is not None]
     if not times or len(times) < len(found):
         return constants

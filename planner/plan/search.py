@@ -11,42 +11,29 @@ The first prediction that no bound undercuts is the best there is in this space.
 from __future__ import annotations
 
 import time
-from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from autopar.planner.annotate import state_of
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.costs.framework import framework_constants
 from autopar.planner.costs.measurements import Measurements
-from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedule import ScheduleKind
 from autopar.planner.errors import AutoparError, InfeasibleError, TimeLimitError
-from autopar.planner.extent import numel
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.plan.assembly import Counts, assemble
+from autopar.planner.plan.bounding import Bounds
 from autopar.planner.plan.best_first import Found, Node, Outcome, best_first
 from autopar.planner.plan.candidate import Candidate, Judge, inside_of, recomputes
 from autopar.planner.plan.constraints import Constraints, Objective, allows
-from autopar.planner.plan.costing import Costing, Inside, Modes, Subject, model_flops
+from autopar.planner.plan.costing import Costing, Subject, model_flops
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.demands import choices_of, demands_of, layout_rules
-from autopar.planner.plan.least import least_layers_seconds
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.relaxed_memory import (
-    Block,
-    Ladder,
-    activation_budget_bytes,
-    block,
-    ladder,
-    least_bottleneck_seconds,
-    least_recompute_seconds,
-)
 from autopar.planner.plan.space import Choices, microbatches_of, simplest, variants
-from autopar.planner.plan.step_bound import Totals, step_bound_seconds
 from autopar.planner.plan.words import arrangement_words, degrees_words
 
 ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
@@ -67,16 +54,6 @@ class Variant:
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutFacts:
-    """What the bounds need to know of one layout solution."""
-
-    totals: Totals
-    ladder: Ladder
-    block: Block
-    block_share: float  # of the whole state in one of the blocks
 
 
 Item = Point | Variant
@@ -146,7 +123,7 @@ class Explorer:
         self.objective = constraints.objective
         self.report = report
         self.choices: Choices = choices_of(subject, cluster, constraints)
-        devices = (node.device.name for node in cluster.nodes)
+        devices = (node.device for node in cluster.nodes)
         self.constants = framework_constants(devices, measured)
         self.costing = Costing(
             subject,
@@ -161,19 +138,17 @@ class Explorer:
             constants=self.constants,
             model_flops=model_flops(subject, constraints.global_batch, constraints.precision),
         )
-        self.held = state_of(subject.graph.parameters, constraints.precision)
+        self.bounds = Bounds(self.judge, self.objective)
         self.solved = 0
         self.infeasible = 0
         self.programs = 0
         self.shortfalls: list[tuple[int, Arrangement]] = []
         self._proved_at: float | None = None
-        self._least: dict[tuple[int, int], float] = {}
-        self._facts: dict[Inside, LayoutFacts] = {}
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
         roots: list[Node[Item]] = [
-            Node(bound=self.point_bound(point), rank=simplicity(point), item=Point(point))
+            Node(bound=self.bounds.of_point(point), rank=simplicity(point), item=Point(point))
             for point in self.points()
         ]
         return best_first(roots, self.expand, is_late=is_late, enough=self._is_enough)
@@ -243,7 +218,7 @@ class Explorer:
         nodes: list[Node[Item]] = []
         for item in items:
             family = (item.arrangement, *item.thriftier)
-            bounds = {one: self.variant_bound(one) for one in family}
+            bounds = {one: self.bounds.of_variant(one) for one in family}
             possible = [one for one in family if bounds[one] < float("inf")]
             ruled_out = [one for one in family if bounds[one] == float("inf")]
             self.infeasible += len(ruled_out)
@@ -274,106 +249,6 @@ class Explorer:
         if self.objective is Objective.MEMORY:
             return float(candidate.prediction.peak_memory.device_bytes)
         return candidate.prediction.step_seconds
-
-    def point_bound(self, point: Arrangement) -> float:
-        """Return what no variant of a point beats."""
-        if self.objective is Objective.MEMORY:
-            return 0.0
-        key = point.tensor, point.microbatch
-        if key not in self._least:
-            self._least[key] = min(
-                least_layers_seconds(
-                    self.costing.pricer(point.microbatch, device),
-                    self.subject.layers,
-                    tensor=point.tensor,
-                    rules=self.costing.rules,
-                )
-                for device in dict.fromkeys(node.device for node in self.cluster.nodes)
-            )
-        return max(1.0, point.microbatches / point.pipeline) * self._least[key]
-
-    def variant_bound(self, arrangement: Arrangement) -> float:
-        """Return what no choice of stages and layouts beats; infinite where none can fit."""
-        best = self._bound_of(arrangement, 0, limited=True)
-        if best > self._bound_of(arrangement, 0, limited=False):
-            solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
-            others = range(1, len(solutions))
-            best = min([best, *(self._bound_of(arrangement, k, limited=True) for k in others)])
-        if self.objective is Objective.MEMORY and best < float("inf"):
-            return float(self.least_memory(arrangement))
-        return best
-
-    def _bound_of(self, arrangement: Arrangement, solution: int, *, limited: bool) -> float:
-        """Return the bound of a step for one layout solution, within the memory or without it."""
-        facts = self.facts(arrangement, solution)
-        again, bottleneck = self._pressed(arrangement, facts) if limited else (0.0, 0.0)
-        if max(again, bottleneck) == float("inf"):
-            return float("inf")
-        return step_bound_seconds(
-            facts.totals,
-            arrangement,
-            self.cluster,
-            self.constants,
-            recompute_seconds=again,
-            bottleneck_seconds=bottleneck,
-            repeated=facts.block,
-        )
-
-    def _pressed(self, arrangement: Arrangement, facts: LayoutFacts) -> tuple[float, float]:
-        """Return the least time of recomputing and of the slowest rank within the memory."""
-        limit = max(self.judge.demands.limit_bytes.values()) - self.constants.context_bytes
-        margin = self.constants.margin
-        if facts.ladder.least_alone_bytes * (1.0 + margin) > limit:
-            return float("inf"), float("inf")
-        state = self.least_state(arrangement)
-        budget = activation_budget_bytes(
-            arrangement, rank_bytes=limit, state_bytes=state, margin=margin
-        )
-        again = least_recompute_seconds(facts.ladder, budget)
-        if again == 0.0 and arrangement.pipeline == 1:
-            return 0.0, 0.0
-        return again, least_bottleneck_seconds(
-            facts.block,
-            arrangement,
-            rank_bytes=limit,
-            state_bytes=state * facts.block_share,
-            margin=margin,
-        )
-
-    def least_state(self, arrangement: Arrangement) -> int:
-        """Return the bytes of all parameters' state, split evenly over the tensor axis."""
-        held, shard, zero = self.held, arrangement.shard, arrangement.zero
-        return (
-            held.parameter_bytes // (shard if zero >= Zero.PARAMETERS else 1)
-            + held.gradient_bytes // (shard if zero >= Zero.GRADIENTS else 1)
-            + held.optimizer_bytes // (shard if zero >= Zero.OPTIMIZER else 1)
-        ) // arrangement.tensor
-
-    def least_memory(self, arrangement: Arrangement) -> int:
-        """Return what the fullest rank of an arrangement holds at least."""
-        held = self.least_state(arrangement) // arrangement.pipeline
-        return self.constants.context_bytes + held
-
-    def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
-        """Return what the bounds need to know of one layout solution, over all devices."""
-        inside = inside_of(arrangement, solution)
-        if inside not in self._facts:
-            devices = dict.fromkeys(node.device for node in self.cluster.nodes)
-            rows = [self.costing.rows(inside, device) for device in devices]
-            trainable = (p for p in self.subject.graph.parameters if p.trainable)
-            self._facts[inside] = LayoutFacts(
-                totals=Totals(
-                    forward_seconds=min(map(_forward_seconds, rows)),
-                    backward_seconds=min(map(_backward_seconds, rows)),
-                    parameter_bytes=self.held.parameter_bytes // arrangement.tensor,
-                    gradient_bytes=self.held.gradient_bytes // arrangement.tensor,
-                    trainable=sum(numel(p.shape).at(0) for p in trainable) // arrangement.tensor,
-                ),
-                ladder=ladder(rows[0]),
-                block=block(rows[0]),
-                block_share=_state_share(rows[0]),
-            )
-        return self._facts[inside]
 
     def refusal(self, outcome: Searched) -> AutoparError:
         """Return why there is no plan: no time, or no memory, with the nearest change that fits."""
@@ -423,22 +298,6 @@ def _families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
             heads[pipeline] = family
         families.append(family)
     return families
-
-
-def _state_share(rows: Sequence[Modes]) -> float:
-    """Return which share of all parameters one of the most frequent layers holds."""
-    number = Counter(map(id, rows))
-    most = max(rows, key=lambda modes: number[id(modes)])
-    total = sum(modes[Recompute.NONE].parameter_bytes for modes in rows)
-    return most[Recompute.NONE].parameter_bytes / max(1, total)
-
-
-def _forward_seconds(rows: Sequence[Modes]) -> float:
-    return sum(modes[Recompute.NONE].forward_seconds for modes in rows)
-
-
-def _backward_seconds(rows: Sequence[Modes]) -> float:
-    return sum(modes[Recompute.NONE].backward_seconds for modes in rows)
 
 
 def simplicity(arrangement: Arrangement) -> tuple[float, ...]:

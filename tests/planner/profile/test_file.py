@@ -1,0 +1,68 @@
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.errors import InputError
+from autopar.planner.profile.file import (
+    parse_measurements,
+    read_measurements,
+    write_measurements,
+)
+from autopar.planner.profile.measured import MeasuredFile
+from autopar.planner.profile.text import content_hash, measurements_text
+from tests.planner.profile.measurements import everything, op
+
+TEXT = measurements_text(everything(), written="today")
+
+
+def test_what_is_written_is_read_back(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "measured.toml"
+    write_measurements(everything(), path)
+    assert read_measurements(path) == everything()
+
+
+def test_the_date_is_no_part_of_the_hash() -> None:
+    assert content_hash(parse_measurements(TEXT, where="")) == content_hash(everything())
+    assert measurements_text(everything(), written="tomorrow") != TEXT
+    assert content_hash(MeasuredFile(ops=(op(2.0),))) != content_hash(MeasuredFile(ops=(op(),)))
+
+
+@pytest.mark.parametrize(
+    ("source", "told"),
+    [
+        ("", "holds no measurements"),
+        ("format = 1", "holds no measurements"),
+        ("[[nodes]]\ndevice = 'cpu'", "holds no measurements"),
+        ("format = [", "damaged or cut off"),
+        (TEXT[: len(TEXT) // 2], "damaged"),
+        (TEXT.replace("format = 1", "format = 2"), "in format 2"),
+        (TEXT.replace("samples = 9", "samples = 0"), "op.0.samples"),
+        (TEXT.replace("samples = 9", "sample = 9"), "op.0.sample"),
+        (TEXT.replace("model[8, 16] grad", "model[8 x 16]"), "op.0.operands.0"),
+        (TEXT.replace('precision = "fp32"', 'precision = "fp31"'), "none of fp32, bf16"),
+        (TEXT.replace('"gloo"', '"mpi"'), "none of nccl, gloo"),
+        (TEXT.replace('"all-reduce"', '"all-out"'), "'all-out' is none of"),
+        (TEXT.replace("step_seconds = 6e-05", "step_seconds = nan"), "host.0.step_seconds"),
+        (TEXT.replace("[1000, 1000000]", "[1000, 100]"), "do not rise"),
+        (TEXT.replace("[1000, 1000000]", "[1000]"), "lacks payloads or seconds"),
+    ],
+)
+def test_what_is_no_sound_file_is_told_in_one_message(source: str, told: str) -> None:
+    with pytest.raises(InputError, match=r"measured\.toml") as raised:
+        parse_measurements(source, where="measured.toml")
+    assert told in raised.value.found
+
+
+def test_a_file_of_a_newer_autopar_says_to_update() -> None:
+    with pytest.raises(InputError, match="update autopar"):
+        parse_measurements(TEXT.replace("format = 1", "format = 99"), where="m")
+
+
+def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="No such file"):
+        read_measurements(tmp_path / "none.toml")
+    (tmp_path / "bytes.toml").write_bytes(b"\xff\xfe")
+    with pytest.raises(InputError, match="UTF-8"):
+        read_measurements(tmp_path / "bytes.toml")
+    with pytest.raises(InputError, match="cannot be read"):
+        read_measurements(tmp_path)

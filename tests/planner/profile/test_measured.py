@@ -1,0 +1,57 @@
+import pytest
+
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.cluster import content_hash
+from autopar.planner.cluster.shape import group_shape
+from autopar.planner.costs.collective_choice import Collective, cheapest
+from autopar.planner.errors import InputError
+from autopar.planner.profile.measured import MeasuredFile
+from tests.planner.profile.measurements import TIMES, everything, host, net, op
+
+
+def test_figures_of_the_latest_torch_stand_in_for_older_ones() -> None:
+    old, new = op(1.0, torch="2.9.1"), op(2.0, torch="2.13.0+cpu")
+    for ops in ((old, new), (new, old)):
+        timing = MeasuredFile(ops=ops).seconds(old.key)
+        assert timing is not None
+        assert timing.forward_seconds == 2.0
+
+
+def test_what_was_not_measured_has_no_figure() -> None:
+    assert MeasuredFile(ops=(op(),)).seconds(op(rows=9).key) is None
+    assert MeasuredFile(hosts=(host(),)).host("h100-sxm") is None
+    assert MeasuredFile(hosts=(host(),)).host("cpu") == TIMES
+
+
+def test_profiling_again_adds_ops_and_renews_those_that_were_there() -> None:
+    first = MeasuredFile(ops=(op(1.0), op(1.0, rows=9)), hosts=(host(),))
+    both = first.merged(MeasuredFile(ops=(op(3.0), op(3.0, rows=10)), nets=(net(),)))
+    found = [both.seconds(op(rows=rows).key) for rows in (8, 9, 10)]
+    assert [one.forward_seconds for one in found if one] == [3.0, 1.0, 3.0]
+    assert both.hosts == (host(),)
+    assert both.nets == (net(),)
+
+
+def test_figures_of_another_number_of_threads_are_not_mixed_in() -> None:
+    with pytest.raises(InputError, match="OMP_NUM_THREADS"):
+        everything().merged(MeasuredFile(hosts=(host(threads=2),)))
+
+
+def test_a_measured_link_replaces_that_of_its_device_alone() -> None:
+    cpus, gpus = choose_cluster(2, "cpu"), choose_cluster(2, "a100")
+    joined = everything().on(cpus)
+    assert joined.nodes[0].link.bytes_per_second == 2e9
+    assert joined.levels[0].units[0].link == joined.nodes[0].link
+    assert everything().on(gpus) == gpus
+    assert content_hash(joined) != content_hash(cpus)
+
+
+def test_a_measured_collective_takes_what_was_measured() -> None:
+    shape = group_shape(everything().on(choose_cluster(2, "cpu")), 2, 1)
+    way = cheapest(Collective.ALL_REDUCE, 1_000_000, shape)
+    assert way.seconds == pytest.approx(3e-3)
+    assert way.algorithm == "as measured"
+    # The others have the link's fitted line: 60 us of the library, 100 us, 1 MB ÷ (0.73 · 2 GB/s),
+    # and √(4.9 us · 0.685 ms) = 58 us to fill the pipe.
+    other = cheapest(Collective.POINT_TO_POINT, 1_000_000, shape)
+    assert other.seconds == pytest.approx(160e-6 + 1e6 / (0.73 * 2e9) + 58e-6, rel=1e-3)

@@ -1,0 +1,105 @@
+from collections.abc import Callable, Iterator
+from itertools import count
+from typing import TypeVar
+
+import pytest
+
+from autopar.planner.precision import Precision
+from autopar.planner.profile.clock import clock_of, threads_of_a_rank
+from autopar.planner.profile.host import measure_baseline, measure_host
+from autopar.planner.profile.probes import Probe, find_probes
+from autopar.planner.profile.profile import place_at_hand, threads_as_in_training
+from autopar.planner.profile.rounds import Baseline, Limits, measure
+from tests.planner.costs.op_factories import known, pricer
+
+Result = TypeVar("Result")
+NOTHING = Baseline(forward_seconds=0.0, backward_seconds=0.0)
+LIMITS = Limits(total_seconds=1.0, op_seconds=1.0, group_bytes=2**30)
+
+
+class Steady:
+    """A clock on which every call takes as long."""
+
+    def __init__(self, seconds: float) -> None:
+        self.seconds = seconds
+        self.calls = count()
+
+    def timed(self, work: Callable[[], Result]) -> tuple[float, Result]:
+        next(self.calls)
+        return self.seconds, work()
+
+
+@pytest.fixture(autouse=True)
+def one_thread() -> Iterator[None]:
+    with threads_as_in_training(place_at_hand()):
+        yield
+
+
+def probes(rows: int = 4) -> tuple[Probe, ...]:
+    """Return the probes of a small perceptron."""
+    prices = pricer("mnist.py", batch=rows, precision=Precision.FP32, device_name="cpu")
+    return find_probes(prices, degrees=(1,))
+
+
+def test_a_sample_is_the_median_without_what_an_empty_call_takes() -> None:
+    baseline = Baseline(forward_seconds=0.25, backward_seconds=0.5)
+    found, left_out = measure(
+        probes(), device="cpu", clock=Steady(1.0), limits=LIMITS, baseline=baseline
+    )
+    assert not left_out
+    linear = next(one for one in found if "linear" in one.key.target)
+    assert (linear.timing.forward_seconds, linear.timing.backward_seconds) == (0.75, 0.5)
+
+
+def test_an_empty_call_that_takes_longer_leaves_nothing_not_less() -> None:
+    baseline = Baseline(forward_seconds=2.0, backward_seconds=2.0)
+    found, _ = measure(probes(), device="cpu", clock=Steady(1.0), limits=LIMITS, baseline=baseline)
+    assert {one.timing.forward_seconds for one in found} == {0.0}
+
+
+def test_ops_that_the_time_does_not_suffice_for_are_told() -> None:
+    limits = Limits(total_seconds=0.0, op_seconds=1.0, group_bytes=1)
+    found, left_out = measure(
+        probes(), device="cpu", clock=Steady(1e-3), limits=limits, baseline=NOTHING
+    )
+    assert not found
+    assert {one.reason for one in left_out} == {"the time was up"}
+    assert len(left_out) == len(probes())
+
+
+def test_an_op_that_took_its_time_is_not_called_again() -> None:
+    clock = Steady(10.0)
+    found, _ = measure(probes(), device="cpu", clock=clock, limits=LIMITS, baseline=NOTHING)
+    assert {one.samples for one in found} == {5}
+
+
+def test_real_clocks_find_longer_ops_longer() -> None:
+    clock = clock_of("cpu")
+    baseline = measure_baseline(clock, "cpu")
+    found, _ = measure(
+        probes(rows=256), device="cpu", clock=clock, limits=LIMITS, baseline=baseline
+    )
+    seconds = {
+        one.key.operands[1].shape: one.timing.forward_seconds
+        for one in found
+        if "linear" in one.key.target
+    }
+    widest = max(seconds, key=lambda shape: shape[0] * shape[1])
+    assert seconds[widest] == max(seconds.values())
+
+
+def test_the_host_of_this_machine_takes_microseconds() -> None:
+    graph, _, _ = known("mnist.py")
+    times = measure_host(graph, "cpu")
+    assert 1e-7 < times.forward_seconds < 1e-3
+    assert 1e-7 < times.backward_seconds < 1e-3
+    assert 1e-11 < times.optimizer_element_seconds < 1e-6
+
+
+def test_a_rank_has_the_threads_that_torchrun_gives_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert threads_of_a_rank() == 1
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    assert threads_of_a_rank() == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    assert threads_of_a_rank() == 1
