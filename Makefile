@@ -42,6 +42,7 @@ pytest: setup
 
 golden: setup  # remakes what is compared, and the output shown in the README
 	$(BIN)/python docs/render_readme.py
+	$(BIN)/python -m tests.codegen.golden
 
 clean:
 	rm -rf $(VENV) build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache

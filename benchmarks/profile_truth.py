@@ -1,6 +1,6 @@
 """Compares what is predicted from a profile with what this machine does.
 
-    python benchmarks/profile_truth.py [--turns 3] [--budget 6] [-o FILE]
+    python benchmarks/profile_truth.py [--turns 4] [--budget 4] [-o FILE]
 
 Five zoo models on one process: each is profiled, planned for one CPU with the profile, and its step
 is run as plain PyTorch (forward, backward, fused AdamW, zero_grad). Then two gloo processes: the
@@ -18,14 +18,16 @@ from statistics import median
 
 import torch
 
-from autopar.commands.plan import make_plan
-from autopar.planner.axes.infer import infer_axes
+from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.units import bytes_text, seconds_text
-from autopar.planner.layers import find_layers
+from autopar.planner.costs.prediction import Prediction
+from autopar.planner.graph import Graph
+from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model_file import ModelFile, load_model_file
 from autopar.planner.plan.constraints_options import gathered_constraints
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.model_facts import model_facts
+from autopar.planner.plan.search import search
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.profile import Request, place_at_hand, profile, threads_as_in_training
@@ -35,7 +37,7 @@ from benchmarks.profile_truth_collectives import CollectiveRow, collective_rows
 
 ZOO = Path(__file__).parents[1] / "models_zoo"
 RESULT = Path(__file__).parent / "results" / "profile_truth.md"
-STEPS = 8  # of one turn, after two that warm up
+STEPS = 5  # of one turn, after two that warm up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -77,60 +79,77 @@ class StepRow:
         return self.predicted_seconds / self.measured_seconds - 1
 
 
-def step_row(case: Case, *, turns: int, budget_seconds: float) -> tuple[StepRow, MeasuredFile]:
-    """Profile and run a model in turns; the prediction is the median of those of all profiles."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """A case, traced."""
+
+    case: Case
+    model_file: ModelFile
+    graph: Graph
+    axes: Axes
+    layers: Layers
+
+
+def known(case: Case) -> Known:
+    """Trace a case."""
     model_file = load_model_file(case.spec, case.arguments)
-    runs: list[tuple[float, float]] = []
-    plans: list[Plan] = []
-    for _ in range(turns):
-        measured = profiled(model_file, case, budget_seconds)
-        plans.append(planned(case, measured))
-        runs += steps(model_file, case)
-    row = StepRow(
-        case=case,
-        predicted_seconds=median(plan.prediction.step_seconds for plan in plans),
-        measured_seconds=median(own for own, _ in runs),
-        quickest_seconds=min(wall for _, wall in runs),
-        provenance=next(
-            term.provenance for term in plans[-1].prediction.terms if term.name == "compute"
-        ).value,
-    )
-    return row, measured
-
-
-def profiled(model_file: ModelFile, case: Case, budget_seconds: float) -> MeasuredFile:
-    """Return the measurements of a model at its batch."""
     graph = trace(model_file)
     axes = infer_axes(graph)
+    layers = find_layers(graph, axes)
+    return Known(case=case, model_file=model_file, graph=graph, axes=axes, layers=layers)
+
+
+def step_row(case: Case, *, turns: int, budget_seconds: float) -> StepRow:
+    """Profile and run a model in turns; the prediction is the median of those of all profiles."""
+    subject = known(case)
+    runs: list[tuple[float, float]] = []
+    predictions: list[Prediction] = []
+    for _ in range(turns):
+        runs += steps(subject)
+        predictions.append(predicted(subject, profiled(subject, budget_seconds)))
+    runs += steps(subject)
+    compute = next(term for term in predictions[-1].terms if term.name == "compute")
+    return StepRow(
+        case=case,
+        predicted_seconds=median(one.step_seconds for one in predictions),
+        measured_seconds=median(own for own, _ in runs),
+        quickest_seconds=min(wall for _, wall in runs),
+        provenance=compute.provenance.value,
+    )
+
+
+def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
+    """Return the measurements of a model at its batch."""
     request = Request(
-        batches=(case.batch,),
+        batches=(subject.case.batch,),
         degrees=(1,),
         precision=Precision.FP32,
         total_seconds=budget_seconds,
         op_seconds=budget_seconds / 4,
     )
-    return profile(graph, axes, find_layers(graph, axes), request).measured
+    return profile(subject.graph, subject.axes, subject.layers, request).measured
 
 
-def planned(case: Case, measured: MeasuredFile) -> Plan:
-    """Return the plan of one CPU with the whole batch at once."""
+def predicted(subject: Known, measured: MeasuredFile) -> Prediction:
+    """Return what the plan of one CPU says, with the whole batch at once."""
+    case = subject.case
     wanted = {"global_batch": str(case.batch), "precision": "fp32"}
-    constraints = gathered_constraints([f"microbatch={case.batch}"], wanted, None)
-    return make_plan(
-        case.spec,
-        case.arguments,
+    return search(
+        subject.graph,
+        subject.axes,
+        subject.layers,
+        model_facts(subject.model_file, subject.graph, spec=case.spec, arguments=case.arguments),
         choose_cluster(1, "cpu"),
-        constraints,
-        time_limit_seconds=None,
+        gathered_constraints([f"microbatch={case.batch}"], wanted, None),
         measured=measured,
-    )
+    ).prediction
 
 
-def steps(model_file: ModelFile, case: Case) -> list[tuple[float, float]]:
+def steps(known_: Known) -> list[tuple[float, float]]:
     """Run training steps; return each one's seconds of the thread and of the wall."""
     with threads_as_in_training(place_at_hand()):
         torch.set_num_threads(1)
-        subject = build(model_file, device="cpu", dtype=None, batch_size=case.batch)
+        subject = build(known_.model_file, device="cpu", dtype=None, batch_size=known_.case.batch)
         optimizer = torch.optim.AdamW(subject.step.parameters(), fused=True)
         taken: list[tuple[float, float]] = []
         for _ in range(STEPS + 2):
@@ -175,13 +194,13 @@ def report(steps_: Sequence[StepRow], collectives: Sequence[CollectiveRow]) -> I
 def main() -> None:
     """Measure, print and keep the result."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
-    parser.add_argument("--turns", type=int, default=3)
-    parser.add_argument("--budget", type=float, default=6.0, help="seconds of one profile")
+    parser.add_argument("--turns", type=int, default=4)
+    parser.add_argument("--budget", type=float, default=4.0, help="seconds of one profile")
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args()
     rows = []
     for case in CASES:
-        row, _ = step_row(case, turns=options.turns, budget_seconds=options.budget)
+        row = step_row(case, turns=options.turns, budget_seconds=options.budget)
         print(f"{case.file}: {row.error:+.1%}", flush=True)
         rows.append(row)
     models = [(case.spec, case.arguments, case.batch) for case in CASES]

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from types import MappingProxyType
 
-from autopar.codegen.name_patterns import numbered_runs
-from autopar.codegen.python_text import Source, tuple_of
+from autopar.codegen.name_patterns import numbered_tuple
+from autopar.codegen.python_text import Source, assigned
 from autopar.codegen.script_view import Recomputation
 from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.errors import InputError
+from autopar.planner.layers import ancestors
 from autopar.planner.plan.plan import Plan
 
 _TABLES = MappingProxyType(
@@ -20,9 +23,10 @@ def layer_lists(plan: Plan, subject: Subject) -> Source:
     """Return the lists of layers that a script needs."""
     paths = _paths(subject)
     modes = _modes(plan)
+    _check_recomputed(subject, paths, modes)
     found = []
     if plan.arrangement.zero >= Zero.GRADIENTS:
-        found.append(_listed("LAYERS", [path for path in paths if path]))
+        found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
     for one in recomputations(plan):
         found.append(
             _listed(
@@ -31,6 +35,24 @@ def layer_lists(plan: Plan, subject: Subject) -> Source:
             )
         )
     return Source("\n".join(found))
+
+
+def _check_recomputed(subject: Subject, paths: list[str], modes: list[Recompute]) -> None:
+    """Refuse to leave out the recomputation of a layer that no module call stands for."""
+    layers = subject.layers.layers
+    lost = [
+        layer
+        for layer, path, mode in zip(layers, paths, modes, strict=True)
+        if mode is not Recompute.NONE and not path
+    ]
+    if lost:
+        call = subject.graph.calls.get(lost[0].call)
+        raise InputError(
+            f"layer {call.path if call else 'model'!r} is to be computed again, but its code has "
+            "to stand in its caller's",
+            expected="a layer that the script calls as a module",
+            fix="plan with recompute none for it, or with another tensor degree",
+        )
 
 
 def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
@@ -51,6 +73,26 @@ def _paths(subject: Subject) -> list[str]:
     return [_path(subject, layer.call) for layer in subject.layers.layers]
 
 
+def _gathered_alone(subject: Subject, paths: Iterable[str]) -> list[str]:
+    """Return the layers whose parameters nothing outside of them reads.
+
+    A layer has its whole parameters while it runs: what is read elsewhere too (a tied embedding)
+    has to be gathered with the model itself.
+    """
+    graph = subject.graph
+    known = {parameter.name for parameter in graph.parameters}
+    readers = [
+        (name, {graph.calls[call].path for call in ancestors(op.call, graph.calls)})
+        for op in graph.ops
+        for name in known.intersection(op.inputs)
+    ]
+    return [
+        path
+        for path in dict.fromkeys(paths)
+        if path and all(path in near or not name.startswith(f"{path}.") for name, near in readers)
+    ]
+
+
 def _path(subject: Subject, call: str) -> str:
     calls = subject.graph.calls
     return calls[call].path if call in calls and call not in subject.opened.inlined else ""
@@ -58,5 +100,4 @@ def _path(subject: Subject, call: str) -> str:
 
 def _listed(name: str, paths: list[str]) -> Source:
     unique = list(dict.fromkeys(paths))
-    runs = list(numbered_runs(unique))
-    return Source(f"{name} = {tuple_of(runs, before=len(name) + 3)}")
+    return assigned(name, numbered_tuple(unique))

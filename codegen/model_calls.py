@@ -11,7 +11,7 @@ from pathlib import Path
 
 from autopar.codegen.forward.identifiers import is_identifier
 from autopar.codegen.imports import KNOWN, sorted_imports
-from autopar.codegen.python_text import Source, call, identifier, literal
+from autopar.codegen.python_text import Source, assigned, call, identifier, literal
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Ref
 from autopar.planner.model_file import ModelFile
@@ -74,7 +74,7 @@ def _imports(file: ModelFile, bases: list[str], destination: Path) -> Source:
             after.append(f"{name} = {MODULE}.{name}")
         else:
             lines.append(f"from {_dotted(module)} import {name}")
-    path = call("sys.path.insert", ["0", f"str({place})"])
+    path = call("sys.path.insert", "0", call("str", place)).laid_out()
     imported = sorted_imports(lines)
     return Source("\n".join([path, *([imported] if imported else []), *after]))
 
@@ -111,4 +111,4 @@ def _bound(file: ModelFile, name: str, own: str) -> str:
     full = f"{MODULE}.{identifier(name)}"
     if not share:
         return f"{own} = {full}"
-    return f"{own} = {call('partial', [full, *share], before=len(own) + 3)}"
+    return assigned(own, call("partial", full, *share))

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from itertools import groupby
 from typing import TypeVar
 
-from autopar.codegen.python_text import Source, literal
+from autopar.codegen.python_text import Group, call, literal, tuple_of
 from autopar.runtime.layer_names import starred
 
 Value = TypeVar("Value")
@@ -29,20 +28,43 @@ def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Valu
     return found
 
 
-def numbered_runs(names: Iterable[str]) -> Iterator[Source]:
-    """Yield names as Python, those that count up as `*numbered("h.*", range(0, 4))`."""
-    numbers = [(name, *_numbered(name)) for name in names]
-    places = enumerate(numbers)
-    for _, run in groupby(
-        places, key=lambda p: (p[1][1], None if p[1][2] is None else p[1][2] - p[0])
-    ):
-        members = [name for _, (name, _, _) in run]
-        _, pattern, first = next(n for n in numbers if n[0] == members[0])
-        if first is None or len(members) == 1:
-            yield from (literal(name) for name in members)
-        else:
-            bounds = f"{first}, {first + len(members)}" if first else f"{len(members)}"
-            yield Source(f"*numbered({literal(pattern)}, range({bounds}))")
+def numbered_tuple(names: Iterable[str]) -> Group:
+    """Return a tuple of names as Python, those that count up as `numbered("h.*", range(4))`."""
+    runs = tuple(numbered_runs(names))
+    if len(runs) == 1 and isinstance(runs[0], Group):
+        return Group(runs[0].opening.removeprefix("*"), runs[0].items, runs[0].closing)
+    return tuple_of(*(run.flat if isinstance(run, Group) else run for run in runs))
+
+
+def numbered_runs(names: Iterable[str]) -> Iterator[str | Group]:
+    """Yield names as Python, those that count up as `*numbered(…)`."""
+    run: list[str] = []
+    for name in names:
+        if run and not _follows(run[-1], name):
+            yield from _told(run)
+            run = []
+        run.append(name)
+    yield from _told(run)
+
+
+def _follows(before: str, name: str) -> bool:
+    """Whether a name is the next one of the same pattern."""
+    (pattern, number), (own_pattern, own_number) = _numbered(before), _numbered(name)
+    return (
+        number is not None
+        and own_number is not None
+        and pattern == own_pattern
+        and own_number == number + 1
+    )
+
+
+def _told(run: list[str]) -> Iterator[str | Group]:
+    if len(run) < 2:
+        yield from map(literal, run)
+        return
+    pattern, first = _numbered(run[0])
+    bounds = f"{first}, {first + len(run)}" if first else f"{len(run)}"
+    yield call("*numbered", literal(pattern), f"range({bounds})")
 
 
 def _numbered(name: str) -> tuple[str, int | None]:

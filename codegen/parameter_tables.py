@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.codegen.name_patterns import patterns
-from autopar.codegen.python_text import Source, assigned, call, literal
+from autopar.codegen.python_text import Source, assigned, call, literal, table, tuple_of
 from autopar.planner.axes.infer import Axes
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind
@@ -83,13 +83,12 @@ def _summed(plan: Plan) -> Iterator[str]:
 
 
 def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
-    rows = []
-    for name, split in splits.items():
-        key = f"{literal(name)}: "
-        value = call("Split", [literal(split.dim), split.parts], before=len(key) + 5, indent=4)
-        rows.append((f"{key}{value}", split.axis))
-    return assigned("SPLITS", "{", rows, "}")
+    rows = [
+        (f"{literal(name)}: ", call("Split", literal(split.dim), split.parts), split.axis)
+        for name, split in splits.items()
+    ]
+    return table("SPLITS", ("{", "}"), rows)
 
 
 def _summed_table(summed: Mapping[str, bool]) -> Source:
-    return assigned("SUMMED", "(", [(literal(name), "") for name in summed], ")")
+    return assigned("SUMMED", tuple_of(*map(literal, summed)))

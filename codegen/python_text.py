@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from dataclasses import dataclass
 
 from autopar.codegen.forward.identifiers import comment, is_identifier, string
 
@@ -52,43 +53,75 @@ def prose(value: str) -> str:
     return one_line.replace("\\", "/").replace('"', "'").rstrip()
 
 
-def call(function: str, arguments: Sequence[str], *, before: int = 0, indent: int = 0) -> Source:
-    """Return a call behind `before` characters: on one line if it fits, else an argument a line."""
-    text = f"{function}({', '.join(arguments)})"
-    if before + len(text) <= WIDTH:
-        return Source(text)
-    return Source(_on_lines(f"{function}(", arguments, ")", indent))
+@dataclass(frozen=True, slots=True)
+class Group:
+    """Items between brackets: a call with its arguments, or a tuple."""
+
+    opening: str
+    items: tuple[str | Group, ...]
+    closing: str
+
+    @property
+    def flat(self) -> str:
+        """The group on one line."""
+        items = [item.flat if isinstance(item, Group) else item for item in self.items]
+        lone = "," if self.opening == "(" and len(items) == 1 else ""  # a tuple of one
+        return f"{self.opening}{', '.join(items)}{lone}{self.closing}"
+
+    def laid_out(self, *, before: int = 0, after: int = 0, indent: int = 0) -> str:
+        """Return the group behind so many characters: on one line, or an item on each."""
+        if before + len(self.flat) + after <= WIDTH:
+            return self.flat
+        margin = " " * (indent + 4)
+        lines = [
+            item.laid_out(before=indent + 4, after=1, indent=indent + 4)
+            if isinstance(item, Group)
+            else item
+            for item in self.items
+        ]
+        inner = "".join(f"{margin}{line},\n" for line in lines)
+        return f"{self.opening}\n{inner}{' ' * indent}{self.closing}"
 
 
-def tuple_of(items: Sequence[str], *, before: int, indent: int = 0) -> Source:
-    """Return a tuple behind `before` characters of its line."""
-    text = f"({items[0]},)" if len(items) == 1 else f"({', '.join(items)})"
-    if before + len(text) <= WIDTH:
-        return Source(text)
-    return Source(_on_lines("(", items, ")", indent))
+Row = tuple[str, str | Group, str]  # what leads a value, the value, a remark
 
 
-def assigned(name: str, opening: str, rows: Iterable[tuple[str, str]], closing: str) -> Source:
-    """Return `name = opening … closing` with a row on each line, each with a remark or "".
+def call(function: str, *arguments: str | Group) -> Group:
+    """Return a call."""
+    return Group(f"{function}(", arguments, ")")
+
+
+def tuple_of(*items: str | Group) -> Group:
+    """Return a tuple."""
+    return Group("(", items, ")")
+
+
+def assigned(name: str, value: Group, said: str = "") -> Source:
+    """Return `name = value`, with a remark behind it or, where it does not fit, above it."""
+    line = f"{name} = {value.flat}  {remark(said)}" if said else f"{name} = {value.flat}"
+    if len(line) <= WIDTH:
+        return Source(line)
+    text = f"{name} = {value.laid_out(before=len(name) + 3)}"
+    return Source(f"{remark(said)}\n{text}" if said else text)
+
+
+def table(
+    name: str, brackets: tuple[str, str], rows: Sequence[tuple[str, str | Group, str]]
+) -> Source:
+    """Return `name = …` with a row on each line: what leads it, its value, a remark or "".
 
     A remark that does not fit behind its row stands above it.
     """
-    rows = list(rows)
-    if len(rows) == 1 and opening == "(" and not rows[0][1]:
-        return Source(f"{name} = {tuple_of([rows[0][0]], before=len(name) + 3)}")
+    opening, closing = brackets
     lines = [f"{name} = {opening}"]
-    for row, said in rows:
-        text = f"    {row},"
-        if not said:
-            lines.append(text)
-        elif "\n" not in text and len(f"{text}  {remark(said)}") <= WIDTH:
-            lines.append(f"{text}  {remark(said)}")
-        else:
-            lines += [f"    {remark(said[: WIDTH - 6])}", text]
+    for lead, value, said in rows:
+        flat = f"    {lead}{value.flat if isinstance(value, Group) else value},"
+        if said and len(flat) + 2 + len(remark(said)) > WIDTH:
+            lines.append(f"    {remark(said)[: WIDTH - 4]}")
+        elif said:
+            lines.append(f"{flat}  {remark(said)}")
+            continue
+        if isinstance(value, Group):
+            flat = f"    {lead}{value.laid_out(before=4 + len(lead), after=1, indent=4)},"
+        lines.append(flat)
     return Source("\n".join([*lines, closing]))
-
-
-def _on_lines(opening: str, items: Sequence[str], closing: str, indent: int) -> str:
-    margin = " " * indent
-    inner = [f"{margin}    {item}," for item in items]
-    return "\n".join([opening, *inner, f"{margin}{closing}"])

@@ -77,7 +77,7 @@ def train_alone(task: Task) -> Trained:
         batches = dataset_batches(file.build_dataset(), mesh, microbatch=task.block, seed=SEED)
     else:
         batches = synthetic_batches(
-            file.example_batch, mesh, microbatch=task.block, microbatches=task.blocks, seed=SEED
+            file.example_batch, mesh, rows=(task.blocks, task.block), seed=SEED
         )
     make = file.build_optimizer or _adamw
     optimizer = make([p for p in model.parameters() if p.requires_grad])
@@ -94,7 +94,7 @@ def train_alone(task: Task) -> Trained:
         if scheduler is not None:
             scheduler.step()
     stop(mesh)
-    parameters = {name: value.detach().double() for name, value in _named(model)}
+    parameters = {name: value.detach().double() for name, value in trained_tensors(model)}
     return Trained(losses=tuple(losses), gradients=gradients, parameters=parameters)
 
 
@@ -117,15 +117,21 @@ def _accumulate(
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.double().clone() for n, p in _named(model) if p.grad is not None}
+    return {n: p.grad.double().clone() for n, p in trained_tensors(model) if p.grad is not None}
 
 
 def _adamw(parameters: list[nn.Parameter]) -> AdamW:
     return AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 
 
-def _named(model: nn.Module) -> list[tuple[str, nn.Parameter]]:
-    return list(model.named_parameters(remove_duplicate=False))
+def trained_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
+    """Return the parameters under all their names, and the running statistics of batch norms."""
+    statistics = [
+        (name, buffer)
+        for name, buffer in model.named_buffers()
+        if name.endswith(("running_mean", "running_var"))
+    ]
+    return [*model.named_parameters(remove_duplicate=False), *statistics]
 
 
 class WithoutDropout(TorchFunctionMode):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from textwrap import wrap
 
 from autopar.codegen.python_text import WIDTH, Source, prose
@@ -42,21 +42,14 @@ def _title(plan: Plan) -> Iterator[str]:
 def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
     ranks, nodes = plan.arrangement.ranks, plan.machines.nodes
     if nodes == 1:
-        yield "Run it on one node:"
-        yield ""
+        yield "Run it on one node (its options: --help):"
         yield f"    torchrun --nproc-per-node {ranks} {file_name}"
-        yield ""
-    if ranks > 1:
-        nodes = max(nodes, 2)
-        if ranks % nodes:
-            return
-        or_on = "Or on" if plan.machines.nodes == 1 else "Run it on"
-        yield f"{or_on} {nodes} nodes; HOST is the first one's address, NODE 0 to {nodes - 1}:"
-        yield ""
+    nodes = max(nodes, 2)
+    if ranks % nodes == 0:
+        on = "Or on" if plan.machines.nodes == 1 else "Run it on each of"
+        yield f"{on} {nodes} nodes; HOST is the first one's address, NODE 0 to {nodes - 1}:"
         places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
-        yield ""
-    yield "Options: --steps, --lr, --data, --weights, --dtype, --log-every and --json; see --help."
 
 
 def _predicted(plan: Plan) -> Iterator[str]:
@@ -66,42 +59,32 @@ def _predicted(plan: Plan) -> Iterator[str]:
         f"Predicted on {machines.devices} × {machines.device}: {seconds_text(found.step_seconds)} "
         f"per step, {rate:,.0f} {unit_word(plan.model)}/s, {found.mfu:.1%} of the peak FLOPs"
     )
-    yield ""
-    for term in found.terms:
-        share = term.seconds / found.step_seconds
-        if share >= _LEAST_SHARE:
-            yield f"    {term.name:<24}{seconds_text(term.seconds):>10}  {share:>4.0%}"
+    terms = ((term.name, term.seconds) for term in found.terms)
+    yield from _shares(terms, found.step_seconds, seconds_text)
     shown = [one for one in found.communication if one.seconds > 0]
     if shown:
-        yield ""
         yield "Communication of the busiest rank in a step:"
-        yield ""
     for one in shown:
-        waits = (
-            f", waits {seconds_text(one.exposed_seconds)}" if one.exposed_seconds else ", hidden"
-        )
         times = f"{one.count:,} × {one.collective} " if one.count else ""
         size = f"{bytes_text(one.payload_bytes)}, " if one.payload_bytes else ""
-        took = f"{size}{seconds_text(one.seconds)}{waits}"
-        yield from _wrapped(
-            f"{one.reason}: {times}over {one.ranks} ranks, {took}",
-            indent=4,
-        )
-    yield ""
-    yield from _memory(plan)
-
-
-def _memory(plan: Plan) -> Iterator[str]:
-    memory, limit = plan.prediction.peak_memory, plan.machines.limit_bytes
+        waits = f"waits {seconds_text(one.exposed_seconds)}" if one.exposed_seconds else "hidden"
+        took = f"{size}{seconds_text(one.seconds)}, {waits}"
+        yield from _wrapped(f"{one.reason}: {times}over {one.ranks} ranks, {took}", indent=4)
+    memory, limit = found.peak_memory, machines.limit_bytes
     yield (
         f"Memory of the fullest device: {bytes_text(memory.device_bytes)} "
         f"of {bytes_text(limit)} ({memory.device_bytes / limit:.0%})"
     )
-    yield ""
-    for name, field in MEMORY_CATEGORIES:
-        size = getattr(memory, field)
-        if size >= _LEAST_SHARE * memory.device_bytes:
-            yield f"    {name:<24}{bytes_text(size):>10}  {size / memory.device_bytes:>4.0%}"
+    sizes = ((name, getattr(memory, field)) for name, field in MEMORY_CATEGORIES)
+    yield from _shares(sizes, memory.device_bytes, bytes_text)
+
+
+def _shares(
+    parts: Iterable[tuple[str, float]], whole: float, text: Callable[[float], str]
+) -> Iterator[str]:
+    """Yield what a whole is made of, the smallest parts left out."""
+    told = [f"{name} {text(part)}" for name, part in parts if part >= _LEAST_SHARE * whole]
+    yield from _wrapped(", ".join(told), indent=4)
 
 
 def _why(plan: Plan) -> Iterator[str]:

@@ -17,7 +17,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.codegen.reference import WithoutDropout
+from autopar.codegen.reference import WithoutDropout, trained_tensors
 from autopar.runtime.chunks import Chunks, chunks_by_name
 from autopar.runtime.optimizer_pieces import local_tensor
 
@@ -67,8 +67,8 @@ def _held(parts: Sequence[nn.Module], *, of_gradients: bool) -> dict[str, tuple[
     held = {}
     for part in parts:
         chunks = chunks_by_name(part)
-        for name, parameter in part.named_parameters(remove_duplicate=False):
-            value = parameter.grad if of_gradients else parameter
+        for name, tensor in trained_tensors(part):
+            value = tensor.grad if of_gradients else tensor
             if value is not None:
                 held[name] = (chunks[name], local_tensor(value.detach()).double().clone())
     return held

@@ -6,9 +6,18 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.forward.opened import Crossing, Opened, Stage
-from autopar.codegen.name_patterns import numbered_runs
+from autopar.codegen.name_patterns import numbered_tuple
 from autopar.codegen.parameter_tables import aliases_of, parts_text
-from autopar.codegen.python_text import Source, assigned, call, identifier, literal, tuple_of
+from autopar.codegen.python_text import (
+    Group,
+    Source,
+    assigned,
+    call,
+    identifier,
+    literal,
+    table,
+    tuple_of,
+)
 from autopar.planner.axes.infer import Axes
 from autopar.planner.extent import Extent
 from autopar.planner.graph import MODEL_DTYPE, Graph
@@ -34,22 +43,22 @@ def stage_tables(plan: Plan, opened: Opened, axes: Axes, *, last: str) -> StageT
     rows = []
     for number, stage in enumerate(opened.stages):
         kind = last if stage is opened.stages[-1] else stage.cls.name
-        held = list(numbered_runs(_modules_of(plan.graph, holds, number)))
-        arguments: list[str] = [identifier(kind), tuple_of(held, before=8, indent=8)]
+        held = numbered_tuple(_modules_of(plan.graph, holds, number))
+        arguments: list[str | Group] = [identifier(kind), held]
         if stage.gives:
             arguments.append("CROSSING" if are_alike else gives[number])
         if stage.bounds:
             arguments.append(f"bounds={literal(dict(stage.bounds))}")
-        rows.append((call("StagePart", arguments, before=5, indent=4), ""))
-    table = assigned("STAGES", "(", rows, ")")
+        rows.append(("", call("StagePart", *arguments), ""))
+    stages = table("STAGES", ("(", ")"), rows)
     if are_alike:
-        table = Source(f"CROSSING = {gives[0]}  # what each stage gives to the next\n{table}")
-    return StageTables(stages=table, ties=_ties(plan, holds))
+        crossing = assigned("CROSSING", gives[0], "what each stage gives to the next")
+        stages = Source(f"{crossing}\n{stages}")
+    return StageTables(stages=stages, ties=_ties(plan, holds))
 
 
-def _gives(stage: Stage, plan: Plan, axes: Axes) -> Source:
-    crossings = [_crossing(one, plan, axes) for one in stage.gives]
-    return tuple_of(crossings, before=11, indent=8) if crossings else Source()
+def _gives(stage: Stage, plan: Plan, axes: Axes) -> Group:
+    return tuple_of(*(_crossing(one, plan, axes) for one in stage.gives))
 
 
 def stage_holds(graph: Graph, stages: Sequence[Stage]) -> tuple[frozenset[str], ...]:
@@ -90,7 +99,7 @@ def _outermost(name: str, others: set[str]) -> str:
     return name
 
 
-def _crossing(crossing: Crossing, plan: Plan, axes: Axes) -> Source:
+def _crossing(crossing: Crossing, plan: Plan, axes: Axes) -> Group:
     microbatch = plan.arrangement.microbatch
     shape = ", ".join(_size(extent, microbatch) for extent in crossing.shape)
     arguments = [f"({shape},)" if len(crossing.shape) == 1 else f"({shape})"]
@@ -100,7 +109,7 @@ def _crossing(crossing: Crossing, plan: Plan, axes: Axes) -> Source:
         arguments.append(f"Split({layout.dim}, {parts_text(parts)})")
     if crossing.dtype != MODEL_DTYPE:
         arguments.append(f"dtype=torch.{identifier(crossing.dtype)}")
-    return Source(f"Crossing({', '.join(arguments)})")
+    return call("Crossing", *arguments)
 
 
 def _size(extent: Extent, microbatch: int) -> str:
@@ -114,9 +123,8 @@ def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
     for name, names in aliases_of(plan.graph).items():
         ranks = [s.rank for s, held in zip(_in_order(plan), holds, strict=True) if name in held]
         if len(ranks) > 1 and name in trainable:
-            held_by = literal(tuple(sorted(set(ranks))))
-            rows.append((f"Tie({literal(names)}, {held_by})", ""))
-    return assigned("TIES", "(", rows, ")") if rows else Source()
+            rows.append(call("Tie", literal(names), literal(tuple(sorted(set(ranks))))))
+    return assigned("TIES", tuple_of(*rows)) if rows else Source()
 
 
 def _in_order(plan: Plan) -> Sequence[PlannedStage]:

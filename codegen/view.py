@@ -11,7 +11,7 @@ from autopar.codegen.layer_lists import layer_lists, recomputations
 from autopar.codegen.model_calls import ModelCalls, model_arguments, model_calls
 from autopar.codegen.name_patterns import patterns
 from autopar.codegen.parameter_tables import parameter_tables
-from autopar.codegen.python_text import Source, assigned, call, identifier, literal
+from autopar.codegen.python_text import Source, call, identifier, literal, table
 from autopar.codegen.script_prose import docstring
 from autopar.codegen.script_view import ScriptView
 from autopar.codegen.settings_lines import lines, planned, settings_of, synchronises_batch_norms
@@ -59,7 +59,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
         recomputations=recomputations(plan),
-        wrapping=call("wrap", list(_wrap_arguments(plan)), before=4, indent=4),
+        wrapping=Source(call("wrap", *_wrap_arguments(plan)).laid_out(before=4, indent=4)),
         model_arguments=model_arguments(plan.graph, has_loss=plan.model.has_loss),
         axis_argument=Source(", tensor: Axis" if splits_loss else ""),
         axis_value=Source(", mesh.tensor" if splits_loss else ""),
@@ -100,9 +100,9 @@ def _opened_table(plan: Plan, subject: Subject) -> Source:
     classes = {n: one.name for one in _instances(plan, subject.opened) for n in one.instances}
     if not classes:
         return Source()
-    table = patterns(classes, subject.modules)
-    rows = [(f"{literal(name)}: {identifier(kind)}", "") for name, kind in table.items()]
-    return assigned("OPENED: dict[str, type[nn.Module]]", "{", rows, "}")
+    found = patterns(classes, subject.modules)
+    rows = [(f"{literal(name)}: ", identifier(kind), "") for name, kind in found.items()]
+    return table("OPENED: dict[str, type[nn.Module]]", ("{", "}"), rows)
 
 
 def _classes(plan: Plan, opened: Opened, calls: ModelCalls) -> Source:

@@ -60,12 +60,15 @@ def synthetic_batches(
     example_batch: Callable[[int], Mapping[str, Any]],
     mesh: Mesh,
     *,
-    microbatch: int,
-    microbatches: int,
+    rows: tuple[int, int],
     seed: int,
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches of one example batch, the same in every step."""
+    """Yield this rank's microbatches of one example batch, the same in every step.
+
+    `rows` are how many microbatches a step has, and how many rows each of them.
+    """
     data = mesh.data
+    microbatches, microbatch = rows
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = example_batch(microbatch * microbatches * data.size)

@@ -10,9 +10,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.runtime.mesh import Axis
+from autopar.runtime.transport import ComingSum
 
 HALF_DTYPES = (torch.bfloat16, torch.float16)
 FIRST_BUCKET_BYTES = 2**20  # small, as DDP's, so that messages start early in the backward
+CACHED_BYTES = 2**20  # of a bucket that a second pass finds in the cache of a core
 
 
 @dataclass(slots=True, kw_only=True)
@@ -24,7 +26,7 @@ class _Bucket:
     views: tuple[Tensor, ...] = ()
     missing: int = 0  # gradients still to come in this step
     wire: Tensor | None = None  # what travels: the buffer itself or its 16-bit copy
-    work: dist.Work | None = None
+    coming: ComingSum | None = None
 
     def allocate(self) -> Tensor:
         """Make the buffer, unless it is there, and return it."""
@@ -55,8 +57,13 @@ class _Bucket:
         """Divide all gradients by the number of ranks on their way into their places.
 
         One pass over the memory: a division by the collective is a second one, 2 % of a CPU step.
+        What the cache holds takes two passes but few calls: 39 us against 95 us for 28 gradients.
         """
-        self.allocate()
+        buffer = self.allocate()
+        if buffer.numel() * buffer.element_size() <= CACHED_BYTES:
+            self.adopt(range(len(self.parameters)))
+            buffer.div_(ranks)
+            return
         here = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
             if parameter.grad is None:
@@ -129,15 +136,16 @@ class GradientBuckets:
                 bucket.adopt((place,))
                 return
             bucket.missing -= 1
+            if not self._finish_is_queued:
+                self._queue_finish()
             if bucket.missing == 0:
                 self._launch_what_is_complete()
-            self._queue_finish()
 
         bucket.parameters[place].register_post_accumulate_grad_hook(gradient_is_here)  # type: ignore[no-untyped-call]
 
     def _queue_finish(self) -> None:
         """Have the engine end the reduction when this backward is over."""
-        if self.finishes_with_backward and not self._finish_is_queued:
+        if self.finishes_with_backward:
             self._finish_is_queued = True
             engine = torch.autograd.Variable._execution_engine
             engine.queue_callback(self.finish)
@@ -160,8 +168,8 @@ class GradientBuckets:
             bucket.adopt(range(len(bucket.parameters)))
         buffer = bucket.allocate()
         bucket.wire = buffer if self._wire_dtype is None else buffer.to(self._wire_dtype)
-        bucket.work = dist.all_reduce(
-            bucket.wire, op=operation, group=self._axis.group, async_op=True
+        bucket.coming = ComingSum(
+            bucket.wire, self._axis, operation=operation, tag=self._next_to_launch
         )
 
     def finish(self) -> None:
@@ -169,8 +177,8 @@ class GradientBuckets:
         for bucket in self._buckets[self._next_to_launch :]:
             self._launch(bucket)
         for bucket in self._buckets:
-            if bucket.work is not None:
-                bucket.work.wait()
+            if bucket.coming is not None:
+                bucket.coming.value()
             if bucket.wire is not None and bucket.wire is not bucket.buffer:
                 bucket.allocate().copy_(bucket.wire)
         self._reset()
@@ -180,7 +188,7 @@ class GradientBuckets:
         self._finish_is_queued = False
         for bucket in self._buckets:
             bucket.missing = len(bucket.parameters)
-            bucket.wire = bucket.work = None
+            bucket.wire = bucket.coming = None
 
 
 def _buckets(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[_Bucket]:

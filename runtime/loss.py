@@ -5,31 +5,44 @@ with few valid targets would count too much.
 """
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.transport import summed
+from autopar.runtime.transport import ComingSum, summed
 
 
-def loss_scales(counts: Tensor, mesh: Mesh) -> Tensor:
+@dataclass(frozen=True, slots=True, eq=False)
+class LossWeight:
+    """A factor for a microbatch's mean loss, from its number of valid targets."""
+
+    count: Tensor
+    sum_of_all: ComingSum  # of the targets of all microbatches and ranks
+    ranks: int
+
+    def value(self) -> Tensor:
+        """Return the factor in float64; the first call waits for the other ranks' counts."""
+        total = self.sum_of_all.value().clamp(min=1)
+        return self.count.double() * self.ranks / total
+
+
+def loss_scales(counts: Tensor, mesh: Mesh) -> tuple[LossWeight, ...]:
     """Return a factor for each microbatch's mean loss, from its number of valid targets.
 
     The sum of the scaled losses, averaged over the data axis as gradients are, is the mean over
-    all valid targets: scale_i = count_i · data_size / Σ counts of all microbatches and ranks.
-    Factors are float64.
+    all valid targets: scale_i = count_i · data_size / Σ counts of all microbatches and ranks. The
+    counts are summed beside the forward, whose loss is the first to need them.
     """
-    total = counts.sum()
-    if mesh.data.size > 1:
-        total = summed(total, mesh.data)
-    return counts.double() * mesh.data.size / total.clamp(min=1)
+    total = ComingSum(counts.sum(), mesh.data)
+    return tuple(LossWeight(count, total, mesh.data.size) for count in counts.unbind())
 
 
-def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
+def scale_loss(loss: Tensor, scale: LossWeight | Tensor) -> Tensor:
     """Scale a mean loss; the mean of no targets is not a number and counts nothing."""
-    return torch.where(scale > 0, loss, torch.zeros_like(loss)) * scale.to(loss.dtype)
+    factor = scale.value() if isinstance(scale, LossWeight) else scale
+    return loss.masked_fill(factor == 0, 0) * factor.to(loss.dtype)
 
 
 def loss_in(outputs: Any) -> Tensor:

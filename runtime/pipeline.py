@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import (
@@ -16,9 +17,19 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from autopar.runtime.pipeline_stage import LossFunction, Stage, cut, stage_of, weighted_loss
+from autopar.runtime.loss import LossWeight
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.model_parts import StagePart
+from autopar.runtime.pipeline_stage import (
+    LossFunction,
+    Stage,
+    Weight,
+    cut,
+    stage_of,
+    weighted_loss,
+)
 
-__all__ = ["Pipeline", "build_schedule", "cut", "stage_indices", "stage_of"]
+__all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indices", "stage_of"]
 
 ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
 SEVERAL_STAGES = {
@@ -34,6 +45,31 @@ def stage_indices(kind: str, rank: int, ranks: int, per_rank: int = 1) -> tuple[
     if kind == "zero-bubble-v":
         return (rank, 2 * ranks - 1 - rank)
     return tuple(rank + ranks * turn for turn in range(per_rank))
+
+
+def stage_at(
+    index: int,
+    parts: Sequence[StagePart],
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+    reduces_every_microbatch: bool,
+) -> Stage:
+    """Make a module the stage of this index among parts that tell what each gives to the next."""
+
+    def crossing(part: StagePart) -> list[Tensor]:
+        return [one.described(mesh.tensor, dtype) for one in part.gives]
+
+    return stage_of(
+        module,
+        mesh,
+        index=index,
+        stages=len(parts),
+        receives=crossing(parts[index - 1]) if index else (),
+        sends=crossing(parts[index]),
+        reduces_every_microbatch=reduces_every_microbatch,
+    )
 
 
 def build_schedule(
@@ -77,7 +113,7 @@ class Pipeline:
         return [stage.submod for stage in self.stages]
 
     def step(
-        self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Tensor | float]
+        self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Weight]
     ) -> list[Tensor]:
         """Run forward and backward of one step and return the weighted losses, on the last stage.
 
@@ -97,6 +133,9 @@ class Pipeline:
         )
         for stage in self.stages:
             stage.clear_runtime_states()
+        for weight in weights:
+            if isinstance(weight, LossWeight):
+                weight.value()  # stages without a loss end the sum of the counts too
         return [loss.detach() for loss in losses]
 
 

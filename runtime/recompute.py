@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
+from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -15,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 Mode: TypeAlias = Literal["none", "selective", "full"]
+Policy: TypeAlias = Callable[..., CheckpointPolicy]
 
 MARK = "_autopar_recomputes"
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
@@ -37,19 +40,18 @@ def recompute(
     """
     if mode == "none":
         return
-    contexts: dict[str, Any] = {}
-    if mode == "selective":
-        ops = frozenset(keep)
-        contexts["context_fn"] = partial(
-            create_selective_checkpoint_contexts, partial(_policy, ops)
-        )
-    forward = module.forward
+    policy = partial(_policy, frozenset(keep)) if mode == "selective" else None
+    contexts = partial(_contexts, module, policy)
 
-    @wraps(forward)
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        # Of the class that the instance has by then: batch norms may take a synchronised one.
+        return type(module).forward(module, *args, **kwargs)
+
+    @wraps(module.forward)
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, **contexts, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     module.forward = recomputed
     module.__dict__[MARK] = True
@@ -58,6 +60,31 @@ def recompute(
 def recomputes(module: nn.Module) -> bool:
     """Tell whether a module or one inside it computes its activations again in the backward."""
     return any(MARK in child.__dict__ for child in module.modules())
+
+
+def _contexts(
+    module: nn.Module, policy: Policy | None
+) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    """Return what surrounds the forward, and what surrounds it when it runs again."""
+    if policy is None:
+        return nullcontext(), _again(module, nullcontext())
+    first, again = create_selective_checkpoint_contexts(policy)
+    return first, _again(module, again)
+
+
+@contextmanager
+def _again(module: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
+    """Leave running statistics as they are: the batch was counted the first time."""
+    norms = [child for child in module.modules() if isinstance(child, _NormBase)]
+    kept = [dict(norm._buffers) for norm in norms]
+    for norm, buffers in zip(norms, kept, strict=True):
+        norm._buffers.update({n: b if b is None else b.clone() for n, b in buffers.items()})
+    try:
+        with inner:
+            yield
+    finally:
+        for norm, buffers in zip(norms, kept, strict=True):
+            norm._buffers.update(buffers)
 
 
 def _policy(keep: frozenset[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -57,7 +57,11 @@ class SplitBackward:
 
     def backward_weights(self, param_groups: list[dict[str, Any]]) -> None:
         """Add the gradients of the weights that `backward_inputs` left for later."""
-        stage_backward_weight(iter(self._weights(early=False).values()), param_groups)
+        groups = _merged(param_groups)
+        # From one meeting point to another the way leads through those of other groups.
+        shares = any(len(group["intermediates"]) > 1 for group in groups)
+        weights = iter(self._weights(early=False).values())
+        stage_backward_weight(weights, groups, retain_graph=shares)
 
     def _weights(self, *, early: bool) -> dict[str, nn.Parameter]:
         chosen = self._early or frozenset()
@@ -99,6 +103,30 @@ class SplitBackward:
                 weight.grad = gradient
             elif gradient is not None:
                 weight.grad += gradient
+
+
+def _merged(param_groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the groups with those made one that share a weight.
+
+    torch lists a weight that meets the inputs' path in several places (the position bias that all
+    layers of T5 add) in the groups of each, and would count its gradient as often.
+    """
+    merged: list[dict[str, Any]] = []
+    for group in param_groups:
+        params = set(group["params"])
+        places = {
+            node: gradients
+            for node, gradients in zip(group["intermediates"], group["grads"], strict=True)
+            if gradients is not None
+        }
+        for other in [one for one in merged if params & one["params"]]:
+            merged.remove(other)
+            params |= other["params"]
+            places |= dict(zip(other["intermediates"], other["grads"], strict=True))
+        merged.append(
+            {"params": params, "intermediates": list(places), "grads": list(places.values())}
+        )
+    return merged
 
 
 def _backward_at_once(

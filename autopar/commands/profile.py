@@ -15,16 +15,12 @@ from autopar.planner.errors import InputError
 from autopar.planner.layers import find_layers
 from autopar.planner.model_file import load_model_file
 from autopar.planner.precision import Precision
-from autopar.planner.profile.file import (
-    FILE_NAME,
-    content_hash,
-    read_measurements,
-    write_measurements,
-)
+from autopar.planner.profile.file import FILE_NAME, read_measurements, write_measurements
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net
 from autopar.planner.profile.profile import Request, place_at_hand
 from autopar.planner.profile.profile import profile as measure_ops
+from autopar.planner.profile.text import content_hash
 from autopar.planner.trace import trace
 from autopar.profile_page import profile_page, profile_summary
 from autopar.progress import reported

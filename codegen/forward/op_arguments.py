@@ -84,6 +84,8 @@ class Arguments:
             return self.dtype(value)
         if isinstance(value, Extent):
             return literal(value.at(0))
+        if isinstance(value, float) and abs(value) == torch.finfo(torch.float64).max:
+            return self._extreme("min" if value < 0 else "max")
         if name == "device" and value is not None:
             return self.place.device or literal("cpu")
         if name == "reduction" and isinstance(value, int):
@@ -97,6 +99,11 @@ class Arguments:
         if is_same and name in ("stride", "padding", "dilation", "kernel_size", "output_size"):
             return literal(value[0]) if isinstance(value[0], int) else joined(())
         return joined(tuple(self._print("", item, inputs) for item in value))
+
+    def _extreme(self, which: str) -> Form:
+        """Return the end of the model's own type: the trace runs in float64."""
+        dtype = self.dtype(DType("model"))
+        return Form(("torch.finfo(", Slot(dtype), f").{which}"), is_tensor=False)
 
     def dtype(self, value: DType) -> Expression:
         """Return an element type."""
@@ -159,7 +166,7 @@ def by_schema(arguments: Arguments, name: str) -> Form:
             positional.append(arguments[key])
     if name in table.SPREAD and positional and isinstance(positional[0], Form):
         spread = [part.expression for part in positional[0].parts if isinstance(part, Slot)]
-        positional = [*spread, *positional[1:]]
+        positional = [*(spread or positional[:1]), *positional[1:]]
     if owner is not None and hasattr(Tensor, name) and isinstance(arguments.raw[owner], Ref):
         return method(arguments[owner], name, *positional, keywords=tuple(keywords))
     if owner is not None:

@@ -98,7 +98,9 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: BodyBuilder) -> Form:
         asked = [None] * len(given)
     near = body.at_hand(op.inputs[0], body.split.need(op, 0))
     found = body.sizes.of_all(asked, near=near)
-    for value, size, fact in zip(given, sizes, found, strict=False):
+    before = body.graph.tensors[op.inputs[0]].shape
+    new = len(given) - len(before)  # dims that an expand adds
+    for position, (value, size, fact) in enumerate(zip(given, sizes, found, strict=False)):
         if value == -1 or size.extent == ONE:
             shown.append(literal(-1 if value == -1 else 1))
             continue
@@ -112,7 +114,7 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: BodyBuilder) -> Form:
         elif may_guess:
             may_guess = False
             shown.append(literal(-1))
-        elif not is_view:
+        elif not is_view and position >= new and before[position - new] == size.extent:
             shown.append(literal(-1))
         else:
             shown.append(_computed(size, body))

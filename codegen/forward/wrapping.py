@@ -13,7 +13,7 @@ def wrapped(line: str, *, indent: int) -> list[str]:
         return [margin + line]
     start = _last_bracket(line)
     if start is None:
-        return _bracketed(line, indent)
+        return _choice(line, indent) if " if " in line else _bracketed(line, indent)
     end = _closing(line, start)
     head, body, tail = line[: start + 1], line[start + 1 : end], line[end:]
     return [margin + head, *_body(body, indent + 4), margin + tail]
@@ -50,6 +50,23 @@ def _bracketed(line: str, indent: int) -> list[str]:
     target, equals, value = line.partition(" = ")
     head, value = (word, line.removeprefix(word)) if word else (f"{target}{equals}", value)
     return [f"{margin}{head}(", f"{margin}    {value}", f"{margin})"]
+
+
+def _choice(line: str, indent: int) -> list[str]:
+    """Put brackets around `a if b else c`, and each of the three on a line if they must be."""
+    margin = " " * indent
+    value = line
+    for mark in ("return ", " = ", "="):
+        head, found, rest = line.partition(mark)
+        if found and "(" not in head and " if " in rest:
+            value = rest
+            break
+    head = line.removesuffix(value)
+    first, _, rest = value.partition(" if ")
+    condition, _, other = rest.partition(" else ")
+    fits = indent + 4 + len(value) <= WIDTH
+    inner = [value] if fits else [first, f"if {condition}", f"else {other}"]
+    return [f"{margin}{head}(", *(f"{margin}    {part}" for part in inner), f"{margin})"]
 
 
 def _last_bracket(line: str) -> int | None:

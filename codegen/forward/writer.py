@@ -106,7 +106,8 @@ class _Writer:
         self.declared = self._declared(found)
         for number, statement in enumerate(found):
             is_return = self.has_result and number == len(found) - 1
-            block = "" if is_return else self._block(statement)
+            is_block = not is_return or statement.line.is_random
+            block = self._block(statement) if is_block else ""
             if block and block != previous:
                 lines.append(" " * indent + block)
             inner = indent + 4 if block else indent
@@ -120,7 +121,9 @@ class _Writer:
             return self.found
         before, last = self.found[-2:]
         is_same = isinstance(last.expression, Held) and before.results == last.expression
-        if not is_same or self._block(before) or isinstance(before.line, Loop):
+        is_random = not isinstance(before.line, Loop) and before.line.is_random
+        is_blocked = self._block(before) != "" and not is_random
+        if not is_same or is_blocked or isinstance(before.line, Loop):
             return self.found
         return [*self.found[:-2], replace(before, results=None)]
 

@@ -16,7 +16,8 @@ from autopar.planner.costs.step import pipeline_shape, predict
 from autopar.planner.plan.costing import Costing, Inside, Modes
 from autopar.planner.plan.plan import Stage
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
-from autopar.planner.programs.stage_plan import NoStages, StagePlan, choose_stages
+from autopar.planner.programs.stage_memory import least_memory_bytes, with_memory
+from autopar.planner.programs.stage_plan import NoStages, StageAnswer, StagePlan, choose_stages
 from autopar.planner.programs.stage_problem import (
     Cut,
     LayerChoices,
@@ -28,6 +29,7 @@ from autopar.planner.programs.stage_problem import (
 )
 
 _MOST_TRIES = 4  # to meet the memory limit where the program saw less than the prediction
+_CLOSE_BYTES = 2**20  # short of which the prediction is asked too: the program rounds up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,35 +92,31 @@ class Judge:
         return Answer(candidate=best, shortfall_bytes=min(short, default=None), report=report)
 
     def solve_smallest(self, arrangement: Arrangement) -> Answer:
-        """Return the candidate that needs least memory on its fullest rank.
-
-        With nothing to spend, every stage tells how much it is short of: that is what it needs.
-        """
-        tight = dict.fromkeys(self.demands.limit_bytes, self.constants.context_bytes + 1)
-        starved = replace(self, demands=replace(self.demands, limit_bytes=tight))
-        needed = starved.solve(arrangement).shortfall_bytes
-        if needed is None:
-            return Answer(candidate=None, shortfall_bytes=None, report=NOTHING_SOLVED)
-        limits = {
-            name: min(limit, self.constants.context_bytes + 1 + needed)
-            for name, limit in self.demands.limit_bytes.items()
-        }
-        return replace(self, demands=replace(self.demands, limit_bytes=limits)).solve(arrangement)
+        """Return the candidate that needs least memory on its fullest rank, if that fits."""
+        solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
+        answers = [self._thriftiest(arrangement, number) for number in range(len(solutions))]
+        report = sum((one.report for one in answers), NOTHING_SOLVED)
+        found = [one.candidate for one in answers if one.candidate]
+        short = [one.shortfall_bytes for one in answers if one.shortfall_bytes is not None]
+        best = min(found, key=lambda c: c.prediction.peak_memory.device_bytes, default=None)
+        return Answer(candidate=best, shortfall_bytes=min(short, default=None), report=report)
 
     def _solve(self, arrangement: Arrangement, solution: int) -> Answer:
-        """Solve for one layout solution; what the prediction finds too big is asked for again."""
+        """Solve for one layout solution; what the prediction finds too big is asked for again.
+
+        What the program sees is a little off the prediction, so where memory just does not suffice
+        the thriftiest plan decides.
+        """
         rows = self._rows(arrangement, solution)
         choices = self._choices(arrangement, rows)
-        spare, report, over = 0, NOTHING_SOLVED, 0
+        spare, report = 0, NOTHING_SOLVED
         for _ in range(_MOST_TRIES):
-            limits = self._limits(arrangement, rows, spare)
-            if limits is None:
-                return Answer(candidate=None, shortfall_bytes=spare or 1, report=report)
-            answer = choose_stages(choices, limits)
+            answer = self._stages(arrangement, rows, choices, spare)
             if isinstance(answer, NoStages):
                 short = answer.shortfall_bytes
-                total = None if short is None else short + spare
-                return Answer(candidate=None, shortfall_bytes=total, report=report)
+                if short is None or (not spare and short > _CLOSE_BYTES):
+                    return Answer(candidate=None, shortfall_bytes=short, report=report)
+                break
             report += answer.report
             if not isinstance(answer, StagePlan):
                 return Answer(candidate=None, shortfall_bytes=None, report=report)
@@ -127,7 +125,49 @@ class Judge:
             if over <= 0:
                 return Answer(candidate=candidate, shortfall_bytes=0, report=report)
             spare += over
-        return Answer(candidate=None, shortfall_bytes=over, report=report)
+        last = self._thriftiest(arrangement, solution)
+        return replace(last, report=report + last.report)
+
+    def _stages(
+        self,
+        arrangement: Arrangement,
+        rows: Mapping[Device, Sequence[Modes]],
+        choices: LayerChoices,
+        spare: int,
+    ) -> StageAnswer:
+        """Choose the stages within what is allowed of each device, less what is spared."""
+        held = spare + self.constants.context_bytes
+        memory = {name: limit - held for name, limit in self.demands.limit_bytes.items()}
+        if min(memory.values()) <= 0:
+            return NoStages(shortfall_bytes=1 - min(memory.values()))
+        return choose_stages(choices, self._limits(arrangement, rows, memory))
+
+    def _thriftiest(self, arrangement: Arrangement, solution: int) -> Answer:
+        """Return the candidate that needs least of its fullest rank, or what it is short of."""
+        rows = self._rows(arrangement, solution)
+        choices = self._choices(arrangement, rows)
+        nothing = self._limits(arrangement, rows, dict.fromkeys(self.demands.limit_bytes, 0))
+        least = least_memory_bytes(choices, nothing)
+        if least is None:
+            return Answer(candidate=None, shortfall_bytes=None, report=NOTHING_SOLVED)
+        answer = choose_stages(choices, with_memory(nothing, least))
+        if not isinstance(answer, StagePlan):
+            report = NOTHING_SOLVED if isinstance(answer, NoStages) else answer.report
+            return Answer(candidate=None, shortfall_bytes=None, report=report)
+        candidate = self._predicted(arrangement, solution, rows, answer)
+        over = self._excess(candidate)
+        return Answer(
+            candidate=candidate if over <= 0 else None,
+            shortfall_bytes=max(0, over),
+            report=answer.report,
+        )
+
+    def asked(self, arrangement: Arrangement, solution: int) -> tuple[LayerChoices, StageLimits]:
+        """Return what the stage program is asked, with the most memory that it may be given."""
+        rows = self._rows(arrangement, solution)
+        most = max(self.demands.limit_bytes.values()) - self.constants.context_bytes
+        memory = dict.fromkeys(self.demands.limit_bytes, max(0, most) + _CLOSE_BYTES)
+        return self._choices(arrangement, rows), self._limits(arrangement, rows, memory)
 
     def _rows(self, arrangement: Arrangement, solution: int) -> Mapping[Device, tuple[Modes, ...]]:
         inside = inside_of(arrangement, solution)
@@ -197,18 +237,17 @@ class Judge:
         return tuple(cuts)
 
     def _limits(
-        self, arrangement: Arrangement, rows: Mapping[Device, Sequence[Modes]], spare: int
-    ) -> StageLimits | None:
-        """Return what each stage may use; None where what every rank holds leaves nothing."""
+        self,
+        arrangement: Arrangement,
+        rows: Mapping[Device, Sequence[Modes]],
+        memory: Mapping[str, int],
+    ) -> StageLimits:
+        """Return what each stage may use: so much memory on each kind of device."""
         devices, classes = self._devices(arrangement), list(rows)
         shape = pipeline_shape(arrangement)
-        held = spare + self.constants.context_bytes
         stages = []
         for stage in range(shape.stages):
             device = devices[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
-            memory = self.demands.limit_bytes[device.name] - held
-            if memory <= 0:
-                return None
             in_flight = (
                 in_flight_microbatches(arrangement.schedule, stage, shape)
                 if arrangement.pipeline > 1
@@ -216,7 +255,9 @@ class Judge:
             )
             stages.append(
                 StageLimit(
-                    memory_bytes=memory, in_flight=in_flight, device_class=classes.index(device)
+                    memory_bytes=memory[device.name],
+                    in_flight=in_flight,
+                    device_class=classes.index(device),
                 )
             )
         return StageLimits(

@@ -1,9 +1,11 @@
 """Chooses the plan: a best-first search over arrangements, each solved by the integer programs.
 
-    degrees × microbatch        bounded by ops split in their fastest way, with free communication
-      └ layouts are solved, then: schedule × stages per rank × ZeRO × shard
-                                bounded by the layers as laid out, gathering, reducing, updating
-          └ stages are solved   an exact prediction
+    degrees × microbatch            bounded by ops split in their fastest way, communicating freely
+      └ the fastest layouts are solved, then: schedule × stages per rank × ZeRO × shard
+                                    bounded by the layers as laid out, gathering, reducing, updating
+          └ layouts that need less memory are solved where memory presses
+                                    bounded also by what has to be computed again
+              └ stages are solved   an exact prediction
 
 The first prediction that no bound undercuts is the best there is in this space.
 """
@@ -12,32 +14,34 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Iterator
+from copy import copy
 from dataclasses import dataclass, replace
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.units import bytes_text
 from autopar.planner.costs.framework import framework_constants
 from autopar.planner.costs.measurements import Measurements
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedule import ScheduleKind
-from autopar.planner.errors import AutoparError, InfeasibleError, TimeLimitError
+from autopar.planner.errors import AutoparError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.plan.assembly import Counts, assemble
-from autopar.planner.plan.bounding import Bounds
 from autopar.planner.plan.best_first import Found, Node, Outcome, best_first
-from autopar.planner.plan.candidate import Candidate, Judge, inside_of, recomputes
+from autopar.planner.plan.bounding import Bounds
+from autopar.planner.plan.candidate import Candidate, Judge, recomputes
 from autopar.planner.plan.constraints import Constraints, Objective, allows
 from autopar.planner.plan.costing import Costing, Subject, model_flops
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.demands import choices_of, demands_of, layout_rules
 from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.refusal import nothing_runs, too_large, too_late
 from autopar.planner.plan.space import Choices, microbatches_of, simplest, variants
 from autopar.planner.plan.words import arrangement_words, degrees_words
 
 ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
 MOST_RUNNERS_UP = 4
+_ENDLESS_BYTES = 1 << 60
 EXTRA_SECONDS = 0.5  # for runners-up, once the best is proved
 
 
@@ -50,10 +54,19 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A whole arrangement, the stages still open; `thriftier` ones can only be better in memory."""
+    """A whole arrangement, the stages still open; `thriftier` ones can only be better in memory.
+
+    The bound of a pressed one knows what memory costs.
+    """
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
+    is_pressed: bool = False
+
+    @property
+    def family(self) -> tuple[Arrangement, ...]:
+        """All of them."""
+        return (self.arrangement, *self.thriftier)
 
 
 Item = Point | Variant
@@ -142,16 +155,18 @@ class Explorer:
         self.solved = 0
         self.infeasible = 0
         self.programs = 0
-        self.shortfalls: list[tuple[int, Arrangement]] = []
         self._proved_at: float | None = None
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
-        roots: list[Node[Item]] = [
+        return best_first(self.roots(), self.expand, is_late=is_late, enough=self._is_enough)
+
+    def roots(self) -> list[Node[Item]]:
+        """Return the points with their bounds."""
+        return [
             Node(bound=self.bounds.of_point(point), rank=simplicity(point), item=Point(point))
             for point in self.points()
         ]
-        return best_first(roots, self.expand, is_late=is_late, enough=self._is_enough)
 
     def _is_enough(self, passed: int) -> bool:
         """Whether the best is proved, and there are others to compare it with."""
@@ -170,16 +185,22 @@ class Explorer:
         for pipeline, data, tensor in legal:
             if pipeline > layers or tensor > self.most_tensor():
                 continue
-            for size, count in microbatches_of(constraints.global_batch, data):
-                if size == (fixed or size) and size == (constraints.microbatch or size):
-                    yield simplest(
-                        pipeline=pipeline,
-                        data=data,
-                        tensor=tensor,
-                        microbatch=size,
-                        microbatches=count,
-                        precision=constraints.precision,
-                    )
+            sizes = [
+                (size, count)
+                for size, count in microbatches_of(constraints.global_batch, data)
+                if size == (fixed or size) and size == (constraints.microbatch or size)
+            ]
+            if self.objective is Objective.MEMORY:
+                sizes = sizes[:1]  # the smallest never holds more rows at once than another
+            for size, count in sizes:
+                yield simplest(
+                    pipeline=pipeline,
+                    data=data,
+                    tensor=tensor,
+                    microbatch=size,
+                    microbatches=count,
+                    precision=constraints.precision,
+                )
 
     def most_tensor(self) -> int:
         """Return the greatest tensor degree: the devices of a node, unless more is asked for.
@@ -202,33 +223,37 @@ class Explorer:
                 yield one
 
     def expand(self, item: Item) -> Iterable[Node[Item] | Found[Candidate]]:
-        """Return the variants of a point, or the solution of a variant."""
+        """Return the variants of a point, a variant under memory's pressure, or its solution."""
         if isinstance(item, Point):
             self.report(f"laying out {degrees_words(item.arrangement)}")
             families = _families(self.allowed_variants(item.arrangement))
-            return self._nodes(Variant(first, tuple(rest)) for first, *rest in families)
+            return [self._free(Variant(first, tuple(rest))) for first, *rest in families]
+        if not item.is_pressed:
+            return self._pressed(item)
         self.report(f"solving {arrangement_words(item.arrangement)}")
         found = self.solve(item.arrangement)
         if found and not recomputes(found[0].leaf) and self.objective is not Objective.MEMORY:
             return found
-        return [*found, *self._nodes(map(Variant, item.thriftier))]
+        left = item.thriftier
+        return [*found, *(node for one in left for node in self._pressed(Variant(one)))]
 
-    def _nodes(self, items: Iterable[Variant]) -> list[Node[Item]]:
-        """Return the variants that memory does not rule out, with the bounds of their families."""
-        nodes: list[Node[Item]] = []
-        for item in items:
-            family = (item.arrangement, *item.thriftier)
-            bounds = {one: self.bounds.of_variant(one) for one in family}
-            possible = [one for one in family if bounds[one] < float("inf")]
-            ruled_out = [one for one in family if bounds[one] == float("inf")]
-            self.infeasible += len(ruled_out)
-            self.shortfalls += [(0, one) for one in ruled_out]
-            if possible:
-                first, *rest = possible
-                bound = min(bounds[one] for one in possible)
-                variant = Variant(first, tuple(rest))
-                nodes.append(Node(bound=bound, rank=simplicity(first), item=variant))
-        return nodes
+    def _free(self, item: Variant) -> Node[Item]:
+        """Return the node of a variant, bounded as if memory were endless."""
+        bound = min(map(self.bounds.without_memory, item.family))
+        return Node(bound=bound, rank=simplicity(item.arrangement), item=item)
+
+    def _pressed(self, item: Variant) -> list[Node[Item]]:
+        """Return what of a variant's family memory does not rule out, bounded within it."""
+        bounds = {one: self.bounds.of_variant(one) for one in item.family}
+        possible = [one for one in item.family if bounds[one] < float("inf")]
+        ruled_out = [one for one in item.family if bounds[one] == float("inf")]
+        self.infeasible += len(ruled_out)
+        if not possible:
+            return []
+        first, *rest = possible
+        bound = min(bounds[one] for one in possible)
+        pressed = Variant(first, tuple(rest), is_pressed=True)
+        return [Node(bound=bound, rank=simplicity(first), item=pressed)]
 
     def solve(self, arrangement: Arrangement) -> list[Found[Candidate]]:
         """Return the best candidate of an arrangement, if there is one."""
@@ -237,8 +262,6 @@ class Explorer:
         self.programs += answer.report.calls
         if answer.candidate is None:
             self.infeasible += 1
-            if answer.shortfall_bytes is not None:
-                self.shortfalls.append((answer.shortfall_bytes, arrangement))
             return []
         self.solved += 1
         candidate = answer.candidate
@@ -251,32 +274,33 @@ class Explorer:
         return candidate.prediction.step_seconds
 
     def refusal(self, outcome: Searched) -> AutoparError:
-        """Return why there is no plan: no time, or no memory, with the nearest change that fits."""
+        """Return why there is no plan: no time, no arrangement, or no memory."""
         if not outcome.is_complete:
-            return TimeLimitError(
-                "the time limit came before any plan was found",
-                expected=f"{len(outcome.waiting)} arrangements were still open",
-                fix="allow more time with --time-limit, or pin degrees with --pin",
-            )
-        if not self.shortfalls:
-            return InfeasibleError(
-                "no arrangement of these devices can run the model under the constraints",
-                fix="loosen the pins, or use another number of devices",
-            )
-        short, arrangement = min(self.shortfalls, key=lambda pair: pair[0])
-        limit = min(self.judge.demands.limit_bytes.values())
-        return InfeasibleError(
-            f"no plan fits: every one needs {bytes_text(limit + short)} or more on a device, "
-            f"and {bytes_text(limit)} may be used ({bytes_text(short)} short)",
-            where=f"the least is with {arrangement_words(arrangement)}",
-            fix=self._nearest_change(limit + short),
+            return too_late(len(outcome.waiting))
+        least = self._roomy().least()
+        if least is None:
+            return nothing_runs()
+        return too_large(
+            least.arrangement,
+            needed_bytes=least.prediction.peak_memory.device_bytes,
+            limit_bytes=min(self.judge.demands.limit_bytes.values()),
+            cluster=self.cluster,
         )
 
-    def _nearest_change(self, needed_bytes: int) -> str:
-        memory = min(node.device.memory_bytes for node in self.cluster.nodes)
-        if needed_bytes <= memory:
-            return f'allow more of the device: --memory "{bytes_text(needed_bytes)}"'
-        return "take more devices, devices with more memory, or a smaller global batch"
+    def _roomy(self) -> Explorer:
+        """Return the search for the plan that needs least memory, were devices endless."""
+        roomy = copy(self)
+        roomy.objective = Objective.MEMORY
+        endless = dict.fromkeys(self.judge.demands.limit_bytes, _ENDLESS_BYTES)
+        demands = replace(self.judge.demands, limit_bytes=endless)
+        roomy.judge = replace(self.judge, demands=demands)
+        roomy.bounds = Bounds(roomy.judge, roomy.objective)
+        return roomy
+
+    def least(self) -> Candidate | None:
+        """Return the best candidate, None where there is none."""
+        found = best_first(self.roots(), self.expand).found
+        return found[0].leaf if found else None
 
 
 def _families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:

@@ -1,23 +1,22 @@
 """Bounds the step of an arrangement from below, before its stages are chosen.
 
 Whatever the cut of the layers, some rank has at least the mean share of the computing, of the
-parameters to gather, of the state to update: what those take at least bounds the step.
+parameters to gather, of the state to update; and the slowest rank takes what whole layers take.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.bounds import least_step_seconds
 from autopar.planner.costs.collective_choice import Collective
 from autopar.planner.costs.data_parallel import priced
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.optimizer import optimizer_seconds
 from autopar.planner.costs.prediction import Arrangement, Zero
-from autopar.planner.costs.rank_groups import RankGroups, rank_groups
+from autopar.planner.costs.rank_groups import RankGroups
 from autopar.planner.costs.schedule import ScheduleKind
-from autopar.planner.plan.relaxed_memory import Block
+from autopar.planner.plan.bottleneck import Block, Mode
 from autopar.planner.precision import Precision
 
 
@@ -30,45 +29,227 @@ class Totals:
     parameter_bytes: int
     gradient_bytes: int
     trainable: int
+    input_gradient_seconds: float  # of the backward, what is not left for later
+    least_output_bytes: int  # of one layer: what crosses any cut
+
+    @property
+    def seconds(self) -> float:
+        """Of one microbatch, nothing computed again."""
+        return self.forward_seconds + self.backward_seconds
 
 
-_IN_TURN = frozenset({ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B})
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressed:
+    """What memory demands: time of recomputing in all layers, and of the slowest rank."""
+
+    recompute_seconds: float
+    bottleneck_seconds: float
 
 
-def step_bound_seconds(
-    totals: Totals,
-    arrangement: Arrangement,
-    cluster: Cluster,
-    constants: FrameworkConstants,
-    *,
-    recompute_seconds: float,
-    bottleneck_seconds: float,
-    repeated: Block,
-) -> float:
-    """Return what no choice of stages beats, given what recomputing and the slowest rank take.
+class StepBound:
+    """The bound of one arrangement's step."""
 
-    Whatever the schedule, the slowest rank is busy for m · T; without interleaving the others'
-    share of the first microbatch comes before it or after it: (m − 1) · T + Σ. With it, the ranks
-    are busy for m · Σ ÷ p on average, and wait on average as long as the mean of their waits.
-    """
-    groups = rank_groups(cluster, arrangement)
-    stages = arrangement.pipeline * arrangement.stages_per_rank
-    acting = 2 * stages * constants.action_seconds
-    alone = totals.forward_seconds + totals.backward_seconds + recompute_seconds
-    computing = max(
-        least_step_seconds(alone + acting, arrangement),
-        arrangement.microbatches * bottleneck_seconds,
-    )
-    microbatches, ranks = arrangement.microbatches, arrangement.pipeline
-    if arrangement.schedule in _IN_TURN:
-        computing = max(computing, (microbatches - 1) * bottleneck_seconds + alone)
-    else:
-        busy = microbatches * (alone + acting) / ranks
-        computing = max(computing, busy + _mean_wait_seconds(arrangement, repeated))
-    gathering = _gathering_seconds(totals, arrangement, groups)
-    reducing = _reducing_seconds(totals, arrangement, groups)
-    updating = _updating_seconds(totals, arrangement, groups, constants)
-    return max(computing, gathering) + reducing + updating + constants.step_seconds
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        groups: RankGroups,
+        constants: FrameworkConstants,
+        totals: Totals,
+    ) -> None:
+        self.arrangement, self.groups = arrangement, groups
+        self.constants, self.totals = constants, totals
+
+    def seconds(self, pressed: Pressed, repeated: Block) -> float:
+        """Return what no choice of stages beats."""
+        busy = max(self._computing(pressed, repeated), self._gathering(pressed))
+        return (
+            busy
+            + self._first_gather()
+            + self._reducing(pressed)
+            + self._updating()
+            + self.constants.step_seconds
+        )
+
+    def shared(self, repeated: Block) -> Block:
+        """Return the layers that repeat with what sharing their parameters adds (ZeRO-3).
+
+        A stage waits for the longer of its computing and its collectives; where that are the
+        collectives, other layers do not add what they compute, and are left out.
+        """
+        if self.arrangement.zero is not Zero.PARAMETERS or self.arrangement.data == 1:
+            return repeated
+        parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
+        modes = tuple(
+            Mode(
+                forward_seconds=self._sharded_forward(mode.forward_seconds, parameters),
+                backward_seconds=self._sharded_backward(
+                    mode.backward_seconds, parameters, gradients
+                ),
+                saved_bytes=mode.saved_bytes,
+            )
+            for mode in repeated.modes
+        )
+        gather, scatter = self._gather(parameters), self._scatter(gradients)
+        is_waiting = any(
+            shared.forward_seconds <= gather or shared.backward_seconds <= gather + scatter
+            for shared in modes
+        )
+        return Block(
+            count=repeated.count,
+            others=() if is_waiting else repeated.others,
+            modes=modes,
+            parameter_bytes=parameters,
+            gradient_bytes=gradients,
+        )
+
+    def rank_seconds(self, layers_seconds: float) -> float:
+        """Return what a rank takes for a microbatch, given its layers: actions, transfers too."""
+        arrangement = self.arrangement
+        acting = 2 * arrangement.stages_per_rank * self.constants.action_seconds
+        return layers_seconds + acting + (self._transfer() if self._is_on_demand else 0.0)
+
+    @property
+    def _is_on_demand(self) -> bool:
+        """Whether a rank waits while a tensor travels; each has one to receive, or two."""
+        kinds = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
+        return self.arrangement.pipeline > 1 and self.arrangement.schedule in kinds
+
+    def _transfer(self) -> float:
+        return self.groups.transfer_seconds(self.totals.least_output_bytes)
+
+    def _computing(self, pressed: Pressed, repeated: Block) -> float:
+        """Whatever the schedule, the slowest rank is busy for m · T.
+
+        1F1B and GPipe: see `_in_turn`. Other schedules: the ranks are busy for m · Σ ÷ p on
+        average, and wait on average as long as the mean of their waits.
+        """
+        arrangement = self.arrangement
+        microbatches, ranks = arrangement.microbatches, arrangement.pipeline
+        stages = ranks * arrangement.stages_per_rank
+        alone = self.totals.seconds + pressed.recompute_seconds
+        alone += 2 * stages * self.constants.action_seconds
+        if self._is_on_demand:
+            alone += 2 * (stages - 1) * self._transfer()
+        slowest = self.rank_seconds(pressed.bottleneck_seconds)
+        least = microbatches * slowest
+        if self._is_on_demand:
+            return max(least, least_step_seconds(alone, arrangement), self._in_turn(alone, slowest))
+        waiting = _mean_wait_seconds(arrangement, repeated) if ranks > 1 else 0.0
+        through = self.totals.forward_seconds + self.totals.input_gradient_seconds
+        return max(least, through, microbatches * alone / ranks + waiting)
+
+    def _in_turn(self, alone: float, slowest: float) -> float:
+        """GPipe: (m − 1) · T + Σ. 1F1B: (m − 1) · T + Σ − (p · T − Σ), for m > p.
+
+        The slowest of p stages of 1F1B, number s, has all stages before it to wait for, and those
+        after it twice, less what it computes meanwhile, at most (p − 1 − s) · T:
+
+            Σ_before + m · T + 2 · Σ_after − (p − 1 − s) · T,   where Σ_before ≤ s · T
+        """
+        microbatches, ranks = self.arrangement.microbatches, self.arrangement.pipeline
+        whole = (microbatches - 1) * slowest + alone
+        if self.arrangement.schedule is ScheduleKind.GPIPE:
+            return whole
+        if microbatches <= ranks:
+            return 0.0
+        return whole - max(0.0, ranks * slowest - alone)
+
+    def _gathering(self, pressed: Pressed) -> float:
+        """ZeRO-3: m · (forward + backward) of the mean rank.
+
+        Σ_r max(f_r, g_r) is at least max(Σ f, Σ g), so the greatest rank has a p-th of that.
+        """
+        if self.arrangement.zero is not Zero.PARAMETERS or self.arrangement.data == 1:
+            return 0.0
+        totals = self.totals
+        forward = self._sharded_forward(totals.forward_seconds, totals.parameter_bytes)
+        backward = self._sharded_backward(
+            totals.backward_seconds + pressed.recompute_seconds,
+            totals.parameter_bytes,
+            totals.gradient_bytes,
+        )
+        return self.arrangement.microbatches * (forward + backward) / self.arrangement.pipeline
+
+    def _sharded_forward(self, computing: float, parameter_bytes: int) -> float:
+        return self._overlapped(
+            computing + self._copied(parameter_bytes), self._gather(parameter_bytes)
+        )
+
+    def _sharded_backward(
+        self, computing: float, parameter_bytes: int, gradient_bytes: int
+    ) -> float:
+        return self._overlapped(
+            computing + self._copied(parameter_bytes) + self._copied(self._sent(gradient_bytes)),
+            self._gather(parameter_bytes) + self._scatter(gradient_bytes),
+        )
+
+    def _overlapped(self, computing: float, communicating: float) -> float:
+        """Return max(c, t + q · c): what communicates beside computing slows it down by q each."""
+        return max(communicating, computing + self._slowing * communicating)
+
+    @property
+    def _slowing(self) -> float:
+        """A second of a collective is exposed, or slows down what is computed beside it."""
+        slowdown = self.constants.overlap_slowdown
+        return slowdown / (1.0 + slowdown)
+
+    def _copied(self, size_bytes: float) -> float:
+        """ZeRO-3 copies out of the gathered buffer, and gradients into theirs: read and written."""
+        return 2 * size_bytes / self.groups.stage_rates[0].stream_bytes_per_second
+
+    def _sent(self, gradient_bytes: float) -> float:
+        return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)
+
+    def _gather(self, parameter_bytes: int) -> float:
+        return priced(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
+
+    def _scatter(self, gradient_bytes: int) -> float:
+        sent, shard = self._sent(gradient_bytes), self.arrangement.shard
+        copies = priced(Collective.ALL_REDUCE, sent / shard, self.groups.replicas)
+        return priced(Collective.REDUCE_SCATTER, sent, self.groups.shard) + copies
+
+    def _first_gather(self) -> float:
+        """Return what gathering updated parameters adds to the first forward of the only stage."""
+        arrangement = self.arrangement
+        is_gathered = arrangement.zero in (Zero.OPTIMIZER, Zero.GRADIENTS)
+        if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
+            return 0.0
+        gather = self._gather(self.totals.parameter_bytes)
+        computing = self.totals.forward_seconds
+        return self._overlapped(computing, gather) - computing
+
+    def _reducing(self, pressed: Pressed) -> float:
+        """Return what reducing adds to the backward that it runs beside; on one stage alone.
+
+        ZeRO-2 reduces after every microbatch. ZeRO-3's is in `_gathering`.
+        """
+        arrangement = self.arrangement
+        is_sharded = arrangement.zero is Zero.PARAMETERS
+        if arrangement.data == 1 or is_sharded or arrangement.pipeline > 1:
+            return 0.0
+        gradients = self.totals.gradient_bytes
+        if arrangement.zero is Zero.NONE:
+            seconds = priced(Collective.ALL_REDUCE, self._sent(gradients), self.groups.data)
+        else:
+            seconds = self._scatter(gradients)
+        computing = self.totals.backward_seconds + pressed.recompute_seconds
+        rounds = arrangement.microbatches if arrangement.zero is Zero.GRADIENTS else 1
+        return rounds * (self._overlapped(computing, seconds) - computing)
+
+    def _updating(self) -> float:
+        arrangement, constants = self.arrangement, self.constants
+        share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
+        return min(
+            optimizer_seconds(
+                self.totals.trainable / (arrangement.pipeline * share),
+                gradient_bytes=4,
+                copy_bytes=0 if arrangement.precision is Precision.FP32 else 2,
+                passes=constants.optimizer_passes,
+                rates=rates,
+                element_seconds=constants.optimizer_element_seconds,
+            )
+            for rates in dict.fromkeys(self.groups.stage_rates)
+        )
 
 
 def _mean_wait_seconds(arrangement: Arrangement, repeated: Block) -> float:
@@ -77,50 +258,10 @@ def _mean_wait_seconds(arrangement: Arrangement, repeated: Block) -> float:
     Rank r waits for r stages of one layer or more. Those that hold none of the repeated layers
     count for nothing. A zero-bubble schedule has weight gradients to compute on the way back.
     """
-    each = repeated.forward_seconds
+    plain = repeated.modes[0]
+    each = plain.forward_seconds
     if arrangement.schedule is ScheduleKind.INTERLEAVED_1F1B:
-        each += repeated.backward_seconds
-    stages = sum(max(0, rank - repeated.others) for rank in range(arrangement.pipeline))
+        each += plain.backward_seconds
+    waited = range(arrangement.pipeline)
+    stages = sum(max(0, rank - len(repeated.others)) for rank in waited)
     return each * stages / arrangement.pipeline
-
-
-def _gathering_seconds(totals: Totals, arrangement: Arrangement, groups: RankGroups) -> float:
-    """ZeRO-3: m · (max(forward, gather) + max(backward, gather)) of the mean rank.
-
-    Σ_r max(f_r, g_r) is at least max(Σ f, Σ g), so the greatest rank has a p-th of that.
-    """
-    if arrangement.zero is not Zero.PARAMETERS:
-        return 0.0
-    gather = priced(Collective.ALL_GATHER, totals.parameter_bytes, groups.shard)
-    both = max(totals.forward_seconds, gather) + max(totals.backward_seconds, gather)
-    return arrangement.microbatches * both / arrangement.pipeline
-
-
-def _reducing_seconds(totals: Totals, arrangement: Arrangement, groups: RankGroups) -> float:
-    """Return what reducing takes beyond the whole last backward, which alone can hide it."""
-    if arrangement.data == 1 or arrangement.zero is Zero.PARAMETERS or arrangement.pipeline > 1:
-        return 0.0
-    share = 0.5 if arrangement.compressed_gradients else 1.0
-    sent = totals.gradient_bytes * share
-    if arrangement.zero is Zero.NONE:
-        seconds = priced(Collective.ALL_REDUCE, sent, groups.data)
-    else:
-        seconds = priced(Collective.REDUCE_SCATTER, sent, groups.shard)
-    return max(0.0, seconds - totals.backward_seconds)
-
-
-def _updating_seconds(
-    totals: Totals, arrangement: Arrangement, groups: RankGroups, constants: FrameworkConstants
-) -> float:
-    share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
-    return min(
-        optimizer_seconds(
-            totals.trainable / (arrangement.pipeline * share),
-            gradient_bytes=4,
-            copy_bytes=0 if arrangement.precision is Precision.FP32 else 2,
-            passes=constants.optimizer_passes,
-            rates=rates,
-            element_seconds=constants.optimizer_element_seconds,
-        )
-        for rates in dict.fromkeys(groups.stage_rates)
-    )

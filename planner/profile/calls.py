@@ -57,9 +57,9 @@ class Call:
     def keep(self, result: Any) -> None:
         """Keep the results for the backward."""
         self.results = results_of(result)[: len(self.probe.results)]
-        found = tuple(tuple(one.shape) for one in self.results)
-        if found != self.probe.results:
-            raise CannotCallError(f"gives {found} where {self.probe.results} is needed")
+        found, needed = tuple(self.results[0].shape), self.probe.results[0]
+        if found != needed:  # further results may be notes of the kernel to itself
+            raise CannotCallError(f"gives {found} where {needed} is needed")
 
     def prepare_backward(self) -> bool:
         """Write the gradient of the results; False where there is no backward."""
@@ -93,6 +93,8 @@ class Call:
             flat.uniform_(0.05, 1.0)
         elif dtype is torch.bool:
             flat.fill_(True)
+        elif form.spacing:
+            torch.arange(0, form.spacing * flat.numel(), form.spacing, out=flat)
         else:
             flat.random_(0, max(1, form.below))
         return made.requires_grad_(form.requires_grad)

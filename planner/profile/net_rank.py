@@ -15,11 +15,11 @@ from torch import Tensor
 from autopar.planner.costs.collective_measured import Collective
 
 BLOCK_SECONDS = 2e-3  # calls follow each other for so long at least, then the clock is read
-CASE_SECONDS = 0.1  # of one collective at one size in one pass
-_FEWEST_BLOCKS, _MOST_BLOCKS = 2, 15
-# All cases take turns, so that whatever else runs for a while disturbs a third of each; it makes
-# calls slower, never quicker, so of all samples the lower quartile is taken.
-_PASSES = 3
+CASE_SECONDS = 0.06  # of one collective at one size in one pass
+_FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
+# All cases take turns, so that whatever else runs for a while disturbs a part of each; it makes
+# calls slower, never quicker, so the quickest block counts (the mean of its calls).
+_PASSES = 5
 
 
 def run(rank: int, ranks: int, backend: str, folder: str, cases: list[tuple[str, int]]) -> None:
@@ -37,7 +37,7 @@ def run(rank: int, ranks: int, backend: str, folder: str, cases: list[tuple[str,
             for own, (name, size) in zip(samples, cases, strict=True):
                 own += _sampled(Collective(name), size, ranks, device)
         if rank == 0:
-            seconds = [sorted(own)[len(own) // 4] for own in samples]
+            seconds = [min(own) for own in samples]
             (Path(folder) / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
         dist.barrier()
     finally:

@@ -30,6 +30,7 @@ class OperandForm:
     requires_grad: bool
     is_weight: bool  # last used a step ago; what is not was just written by the op before
     below: int  # integers are smaller: rows of a table, classes
+    spacing: int = 0  # of integers that rise evenly: where bags of words begin
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -152,16 +153,16 @@ def _operand(
         dtype=tensor.dtype,
         requires_grad=tensor.requires_grad,
         is_weight=origin in (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT),
-        below=_below(shapes, name),
+        below=_below(shapes),
+        spacing=_spacing(shapes, name),
     )
 
 
-def _below(shapes: LocalShapes, name: str) -> int:
+def _below(shapes: LocalShapes) -> int:
     """Return what integers are smaller than, so that every one of them names a place."""
     op, given = shapes.op, dict(shapes.op.arguments)
     if op.target.startswith((EMBEDDING, _BAG)):
-        is_offset = name in tuple(refs(given.get("offsets")))
-        return 1 if is_offset else shapes.shape(op.inputs[0])[0]
+        return shapes.shape(op.inputs[0])[0]
     if op.target in (CROSS_ENTROPY, "aten.nll_loss_nd.default"):
         return shapes.shape(op.inputs[0])[1 if len(shapes.shape(op.inputs[0])) > 1 else 0]
     if op.target in ("aten.index.Tensor", "aten.gather.default"):
@@ -169,3 +170,12 @@ def _below(shapes: LocalShapes, name: str) -> int:
         dim = given.get("dim")
         return sizes[dim] if isinstance(dim, int) else min(sizes, default=1)
     return 2
+
+
+def _spacing(shapes: LocalShapes, name: str) -> int:
+    """Return how many words each bag has, for the tensor that says where they begin."""
+    given = dict(shapes.op.arguments)
+    if name not in refs(given.get("offsets")):
+        return 0
+    words = next(refs(given.get("indices")))
+    return max(1, shapes.numel(words) // max(1, shapes.numel(name)))

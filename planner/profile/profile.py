@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -23,13 +24,13 @@ from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, Measure
 from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.rounds import LeftOut, Limits, Sampled, measure
 
-_CPU_GROUP_BYTES = 2 * 2**30
-_GPU_SHARE = 0.5  # of the memory that is free
+_MOST_GROUP_BYTES = 4 * 2**30
+_FREE_SHARE = 0.5  # of the memory that is free
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Request:
-    """What to measure, and what that may take."""
+    """What to measure, and what the ops may take; the host takes seconds more."""
 
     batches: tuple[int, ...]  # rows of a microbatch
     degrees: tuple[int, ...]  # of the tensor axis
@@ -84,12 +85,11 @@ def profile(
             times=times,
         )
         probes = _probes(graph, axes, layers, request, place.device)
-        left = request.total_seconds - (time.perf_counter() - began)
         sampled, left_out = measure(
             probes,
             device=place.torch_name,
             clock=clock_of(place.torch_name),
-            limits=_limits(request, place, left),
+            limits=_limits(request, place),
             baseline=measure_baseline(clock_of(place.torch_name), place.torch_name),
             report=report,
         )
@@ -126,13 +126,20 @@ def _probes(
     return tuple(found.values())
 
 
-def _limits(request: Request, place: Place, left_seconds: float) -> Limits:
-    group = _CPU_GROUP_BYTES
-    if place.torch_name == "cuda":
-        group = int(_GPU_SHARE * torch.cuda.mem_get_info()[0])
+def _limits(request: Request, place: Place) -> Limits:
+    free = _free_bytes(place)
     return Limits(
-        total_seconds=max(0.0, left_seconds), op_seconds=request.op_seconds, group_bytes=group
+        total_seconds=request.total_seconds,
+        op_seconds=request.op_seconds,
+        group_bytes=min(_MOST_GROUP_BYTES, int(_FREE_SHARE * free)),
+        most_bytes=int(_FREE_SHARE * free),
     )
+
+
+def _free_bytes(place: Place) -> int:
+    if place.torch_name == "cuda":
+        return int(torch.cuda.mem_get_info()[0])
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def _op(sampled: Sampled) -> MeasuredOp:

@@ -16,6 +16,7 @@ from statistics import median
 
 import torch
 
+from autopar.planner.cluster.units import bytes_text
 from autopar.planner.costs.measurements import OpKey, Timing
 from autopar.planner.profile.calls import Call, CannotCallError
 from autopar.planner.profile.clock import Clock
@@ -34,6 +35,7 @@ class Limits:
     total_seconds: float
     op_seconds: float
     group_bytes: int
+    most_bytes: int  # that one op with its gradients may have
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,15 +86,14 @@ def measure(
     deadline = time.perf_counter() + limits.total_seconds
     sampled: list[Sampled] = []
     left_out: list[LeftOut] = []
-    waiting = sum(probe.expected_seconds for probe in probes)
-    for group in _groups(probes, limits.group_bytes):
+    fitting = [probe for probe in probes if probe.size_bytes <= limits.most_bytes]
+    left_out += [_too_large(one) for one in probes if one.size_bytes > limits.most_bytes]
+    waiting = sum(probe.expected_seconds for probe in fitting)
+    for group in _groups(fitting, limits.group_bytes):
         left = deadline - time.perf_counter()
-        if left <= 0:
-            left_out += [LeftOut(probe=one, reason="the time was up") for one in group]
-            continue
         expected = sum(probe.expected_seconds for probe in group)
         report(f"measuring {group[0].op.target} and {len(group) - 1} more")
-        share = time.perf_counter() + left * expected / (waiting or 1.0)
+        share = max(0.0, left) * expected / (waiting or 1.0)
         done, faulty = _measure_group(group, device, clock, share, limits.op_seconds)
         sampled += [_summed(one, baseline) for one in done]
         left_out += faulty
@@ -114,45 +115,62 @@ def _groups(probes: Sequence[Probe], most_bytes: int) -> Iterator[list[Probe]]:
         yield group
 
 
+def _too_large(probe: Probe) -> LeftOut:
+    return LeftOut(probe=probe, reason=f"needs {bytes_text(probe.size_bytes)}, more than is free")
+
+
 def _measure_group(
-    group: Sequence[Probe], device: str, clock: Clock, deadline: float, op_seconds: float
+    group: Sequence[Probe], device: str, clock: Clock, share_seconds: float, op_seconds: float
 ) -> tuple[list[_Running], list[LeftOut]]:
-    running, left_out = _started(group, device)
+    deadline = time.perf_counter() + share_seconds
+    running, left_out = _started(group, device, share_seconds)
     step_bytes = sum(probe.uses * probe.size_bytes for probe in group)
     scratch = torch.zeros(min(EVICTED_BYTES, step_bytes) // 4, device=device)
     with _undisturbed():
-        for number in range(MOST_SAMPLES + 1):
-            is_late = time.perf_counter() > deadline and number > FEWEST_SAMPLES
-            turn = [
-                one for one in running if number <= FEWEST_SAMPLES or one.spent_seconds < op_seconds
-            ]
-            if is_late or not turn:
+        for number in range(1, MOST_SAMPLES + 1):
+            is_needed = number <= FEWEST_SAMPLES
+            turn = [one for one in running if is_needed or one.spent_seconds < op_seconds]
+            if not turn or (not is_needed and time.perf_counter() > deadline):
                 break
             _round(turn, clock, scratch)
-            if number == 0:  # the first is a warm-up
-                for one in running:
-                    one.forward, one.backward = [], []
     return running, left_out
 
 
-def _started(group: Sequence[Probe], device: str) -> tuple[list[_Running], list[LeftOut]]:
-    """Call every probe once; those that cannot be called at these sizes are left out."""
+def _started(
+    group: Sequence[Probe], device: str, share_seconds: float
+) -> tuple[list[_Running], list[LeftOut]]:
+    """Call every probe twice, which warms it up.
+
+    Left out are those that cannot be called at these sizes, and those for whose fewest samples the
+    time does not suffice: the first ones come first.
+    """
     running: list[_Running] = []
     left_out: list[LeftOut] = []
+    needed_seconds = 0.0
     for probe in group:
+        if needed_seconds >= share_seconds:
+            left_out.append(LeftOut(probe=probe, reason="the time was up"))
+            continue
         try:
             call = Call(probe=probe, device=device)
-            call.prepare()
-            call.keep(call.forward())
-            if call.prepare_backward():
-                call.backward()
-            call.forget()
+            _run(call)
+            began = time.perf_counter()
+            _run(call)
         except _FAULTS as fault:
             reason = str(fault).strip().split("\n")[0] or type(fault).__name__
             left_out.append(LeftOut(probe=probe, reason=reason))
             continue
+        needed_seconds += (2 + FEWEST_SAMPLES) * (time.perf_counter() - began)
         running.append(_Running(call=call))
     return running, left_out
+
+
+def _run(call: Call) -> None:
+    call.prepare()
+    call.keep(call.forward())
+    if call.prepare_backward():
+        call.backward()
+    call.forget()
 
 
 @contextmanager

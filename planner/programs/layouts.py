@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.errors import TimeLimitError
+from autopar.planner.errors import InfeasibleError, TimeLimitError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import OpLayout, ParameterLayout
@@ -198,7 +198,12 @@ class Front:
 
     def _cheapest(self, *, second_price: float, byte_price: float) -> Point:
         point = self._solved(second_price=second_price, byte_price=byte_price, budget_bytes=None)
-        assert point is not None, "not splitting anything is always a solution"
+        if point is None:  # without pins, not splitting anything is a solution
+            raise InfeasibleError(
+                "no layouts split all that must be split: where one op is split as it must be, "
+                "another cannot take what it gives",
+                fix="require fewer axes to be split, or name the modules that are meant",
+            )
         return point
 
     def _solved(

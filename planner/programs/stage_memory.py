@@ -11,6 +11,8 @@ though only one stage runs at a time), so no plan is ever too big; one that fits
 the shares, is not searched.
 """
 
+from dataclasses import replace
+
 import numpy as np
 import numpy.typing as npt
 
@@ -75,6 +77,30 @@ def memory_shortfall_bytes(choices: LayerChoices, limits: StageLimits) -> int | 
         least = np.where(_is_legal(choices, windows[stage + 1]), worst, _ENDLESS)
     shortfall = int(least[-1])
     return shortfall if shortfall < _ENDLESS // 2 else None
+
+
+def least_memory_bytes(choices: LayerChoices, limits: StageLimits) -> int | None:
+    """Return the least memory, the same for every rank, with which a plan exists; None: never.
+
+    From nothing on, what the stages lack is added, by as much as cannot be too much: of what a
+    rank gets, a stage with K_p microbatches in flight has K_p / Σ K.
+    """
+    in_flight: dict[int, list[int]] = {}
+    for stage, limit in enumerate(limits.stages):
+        in_flight.setdefault(limits.rank_of(stage), []).append(limit.in_flight)
+    sharing = min(sum(own) / max(own) for own in in_flight.values())
+    memory = 0
+    while True:
+        shortfall = memory_shortfall_bytes(choices, with_memory(limits, memory))
+        if shortfall is None or shortfall <= 0:
+            return None if shortfall is None else memory
+        memory += max(1, int(shortfall * sharing))
+
+
+def with_memory(limits: StageLimits, memory_bytes: int) -> StageLimits:
+    """Return the limits with the same memory on every rank."""
+    stages = tuple(replace(stage, memory_bytes=memory_bytes) for stage in limits.stages)
+    return replace(limits, stages=stages)
 
 
 def _is_legal(choices: LayerChoices, window: tuple[int, int]) -> npt.NDArray[np.bool_]:

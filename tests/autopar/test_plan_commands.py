@@ -19,6 +19,7 @@ from autopar.planner.errors import InfeasibleError, TimeLimitError
 from autopar.planner.plan.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
+from autopar.planner.profile.measured import MeasuredFile
 from tests.autopar.commands import Ran, run
 from tests.planner.plan.plans import arrangement, proof, runner_up, small_plan, split_plan
 from tests.planner.subjects import ZOO
@@ -41,10 +42,16 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     """Replace the search by one that writes down what it was asked, and finds a small plan."""
     asked: list[dict[str, Any]] = []
 
-    def search(*arguments: Any, report: Callable[[str], None], time_limit_seconds: float) -> Plan:
+    def search(
+        *arguments: Any,
+        report: Callable[[str], None],
+        time_limit_seconds: float,
+        measured: MeasuredFile | None,
+    ) -> Plan:
         graph, _, _, model, cluster, demands = arguments
         asked.append({"graph": graph, "model": model, "cluster": cluster, "demands": demands})
         asked[-1]["time_limit_seconds"] = time_limit_seconds
+        asked[-1]["measured"] = measured
         report("searching")
         return small_plan()
 

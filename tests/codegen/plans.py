@@ -8,15 +8,15 @@ from typing import Any
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
+from autopar.planner.model_file import ModelFile
 from autopar.planner.plan.constraints import Constraints, SplitRule
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search import search
 from autopar.planner.precision import Precision
-from tests.planner.subjects import ZOO, zoo_file, zoo_graph
-
-STILL = ("dropout=0.0",)  # so that a plan can be compared with one process
+from tests.planner.subjects import zoo_file, zoo_graph
 
 
 @cache
@@ -32,7 +32,29 @@ def pinned_plan(
     **pins: Any,
 ) -> Plan:
     """Return the best plan of a zoo model with these degrees; `split` axes must be split."""
-    file, graph = zoo_file(name, *arguments), zoo_graph(name, *arguments)
+    return plan_for(
+        zoo_file(name, *arguments),
+        zoo_graph(name, *arguments),
+        arguments,
+        degrees=(pipeline, data, tensor),
+        split=split,
+        device=device,
+        **pins,
+    )
+
+
+def plan_for(
+    file: ModelFile,
+    graph: Graph,
+    arguments: tuple[str, ...],
+    *,
+    degrees: tuple[int, int, int],
+    split: tuple[str, ...] = (),
+    device: str = "cpu",
+    **pins: Any,
+) -> Plan:
+    """Return the best plan of any model file for so many pipeline, data and tensor ranks."""
+    pipeline, data, tensor = degrees
     axes = infer_axes(graph)
     usual: dict[str, Any] = {"global_batch": 8, "precision": Precision.FP32}
     if pipeline > 1:
@@ -45,7 +67,7 @@ def pinned_plan(
         graph,
         axes,
         find_layers(graph, axes),
-        model_facts(file, graph, spec=str(ZOO / name), arguments=arguments),
+        model_facts(file, graph, spec=str(file.path), arguments=arguments),
         choose_cluster(pipeline * data * tensor, device),
         constraints,
     )

@@ -1,6 +1,6 @@
 """Runs a function on several processes that stay alive from test to test.
 
-The ranks are forked from a small server process that has imported torch and nothing else, so the
+The ranks are forked from a server process that has imported torch and what scripts need, so the
 first call costs seconds and the later ones milliseconds. Functions and results travel by pickle:
 a function must stand at the top of its module. Every call finds a working default process group.
 """
@@ -28,7 +28,16 @@ import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
-PRELOADED = ("torch", "torch.distributed.device_mesh", "torch.distributed.fsdp", __name__)
+PRELOADED = (
+    "torch",
+    "torch._dynamo",  # which the first optimizer imports
+    "torch.distributed.device_mesh",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "torch.utils.data",
+    "autopar.codegen.script_rank",
+    __name__,
+)
 
 
 class RankError(AssertionError):

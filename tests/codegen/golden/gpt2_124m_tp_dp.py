@@ -2,25 +2,15 @@
 
 The plan: dp 4 · tp 2, ZeRO-1, 1 microbatch of 16 rows.
 
-Run it on one node:
-
+Run it on one node (its options: --help):
     torchrun --nproc-per-node 8 gpt2_124m_tp_dp.py
-
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
-
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST gpt2_124m_tp_dp.py
 
-Options: --steps, --lr, --data, --weights, --dtype, --log-every and --json; see --help.
-
 Predicted on 8 × h100-sxm: 29.76 ms per step, 2,201,924 tokens/s, 24.3% of the peak FLOPs
-
-    compute                   23.87 ms   80%
-    tensor communication      2.511 ms    8%
-    exposed data parallel     1.414 ms    5%
-    framework                  1.72 ms    6%
-
+    compute 23.87 ms, tensor communication 2.511 ms, exposed data parallel 1.414 ms, framework
+      1.72 ms
 Communication of the busiest rank in a step:
-
     activations split over the tensor axis: over 2 ranks, 2.511 ms, waits 2.511 ms
     parameters gathered from the ranks that share them: 16 × all-gather over 4 ranks, 179.5 MiB,
       720.8 us, waits 268 us
@@ -28,21 +18,14 @@ Communication of the busiest rank in a step:
       1.056 ms, waits 1.146 ms
     gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 2 ranks,
       243.4 MiB, 769.2 us, waits 769.2 us
-
 Memory of the fullest device: 10.88 GiB of 76 GiB (14%)
-
-    parameters               179.5 MiB    2%
-    gradients                  359 MiB    3%
-    optimizer                269.3 MiB    2%
-    activations              3.486 GiB   32%
-    work space               2.301 GiB   21%
-    fragments                540.7 MiB    5%
-    context                   3.75 GiB   34%
+    parameters 179.5 MiB, gradients 359 MiB, optimizer 269.3 MiB, activations 3.486 GiB, work space
+      2.301 GiB, fragments 540.7 MiB, context 3.75 GiB
 
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 81% of its step.
 The next best, dp 4 · tp 2, takes 30.63 ms (+2.9%): +743.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 9ba8f19fec85f6a5.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 6cd5a8b6a316d772.
 
 from __future__ import annotations
 
@@ -264,16 +247,13 @@ def train_step(
 
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
-    """Yield this rank's microbatches; the rows of a step are the same under every plan."""
+    """Return this rank's microbatches; the rows of a step are the same under every plan."""
     if options.data == "synthetic":
-        data = synthetic_batches(
-            new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
-        )
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    for batch in data:
-        yield placed(batch, mesh, options.dtype)
+    return (placed(batch, mesh, options.dtype) for batch in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -301,24 +281,18 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             seconds = (time.perf_counter() - begun) / ((step - 1) % options.log_every + 1)
             if mesh.rank == 0:
                 figures = {"step": step, "loss": losses[-1], "seconds": seconds}
-                line = json.dumps(figures) if options.json else log_line(step, losses[-1], seconds)
-                print(line, flush=True)
+                rate = TOKENS_PER_STEP / seconds
+                line = f"step {step:>6}   loss {losses[-1]:.5f}   {seconds * 1e3:,.1f} ms"
+                line = f"{line}   {rate:,.0f} tokens/s"
+                print(json.dumps(figures) if options.json else line, flush=True)
             begun = time.perf_counter()
     stop(mesh)
     return [model], losses
 
 
-def log_line(step: int, loss: float, seconds: float) -> str:
-    """Say how the training goes; seconds are of one step, on average since the last line."""
-    rate = TOKENS_PER_STEP / seconds
-    return f"step {step:>6}   loss {loss:.5f}   {seconds * 1e3:,.1f} ms   {rate:,.0f} tokens/s"
-
-
 def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
     """Return the peak memory and the collectives of this rank's second step, as JSON."""
-    data = synthetic_batches(
-        new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
-    )
+    data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)

@@ -2,20 +2,12 @@
 
 The plan: pp 4 · dp 2 · tp 8, ZeRO-1, 1f1b, 64 microbatches of 1 row.
 
-Run it on 8 nodes; HOST is the first one's address, NODE 0 to 7:
-
+Run it on each of 8 nodes; HOST is the first one's address, NODE 0 to 7:
     torchrun --nnodes 8 --nproc-per-node 8 --node-rank NODE --master-addr HOST llama_70b_tp_pp_dp.py
 
-Options: --steps, --lr, --data, --weights, --dtype, --log-every and --json; see --help.
-
 Predicted on 64 × h100-sxm: 18.51 s per step, 56,654 tokens/s, 44.1% of the peak FLOPs
-
-    compute                    12.93 s   70%
-    tensor communication        4.66 s   25%
-    pipeline bubble           832.3 ms    4%
-
+    compute 12.93 s, tensor communication 4.66 s, pipeline bubble 832.3 ms
 Communication of the busiest rank in a step:
-
     activations split over the tensor axis: over 8 ranks, 4.66 s, waits 4.66 s
     parameters gathered from the ranks that share them: 22 × all-gather over 2 ranks, 4.23 GiB,
       50.51 ms, waits 14.09 ms
@@ -23,20 +15,14 @@ Communication of the busiest rank in a step:
       8.459 GiB, 99.22 ms, waits 27.96 ms
     activations and their gradients between stages: 64 × point-to-point over 2 ranks, 1 GiB,
       35.53 ms, waits 35.53 ms
-
 Memory of the fullest device: 69.35 GiB of 76 GiB (91%)
-
-    parameters                4.23 GiB    6%
-    gradients                8.459 GiB   12%
-    optimizer                12.69 GiB   18%
-    activations               34.1 GiB   49%
-    fragments                4.804 GiB    7%
-    context                    4.5 GiB    6%
+    parameters 4.23 GiB, gradients 8.459 GiB, optimizer 12.69 GiB, activations 34.1 GiB, fragments
+      4.804 GiB, context 4.5 GiB
 
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 70% of its step.
 The next best, pp 4 · dp 2 · tp 8, takes 18.72 s (+1.1%): +177.3 ms tensor communication.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 2a8dab3718bbda63.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 78ab88f60f392055.
 
 from __future__ import annotations
 
@@ -45,7 +31,7 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -66,8 +52,7 @@ from autopar.runtime.loss import loss_scales, mean_loss
 from autopar.runtime.mesh import Axis, Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart, names_of, take_classes
 from autopar.runtime.optimizer import build_optimizer
-from autopar.runtime.pipeline import Pipeline, build_schedule, stage_indices, stage_of
-from autopar.runtime.pipeline_stage import Stage
+from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.randomness import seed_all
 from autopar.runtime.safetensors_weights import load_safetensors
 from autopar.runtime.shards import Split, shard_parameters
@@ -91,6 +76,7 @@ CLIP_NORM = 1.0  # the norm of all gradients together is at most this
 SEED = 0  # of weights, order of the data and dropout
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 LOG_EVERY = 10  # steps; --log-every
+new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 # --------------------------------------------------------------------------------- the plan
@@ -234,18 +220,19 @@ SPLITS = {
     "layers.*.mlp.down_proj.weight": Split(1, ((28672, 1),)),  # ffn
     "lm_head.weight": Split(0, ((128256, 1),)),  # vocab
 }
-CROSSING = (Crossing((MICROBATCH, 8192, 8192), Split(1, ((8192, 1),))),)  # what each stage gives to the next
+# what each stage gives to the next
+CROSSING = (Crossing((MICROBATCH, 8192, 8192), Split(1, ((8192, 1),))),)
 STAGES = (
     StagePart(FirstStage, ("embed_tokens", *numbered("layers.*", range(20))), CROSSING),
     StagePart(
         MiddleStage,
-        (*numbered("layers.*", range(20, 40)),),
+        numbered("layers.*", range(20, 40)),
         CROSSING,
         bounds={"first": 20, "end": 40},
     ),
     StagePart(
         MiddleStage,
-        (*numbered("layers.*", range(40, 60)),),
+        numbered("layers.*", range(40, 60)),
         CROSSING,
         bounds={"first": 40, "end": 60},
     ),
@@ -271,15 +258,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
     part = STAGES[index].taken_from(copy.deepcopy(model), mesh.tensor)
     take_classes(part, OPENED, mesh.tensor)
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES)
-    return stage_of(
-        part,
-        mesh,
-        index=index,
-        stages=len(STAGES),
-        receives=[one.described(mesh.tensor, dtype) for one in STAGES[index - 1].gives],
-        sends=[one.described(mesh.tensor, dtype) for one in STAGES[index].gives],
-        reduces_every_microbatch=ZERO >= 2,
-    )
+    return stage_at(index, STAGES, part, mesh, dtype=dtype, reduces_every_microbatch=ZERO >= 2)
 
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
@@ -316,25 +295,17 @@ def train_step(
     return torch.stack(losses).sum() if losses else torch.zeros((), device=mesh.device)
 
 
-def new_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Build the optimizer: the model file has none of its own."""
-    return AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-
-
 # --------------------------------------------------------------------------------- the data
 
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
-    """Yield this rank's microbatches; the rows of a step are the same under every plan."""
+    """Return this rank's microbatches; the rows of a step are the same under every plan."""
     if options.data == "synthetic":
-        data = synthetic_batches(
-            new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
-        )
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    for batch in data:
-        yield placed(batch, mesh, options.dtype)
+    return (placed(batch, mesh, options.dtype) for batch in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -360,24 +331,18 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             seconds = (time.perf_counter() - begun) / ((step - 1) % options.log_every + 1)
             if mesh.rank == 0:
                 figures = {"step": step, "loss": losses[-1], "seconds": seconds}
-                line = json.dumps(figures) if options.json else log_line(step, losses[-1], seconds)
-                print(line, flush=True)
+                rate = TOKENS_PER_STEP / seconds
+                line = f"step {step:>6}   loss {losses[-1]:.5f}   {seconds * 1e3:,.1f} ms"
+                line = f"{line}   {rate:,.0f} tokens/s"
+                print(json.dumps(figures) if options.json else line, flush=True)
             begun = time.perf_counter()
     stop(mesh)
     return model.parts, losses
 
 
-def log_line(step: int, loss: float, seconds: float) -> str:
-    """Say how the training goes; seconds are of one step, on average since the last line."""
-    rate = TOKENS_PER_STEP / seconds
-    return f"step {step:>6}   loss {loss:.5f}   {seconds * 1e3:,.1f} ms   {rate:,.0f} tokens/s"
-
-
 def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
     """Return the peak memory and the collectives of this rank's second step, as JSON."""
-    data = synthetic_batches(
-        new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
-    )
+    data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)

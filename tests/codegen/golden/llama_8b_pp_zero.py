@@ -2,46 +2,27 @@
 
 The plan: pp 2 · dp 4, ZeRO-3, 1f1b, 8 microbatches of 2 rows, recompute selective 25/35, full 3/35.
 
-Run it on one node:
-
+Run it on one node (its options: --help):
     torchrun --nproc-per-node 8 llama_8b_pp_zero.py
-
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
-
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST llama_8b_pp_zero.py
 
-Options: --steps, --lr, --data, --weights, --dtype, --log-every and --json; see --help.
-
 Predicted on 8 × h100-sxm: 7.63 s per step, 68,711 tokens/s, 52.2% of the peak FLOPs
-
-    compute                    6.274 s   82%
-    recompute                 155.7 ms    2%
-    pipeline bubble           812.7 ms   11%
-    exposed data parallel     372.1 ms    5%
-
+    compute 6.274 s, recompute 155.7 ms, pipeline bubble 812.7 ms, exposed data parallel 372.1 ms
 Communication of the busiest rank in a step:
-
     parameters gathered from the ranks that share them: 288 × all-gather over 4 ranks, 119.7 GiB,
       286.3 ms, waits 93.73 ms
     gradients summed over the ranks that share the data: 144 × reduce-scatter over 4 ranks,
       119.7 GiB, 278.4 ms, waits 278.4 ms
     activations and their gradients between stages: 8 × point-to-point over 2 ranks, 1 GiB,
       4.505 ms, waits 4.505 ms
-
 Memory of the fullest device: 75.52 GiB of 76 GiB (99%)
-
-    parameters                1.87 GiB    2%
-    gradients                3.739 GiB    5%
-    optimizer                11.22 GiB   15%
-    activations              34.95 GiB   46%
-    work space               11.74 GiB   16%
-    gathered                 2.936 GiB    4%
-    fragments                5.316 GiB    7%
-    context                   3.75 GiB    5%
+    parameters 1.87 GiB, gradients 3.739 GiB, optimizer 11.22 GiB, activations 34.95 GiB, work space
+      11.74 GiB, gathered 2.936 GiB, fragments 5.316 GiB, context 3.75 GiB
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 9cb79301153a843f.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 542ad2ded841ad60.
 
 from __future__ import annotations
 
@@ -50,7 +31,7 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -70,8 +51,7 @@ from autopar.runtime.loss import loss_scales, mean_loss
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart, submodules
 from autopar.runtime.optimizer import build_optimizer
-from autopar.runtime.pipeline import Pipeline, build_schedule, stage_indices, stage_of
-from autopar.runtime.pipeline_stage import Stage
+from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.randomness import seed_all
 from autopar.runtime.recompute import recompute
 from autopar.runtime.safetensors_weights import load_safetensors
@@ -94,6 +74,7 @@ CLIP_NORM = 1.0  # the norm of all gradients together is at most this
 SEED = 0  # of weights, order of the data and dropout
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 LOG_EVERY = 10  # steps; --log-every
+new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 # --------------------------------------------------------------------------------- the plan
@@ -145,7 +126,7 @@ class LastStage(Llama):
 
 
 LAYERS = ("embed_tokens", *numbered("layers.*", range(32)), "norm", "lm_head")
-RECOMPUTED = (*numbered("layers.*", range(13, 16)),)
+RECOMPUTED = numbered("layers.*", range(13, 16))
 RECOMPUTED_IN_PART = (
     *numbered("layers.*", range(13)),
     *numbered("layers.*", range(21, 32)),
@@ -178,15 +159,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
     for layer in submodules(part, RECOMPUTED_IN_PART):
         recompute(layer, "selective")
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype, units=submodules(part, LAYERS))
-    return stage_of(
-        part,
-        mesh,
-        index=index,
-        stages=len(STAGES),
-        receives=[one.described(mesh.tensor, dtype) for one in STAGES[index - 1].gives],
-        sends=[one.described(mesh.tensor, dtype) for one in STAGES[index].gives],
-        reduces_every_microbatch=ZERO >= 2,
-    )
+    return stage_at(index, STAGES, part, mesh, dtype=dtype, reduces_every_microbatch=ZERO >= 2)
 
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
@@ -222,25 +195,17 @@ def train_step(
     return torch.stack(losses).sum() if losses else torch.zeros((), device=mesh.device)
 
 
-def new_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Build the optimizer: the model file has none of its own."""
-    return AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-
-
 # --------------------------------------------------------------------------------- the data
 
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
-    """Yield this rank's microbatches; the rows of a step are the same under every plan."""
+    """Return this rank's microbatches; the rows of a step are the same under every plan."""
     if options.data == "synthetic":
-        data = synthetic_batches(
-            new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
-        )
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    for batch in data:
-        yield placed(batch, mesh, options.dtype)
+    return (placed(batch, mesh, options.dtype) for batch in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -266,24 +231,18 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             seconds = (time.perf_counter() - begun) / ((step - 1) % options.log_every + 1)
             if mesh.rank == 0:
                 figures = {"step": step, "loss": losses[-1], "seconds": seconds}
-                line = json.dumps(figures) if options.json else log_line(step, losses[-1], seconds)
-                print(line, flush=True)
+                rate = TOKENS_PER_STEP / seconds
+                line = f"step {step:>6}   loss {losses[-1]:.5f}   {seconds * 1e3:,.1f} ms"
+                line = f"{line}   {rate:,.0f} tokens/s"
+                print(json.dumps(figures) if options.json else line, flush=True)
             begun = time.perf_counter()
     stop(mesh)
     return model.parts, losses
 
 
-def log_line(step: int, loss: float, seconds: float) -> str:
-    """Say how the training goes; seconds are of one step, on average since the last line."""
-    rate = TOKENS_PER_STEP / seconds
-    return f"step {step:>6}   loss {loss:.5f}   {seconds * 1e3:,.1f} ms   {rate:,.0f} tokens/s"
-
-
 def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
     """Return the peak memory and the collectives of this rank's second step, as JSON."""
-    data = synthetic_batches(
-        new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
-    )
+    data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)

@@ -2,42 +2,25 @@
 
 The plan: pp 2, 1f1b, 2 microbatches of 16 rows.
 
-Run it on one node:
-
+Run it on one node (its options: --help):
     torchrun --nproc-per-node 2 t5_pp.py
-
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
-
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank NODE --master-addr HOST t5_pp.py
 
-Options: --steps, --lr, --data, --weights, --dtype, --log-every and --json; see --help.
-
 Predicted on 2 × h100-sxm: 43.03 ms per step, 380,735 tokens/s, 16.2% of the peak FLOPs
-
-    compute                   25.36 ms   59%
-    pipeline bubble           13.24 ms   31%
-    optimizer                 1.867 ms    4%
-    framework                  2.24 ms    5%
-
+    compute 25.36 ms, pipeline bubble 13.24 ms, optimizer 1.867 ms, framework 2.24 ms
 Communication of the busiest rank in a step:
-
     activations and their gradients between stages: 2 × point-to-point over 2 ranks, 36 MiB,
       202.5 us, waits 202.5 us
     weights that the first and the last stage share: 1 × all-reduce over 2 ranks, 94.12 MiB,
       320.4 us, waits 320.4 us
-
 Memory of the fullest device: 9.944 GiB of 76 GiB (13%)
-
-    parameters               182.1 MiB    2%
-    gradients                364.2 MiB    4%
-    optimizer                1.067 GiB   11%
-    activations              4.735 GiB   48%
-    fragments                526.7 MiB    5%
-    context                      3 GiB   30%
+    parameters 182.1 MiB, gradients 364.2 MiB, optimizer 1.067 GiB, activations 4.735 GiB, fragments
+      526.7 MiB, context 3 GiB
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a56ed38c90e581f5.
+# Written by autopar 0.1.0, which never overwrites changes by hand: e7948b3f8bad16ee.
 
 from __future__ import annotations
 
@@ -46,7 +29,7 @@ import copy
 import json
 import sys
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -66,8 +49,7 @@ from autopar.runtime.loss import loss_scales, mean_loss
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart
 from autopar.runtime.optimizer import build_optimizer
-from autopar.runtime.pipeline import Pipeline, build_schedule, stage_indices, stage_of
-from autopar.runtime.pipeline_stage import Stage
+from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.randomness import seed_all
 from autopar.runtime.safetensors_weights import load_safetensors
 from autopar.runtime.tied import Tie, TiedWeights
@@ -90,6 +72,7 @@ CLIP_NORM = 1.0  # the norm of all gradients together is at most this
 SEED = 0  # of weights, order of the data and dropout
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 LOG_EVERY = 10  # steps; --log-every
+new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 # --------------------------------------------------------------------------------- the plan
@@ -134,12 +117,19 @@ class LastStage(T5):
         return F.cross_entropy(x.flatten(0, 1), labels.flatten())
 
 
-CROSSING = (Crossing((1, 12, 512, 512)), Crossing((MICROBATCH, 512, 768)))  # what each stage gives to the next
+# what each stage gives to the next
+CROSSING = (Crossing((1, 12, 512, 512)), Crossing((MICROBATCH, 512, 768)))
 STAGES = (
     StagePart(FirstStage, ("shared", *numbered("encoder.*", range(10))), CROSSING),
     StagePart(
         LastStage,
-        ("shared", *numbered("encoder.*", range(10, 12)), "encoder_norm", "decoder", "decoder_norm"),
+        (
+            "shared",
+            *numbered("encoder.*", range(10, 12)),
+            "encoder_norm",
+            "decoder",
+            "decoder_norm",
+        ),
     ),
 )
 TIES = (Tie(("shared.weight",), (0, 1)),)
@@ -161,15 +151,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
     """Return one stage: the model with the class of the stage, and only what that holds."""
     part = STAGES[index].taken_from(copy.deepcopy(model), mesh.tensor)
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype)
-    return stage_of(
-        part,
-        mesh,
-        index=index,
-        stages=len(STAGES),
-        receives=[one.described(mesh.tensor, dtype) for one in STAGES[index - 1].gives],
-        sends=[one.described(mesh.tensor, dtype) for one in STAGES[index].gives],
-        reduces_every_microbatch=ZERO >= 2,
-    )
+    return stage_at(index, STAGES, part, mesh, dtype=dtype, reduces_every_microbatch=ZERO >= 2)
 
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
@@ -207,25 +189,17 @@ def train_step(
     return torch.stack(losses).sum() if losses else torch.zeros((), device=mesh.device)
 
 
-def new_optimizer(parameters: Iterable[nn.Parameter]) -> Optimizer:
-    """Build the optimizer: the model file has none of its own."""
-    return AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-
-
 # --------------------------------------------------------------------------------- the data
 
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
-    """Yield this rank's microbatches; the rows of a step are the same under every plan."""
+    """Return this rank's microbatches; the rows of a step are the same under every plan."""
     if options.data == "synthetic":
-        data = synthetic_batches(
-            new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
-        )
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    for batch in data:
-        yield placed(batch, mesh, options.dtype)
+    return (placed(batch, mesh, options.dtype) for batch in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -251,24 +225,18 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             seconds = (time.perf_counter() - begun) / ((step - 1) % options.log_every + 1)
             if mesh.rank == 0:
                 figures = {"step": step, "loss": losses[-1], "seconds": seconds}
-                line = json.dumps(figures) if options.json else log_line(step, losses[-1], seconds)
-                print(line, flush=True)
+                rate = TOKENS_PER_STEP / seconds
+                line = f"step {step:>6}   loss {losses[-1]:.5f}   {seconds * 1e3:,.1f} ms"
+                line = f"{line}   {rate:,.0f} tokens/s"
+                print(json.dumps(figures) if options.json else line, flush=True)
             begun = time.perf_counter()
     stop(mesh)
     return model.parts, losses
 
 
-def log_line(step: int, loss: float, seconds: float) -> str:
-    """Say how the training goes; seconds are of one step, on average since the last line."""
-    rate = TOKENS_PER_STEP / seconds
-    return f"step {step:>6}   loss {loss:.5f}   {seconds * 1e3:,.1f} ms   {rate:,.0f} tokens/s"
-
-
 def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
     """Return the peak memory and the collectives of this rank's second step, as JSON."""
-    data = synthetic_batches(
-        new_batch, mesh, microbatch=MICROBATCH, microbatches=MICROBATCHES, seed=SEED
-    )
+    data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)

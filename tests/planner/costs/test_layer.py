@@ -9,7 +9,7 @@ from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
 from autopar.planner.costs.layer import layer_cost, layer_costs
-from autopar.planner.costs.measurements import OpKey, Timing
+from autopar.planner.costs.measurements import HostTimes, OpKey, Timing
 from autopar.planner.costs.ops import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.layers import Layer
@@ -218,6 +218,10 @@ class Measured:
     def seconds(self, key: OpKey) -> Timing | None:
         timing = Timing(forward_seconds=1.0, backward_seconds=2.0)
         return timing if key == self.key else None
+
+    def host(self, device: str) -> HostTimes | None:
+        del device
+        return None
 
 
 EAGER_GPT = """

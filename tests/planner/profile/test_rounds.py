@@ -14,7 +14,7 @@ from tests.planner.costs.op_factories import known, pricer
 
 Result = TypeVar("Result")
 NOTHING = Baseline(forward_seconds=0.0, backward_seconds=0.0)
-LIMITS = Limits(total_seconds=1.0, op_seconds=1.0, group_bytes=2**30)
+LIMITS = Limits(total_seconds=1.0, op_seconds=1.0, group_bytes=2**30, most_bytes=2**30)
 
 
 class Steady:
@@ -58,13 +58,22 @@ def test_an_empty_call_that_takes_longer_leaves_nothing_not_less() -> None:
 
 
 def test_ops_that_the_time_does_not_suffice_for_are_told() -> None:
-    limits = Limits(total_seconds=0.0, op_seconds=1.0, group_bytes=1)
+    limits = Limits(total_seconds=0.0, op_seconds=1.0, group_bytes=1, most_bytes=2**30)
     found, left_out = measure(
         probes(), device="cpu", clock=Steady(1e-3), limits=limits, baseline=NOTHING
     )
     assert not found
     assert {one.reason for one in left_out} == {"the time was up"}
     assert len(left_out) == len(probes())
+
+
+def test_an_op_that_is_larger_than_the_memory_is_told() -> None:
+    limits = Limits(total_seconds=1.0, op_seconds=1.0, group_bytes=1, most_bytes=1)
+    found, left_out = measure(
+        probes(), device="cpu", clock=Steady(1e-3), limits=limits, baseline=NOTHING
+    )
+    assert not found
+    assert {"more than is free" in one.reason for one in left_out} == {True}
 
 
 def test_an_op_that_took_its_time_is_not_called_again() -> None:

@@ -1,0 +1,157 @@
+"""Measures the seconds and the memory of `autopar plan`, from a cold start, on models of all sizes.
+
+    python benchmarks/plan_speed.py [gpt2-8 llama8b-64 llama70b-512 llama405b-16384] [-o FILE]
+
+Every case is a process of its own, with nothing of it remembered from before: imports, trace,
+search, plan.json and train.py. Beside the wall stands the processor's time, which a busy machine
+does not change much.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULT = Path(__file__).parent / "results" / "plan_speed.md"
+MOST_BYTES = int(1.5 * 2**30)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model of the zoo on some devices, and how long its plan may take."""
+
+    name: str
+    model: str
+    size: str
+    gpus: int
+    global_batch: int
+    most_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Taken:
+    """What a case took."""
+
+    case: Case
+    wall_seconds: float
+    processor_seconds: float
+    peak_bytes: int
+    fault: str  # the end of what it said, where it failed
+
+    @property
+    def is_within(self) -> bool:
+        """Whether it kept to both targets."""
+        is_fast = self.wall_seconds <= self.case.most_seconds
+        return not self.fault and is_fast and self.peak_bytes <= MOST_BYTES
+
+
+CASES = (
+    Case(name="gpt2-8", model="gpt2.py", size="124m", gpus=8, global_batch=64, most_seconds=8.0),
+    Case(
+        name="llama8b-64",
+        model="llama.py",
+        size="8b",
+        gpus=64,
+        global_batch=512,
+        most_seconds=12.0,
+    ),
+    Case(
+        name="llama70b-512",
+        model="llama.py",
+        size="70b",
+        gpus=512,
+        global_batch=2048,
+        most_seconds=25.0,
+    ),
+    Case(
+        name="llama405b-16384",
+        model="llama.py",
+        size="405b",
+        gpus=16384,
+        global_batch=16384,
+        most_seconds=45.0,
+    ),
+)
+
+
+def measured(case: Case) -> Taken:
+    """Plan a case in a new process."""
+    with tempfile.TemporaryDirectory() as folder:
+        command = [
+            sys.executable, "-m", "autopar", "plan", str(ROOT / "models_zoo" / case.model),
+            "--arg", f"size={case.size}", "--gpus", str(case.gpus),
+            "--global-batch", str(case.global_batch), "-o", folder,
+        ]  # fmt: skip
+        output = Path(folder) / "output.txt"
+        began = time.perf_counter()
+        with output.open("w") as said:
+            process = subprocess.Popen(command, cwd=ROOT, stdout=said, stderr=subprocess.STDOUT)
+            _, status, usage = os.wait4(process.pid, 0)
+        wall = time.perf_counter() - began
+        process.returncode = os.waitstatus_to_exitcode(status)  # so that nobody waits again
+        failed = process.returncode != 0
+        return Taken(
+            case=case,
+            wall_seconds=wall,
+            processor_seconds=usage.ru_utime + usage.ru_stime,
+            peak_bytes=usage.ru_maxrss * 1024,
+            fault=output.read_text()[-500:] if failed else "",
+        )
+
+
+def table(rows: Iterable[Taken]) -> str:
+    """Return the rows as a table in Markdown."""
+    lines = [
+        "| case | wall s | at most | processor s | peak GiB | at most | |",
+        "|---|---:|---:|---:|---:|---:|---|",
+    ]
+    for row in rows:
+        verdict = "ok" if row.is_within else "failed" if row.fault else "over"
+        lines.append(
+            f"| {row.case.name} | {row.wall_seconds:.1f} | {row.case.most_seconds:.0f} "
+            f"| {row.processor_seconds:.1f} | {row.peak_bytes / 2**30:.2f} "
+            f"| {MOST_BYTES / 2**30:.1f} | {verdict} |"
+        )
+    return "\n".join(lines)
+
+
+def page(rows: Sequence[Taken]) -> str:
+    """Return the whole page."""
+    load = os.getloadavg()[0]
+    return (
+        "# How long `autopar plan` takes\n\n"
+        "Cold start to written script, remade by `python benchmarks/plan_speed.py`.\n"
+        f"{os.cpu_count()} processors; load when done: {load:.1f}.\n\n{table(rows)}\n"
+    )
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Measure the cases asked for, all where none is named."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    names = [case.name for case in CASES]
+    parser.add_argument("cases", nargs="*", metavar="CASE", help=f"of {', '.join(names)}")
+    parser.add_argument("-o", "--output", type=Path, default=RESULT)
+    given = parser.parse_args(arguments)
+    unknown = sorted(set(given.cases) - set(names))
+    if unknown:
+        parser.error(f"no case {', '.join(unknown)}; there are {', '.join(names)}")
+    rows = []
+    for case in CASES:
+        if case.name in (given.cases or names):
+            rows.append(measured(case))
+            print(table(rows[-1:]).splitlines()[-1], rows[-1].fault, flush=True)
+    given.output.parent.mkdir(parents=True, exist_ok=True)
+    given.output.write_text(page(rows), encoding="utf-8")
+    return 0 if all(row.is_within for row in rows) else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,214 @@
+"""Bounds what a node of the search can come to, from the layouts that are solved by then."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from autopar.planner.annotate import state_of
+from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
+from autopar.planner.costs.rank_groups import rank_groups
+from autopar.planner.extent import numel
+from autopar.planner.plan.bottleneck import (
+    Block,
+    Modes,
+    Room,
+    StageRoom,
+    block,
+    least_bottleneck_seconds,
+)
+from autopar.planner.plan.candidate import Judge, inside_of
+from autopar.planner.plan.constraints import Objective
+from autopar.planner.plan.costing import Inside
+from autopar.planner.plan.least import LeastLayers, least_layers
+from autopar.planner.plan.relaxed_memory import (
+    Ladder,
+    activation_budget_bytes,
+    in_flight_by_rank,
+    ladder,
+    least_recompute_seconds,
+    lightest,
+)
+from autopar.planner.plan.step_bound import Pressed, StepBound, Totals
+from autopar.planner.programs.stage_memory import stage_memory_bytes
+
+_ENDLESS = 1e30  # bytes
+_NEVER = Pressed(recompute_seconds=float("inf"), bottleneck_seconds=float("inf"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutFacts:
+    """What the bounds need to know of one layout solution."""
+
+    totals: Totals
+    ladder: Ladder
+    block: Block
+    block_share: float  # of the whole state in one of the blocks
+
+
+class Bounds:
+    """What no leaf below a node beats, under one objective."""
+
+    def __init__(self, judge: Judge, objective: Objective) -> None:
+        self.judge, self.costing, self.objective = judge, judge.costing, objective
+        subject = self.costing.subject
+        self.devices = tuple(dict.fromkeys(node.device for node in self.costing.cluster.nodes))
+        self.held = state_of(subject.graph.parameters, self.costing.precision)
+        trainable = (p for p in subject.graph.parameters if p.trainable)
+        self.trainable = sum(numel(p.shape).at(0) for p in trainable)
+        self._least: dict[tuple[int, int], tuple[LeastLayers, ...]] = {}
+        self._facts: dict[Inside, LayoutFacts] = {}
+        self._bottlenecks: dict[tuple[Block, Room], float] = {}
+
+    def of_point(self, point: Arrangement) -> float:
+        """Return what no variant of a point beats, whatever the layouts."""
+        if self.objective is Objective.MEMORY:
+            return float(self.least_memory(replace(point, zero=Zero.PARAMETERS)))
+        key = point.tensor, point.microbatch
+        if key not in self._least:
+            self._least[key] = tuple(
+                least_layers(
+                    self.costing.pricer(point.microbatch, device),
+                    self.costing.subject.layers,
+                    tensor=point.tensor,
+                    rules=self.costing.rules,
+                )
+                for device in self.devices
+            )
+        least = self._least[key]
+        slowest = min(one.bottleneck_seconds(point.pipeline) for one in least)
+        through = min(one.through_seconds for one in least)
+        return max(through, point.microbatches * slowest)
+
+    def without_memory(self, arrangement: Arrangement) -> float:
+        """Return what no choice of stages and layouts beats, had every rank endless memory."""
+        if self.objective is Objective.MEMORY:
+            return float(self.least_memory(arrangement))
+        return self._of_layouts(arrangement, 0, limited=False)
+
+    def of_variant(self, arrangement: Arrangement) -> float:
+        """Return what no choice of stages and layouts beats; infinite where none can fit."""
+        best = self._of_layouts(arrangement, 0, limited=True)
+        if best > self._of_layouts(arrangement, 0, limited=False):
+            solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
+            others = range(1, len(solutions))
+            best = min([best, *(self._of_layouts(arrangement, k, limited=True) for k in others)])
+        if self.objective is Objective.MEMORY and best < float("inf"):
+            return float(self.least_memory(arrangement))
+        return best
+
+    def _of_layouts(self, arrangement: Arrangement, solution: int, *, limited: bool) -> float:
+        """Return the bound of a step for one layout solution, within the memory or without it."""
+        facts = self.facts(arrangement, solution)
+        constants = self.judge.constants
+        groups = rank_groups(self.costing.cluster, arrangement)
+        step = StepBound(arrangement, groups, constants, facts.totals)
+        shared = step.shared(facts.block)
+        pressed = self._pressed(arrangement, solution, facts, shared, limited=limited)
+        return float("inf") if pressed is _NEVER else step.seconds(pressed, facts.block)
+
+    def _pressed(
+        self,
+        arrangement: Arrangement,
+        solution: int,
+        facts: LayoutFacts,
+        shared: Block,
+        *,
+        limited: bool,
+    ) -> Pressed:
+        """Return the least time of recomputing and of the slowest rank, within the memory or not.
+
+        The one stage of no pipeline has the transient memory of every layer in it.
+        """
+        again, margin = 0.0, self.judge.constants.margin
+        state = self.least_state(arrangement)
+        rooms = ((StageRoom(in_flight=1, size_bytes=_ENDLESS),),) * arrangement.pipeline
+        if limited:
+            limits, context = self.judge.demands.limit_bytes, self.judge.constants.context_bytes
+            size = max(limits.values()) - context
+            if facts.ladder.least_alone_bytes * (1.0 + margin) > size:
+                return _NEVER
+            if arrangement.pipeline == 1:
+                size -= int(facts.ladder.transient_bytes * (1.0 + margin))
+            budget = activation_budget_bytes(
+                arrangement, rank_bytes=size, state_bytes=state, margin=margin
+            )
+            again = least_recompute_seconds(facts.ladder, budget)
+            rooms = self._rooms(arrangement, solution, size)
+        room = Room(ranks=rooms, state_bytes=state * facts.block_share, margin=margin)
+        slowest = self._bottleneck(shared, room)
+        if max(again, slowest) == float("inf"):
+            return _NEVER
+        return Pressed(recompute_seconds=again, bottleneck_seconds=slowest)
+
+    def _rooms(
+        self, arrangement: Arrangement, solution: int, size: int
+    ) -> tuple[tuple[StageRoom, ...], ...]:
+        """Return the memory of the stages of each rank; several divide it as the solver does."""
+        if arrangement.stages_per_rank == 1:
+            in_flight = in_flight_by_rank(arrangement)
+            return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
+        choices, limits = self.judge.asked(arrangement, solution)
+        shares = stage_memory_bytes(choices, limits)
+        rooms: list[list[StageRoom]] = [[] for _ in range(arrangement.pipeline)]
+        for stage, (limit, share) in enumerate(zip(limits.stages, shares, strict=True)):
+            one = StageRoom(in_flight=limit.in_flight, size_bytes=share)
+            rooms[limits.rank_of(stage)].append(one)
+        return tuple(map(tuple, rooms))
+
+    def _bottleneck(self, shared: Block, room: Room) -> float:
+        key = shared, room
+        if key not in self._bottlenecks:
+            self._bottlenecks[key] = least_bottleneck_seconds(shared, room)
+        return self._bottlenecks[key]
+
+    def least_state(self, arrangement: Arrangement) -> int:
+        """Return the bytes of all parameters' state, split evenly over the tensor axis."""
+        held, shard, zero = self.held, arrangement.shard, arrangement.zero
+        return (
+            held.parameter_bytes // (shard if zero >= Zero.PARAMETERS else 1)
+            + held.gradient_bytes // (shard if zero >= Zero.GRADIENTS else 1)
+            + held.optimizer_bytes // (shard if zero >= Zero.OPTIMIZER else 1)
+        ) // arrangement.tensor
+
+    def least_memory(self, arrangement: Arrangement) -> int:
+        """Return what the fullest rank of an arrangement holds at least."""
+        held = self.least_state(arrangement) // arrangement.pipeline
+        return self.judge.constants.context_bytes + held
+
+    def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
+        """Return what the bounds need to know of one layout solution, at its least anywhere."""
+        inside = inside_of(arrangement, solution)
+        if inside not in self._facts:
+            row = lightest([self.costing.rows(inside, device) for device in self.devices])
+            self._facts[inside] = LayoutFacts(
+                totals=self._totals(row, arrangement.tensor),
+                ladder=ladder(row),
+                block=block(row),
+                block_share=_state_share(row),
+            )
+        return self._facts[inside]
+
+    def _totals(self, row: Sequence[Modes], tensor: int) -> Totals:
+        plain = [modes[Recompute.NONE] for modes in row]
+        return Totals(
+            forward_seconds=sum(one.forward_seconds for one in plain),
+            backward_seconds=sum(one.backward_seconds for one in plain),
+            input_gradient_seconds=sum(
+                one.backward_seconds - one.weight_gradient_seconds for one in plain
+            ),
+            parameter_bytes=self.held.parameter_bytes // tensor,
+            gradient_bytes=self.held.gradient_bytes // tensor,
+            trainable=self.trainable // tensor,
+            least_output_bytes=min((one.output_bytes for one in plain[:-1]), default=0),
+        )
+
+
+def _state_share(row: Sequence[Modes]) -> float:
+    """Return which share of all parameters one of the most frequent layers holds."""
+    numbers: dict[int, int] = {}
+    for modes in row:
+        numbers[id(modes)] = numbers.get(id(modes), 0) + 1
+    most = max(row, key=lambda modes: numbers[id(modes)])
+    total = sum(modes[Recompute.NONE].parameter_bytes for modes in row)
+    return most[Recompute.NONE].parameter_bytes / max(1, total)

@@ -1,0 +1,95 @@
+"""`autopar profile`, and what `autopar plan --profile` makes of it, through the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.profile.file import read_measurements
+from tests.autopar.commands import Ran, run
+from tests.planner.subjects import ZOO
+
+Autopar = Callable[..., Ran]
+MNIST = str(ZOO / "mnist.py")
+
+
+@pytest.fixture
+def autopar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Autopar:
+    """Return the command line as a function, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    return lambda *arguments: run(monkeypatch, capsys, *arguments)
+
+
+def profiled(autopar: Autopar, *more: str) -> Ran:
+    return autopar(
+        "profile", MNIST, "--precision", "fp32", "--budget", "1", "-o", "m.toml", *more
+    )  # fmt: skip
+
+
+def test_profile_writes_a_file_that_plan_takes_its_times_from(
+    autopar: Autopar, tmp_path: Path
+) -> None:
+    ran = profiled(autopar, "--batch", "4", "--batch", "8", "--json")
+    assert ran.code == 0, ran.err
+    told = json.loads(ran.out)
+    measured = read_measurements(tmp_path / "m.toml")
+    assert told["measured_ops"] == len(measured.ops) > 6
+    assert told["left_out"] == []
+    planned = autopar(
+        "plan", MNIST, "--gpus", "1", "--device", told["hosts"][0]["device"], "--precision",
+        "fp32", "--global-batch", "8", "--pin", "microbatch=8", "--profile", "m.toml", "--json",
+    )  # fmt: skip
+    assert planned.code == 0, planned.err
+    terms = {one["name"]: one for one in json.loads(planned.out)["prediction"]["terms"]}
+    assert terms["compute"]["provenance"] == "measured"
+    assert terms["optimizer"]["provenance"] == "measured"
+
+
+def test_profiling_again_adds_to_the_file(autopar: Autopar, tmp_path: Path) -> None:
+    profiled(autopar, "--batch", "2")
+    few = len(read_measurements(tmp_path / "m.toml").ops)
+    ran = profiled(autopar, "--batch", "3", "--tensor", "1,2")
+    assert len(read_measurements(tmp_path / "m.toml").ops) > 2 * few
+    assert "Written: m.toml" in ran.out
+
+
+def test_a_file_that_holds_something_else_is_not_written_over(
+    autopar: Autopar, tmp_path: Path
+) -> None:
+    (tmp_path / "m.toml").write_text("[[nodes]]\n", encoding="utf-8")
+    ran = profiled(autopar)
+    assert ran.code == 2
+    assert "holds no measurements" in ran.err
+    assert (tmp_path / "m.toml").read_text(encoding="utf-8") == "[[nodes]]\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--tensor", "two"), "lists no tensor degrees"),
+        (("--tensor", "0"), "lists no tensor degrees"),
+        (("--precision", "fp7"), "is no precision"),
+        (("--budget", "0"), "is no time"),
+        (("--budget", "nan"), "is no time"),
+    ],
+)
+def test_options_that_make_no_sense_are_refused(
+    autopar: Autopar, options: tuple[str, ...], told: str
+) -> None:
+    ran = autopar("profile", MNIST, *options)
+    assert ran.code == 2
+    assert told in ran.err
+
+
+def test_plan_refuses_a_profile_that_is_none(autopar: Autopar, tmp_path: Path) -> None:
+    (tmp_path / "m.toml").write_text("format = 1", encoding="utf-8")
+    for name in ("m.toml", "none.toml"):
+        ran = autopar("plan", MNIST, "--gpus", "1", "--device", "cpu", "--profile", name)
+        assert ran.code == 2
+        assert name in ran.err

@@ -1,0 +1,129 @@
+"""What a script looks like, and that it is never lost."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.codegen.checksum import is_unchanged
+from autopar.codegen.emit import emit, write_script
+from autopar.codegen.subject import ChangedModelError
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.errors import InputError
+from autopar.planner.plan.plan import Plan
+from tests.codegen.kinds import KINDS, plan_of
+from tests.codegen.plans import pinned_plan
+
+ROOT = Path(__file__).parents[2]
+LINES_WITHOUT_OPENED = 250
+
+
+def data_parallel() -> Plan:
+    return plan_of("ddp")
+
+
+def lines_of(plan: Plan, destination: Path) -> list[str]:
+    return emit(plan, destination=destination).splitlines()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_is_formatted_and_typed_as_it_comes_out(kind: str, tmp_path: Path) -> None:
+    path = write_script(plan_of(kind), tmp_path)
+    config = ["--config", str(ROOT / "pyproject.toml")]
+    # F is what everybody calls torch.nn.functional.
+    for tool in (["format", "--check"], ["check", "--ignore", "N812"]):
+        command = [sys.executable, "-m", "ruff", *tool, *config, str(path)]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+        assert done.returncode == 0, done.stdout
+
+
+def test_scripts_pass_mypy_as_they_come_out(tmp_path: Path) -> None:
+    paths = []
+    for kind in KINDS:
+        (tmp_path / kind).mkdir()
+        path = write_script(plan_of(kind), tmp_path / kind)
+        paths.append(str(path.rename(path.with_name(f"train_{kind}.py"))))
+    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", *paths]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+    ours = [line for line in done.stdout.splitlines() if str(tmp_path) in line and "error" in line]
+    assert not ours, "\n".join(ours)
+
+
+def test_data_parallelism_leaves_every_class_of_the_user_as_it_is(tmp_path: Path) -> None:
+    tree = ast.parse(emit(data_parallel(), destination=tmp_path / "train.py"))
+    assert not [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+
+
+@pytest.mark.parametrize("kind", ["ddp", "tp", "pp"])
+def test_a_script_does_not_grow_with_depth(kind: str, tmp_path: Path) -> None:
+    few, many = (
+        len(lines_of(plan_of(kind, f"layers={layers}"), tmp_path / "train.py")) for layers in (4, 8)
+    )
+    assert abs(few - many) <= 3  # the prose of the docstring may break elsewhere
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_script_is_short_beside_its_opened_classes(kind: str, tmp_path: Path) -> None:
+    script = emit(plan_of(kind), destination=tmp_path / "train.py")
+    printed = (ast.ClassDef, ast.FunctionDef)
+    opened = sum(
+        (node.end_lineno or 0) - node.lineno + 3
+        for node in ast.parse(script).body
+        if isinstance(node, printed[0])
+        or (isinstance(node, printed[1]) and node.name in ("split_loss", "valid_targets"))
+    )
+    assert len(script.splitlines()) - opened <= LINES_WITHOUT_OPENED
+
+
+def test_emission_is_quick(tmp_path: Path) -> None:
+    plan = plan_of("tp")
+    began = time.process_time()
+    emit(plan, destination=tmp_path / "train.py")
+    assert time.process_time() - began < 1.0
+
+
+def test_a_script_is_the_same_every_time(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    assert emit(data_parallel(), destination=path) == emit(data_parallel(), destination=path)
+
+
+def test_a_script_that_was_changed_by_hand_is_not_overwritten(tmp_path: Path) -> None:
+    path = write_script(data_parallel(), tmp_path)
+    written = path.read_text()
+    assert is_unchanged(written)
+    write_script(data_parallel(), tmp_path)  # as it was: no harm
+    changed = written.replace("STEPS = 100", "STEPS = 101")
+    path.write_text(changed)
+    assert not is_unchanged(changed)
+    with pytest.raises(InputError, match="changed since"):
+        write_script(data_parallel(), tmp_path)
+    assert path.read_text() == changed
+    write_script(data_parallel(), tmp_path, force=True)
+    assert path.read_text() == written
+
+
+def test_a_file_of_somebody_else_is_not_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("mine = 1\n")
+    with pytest.raises(InputError, match="did not write"):
+        write_script(data_parallel(), tmp_path)
+
+
+def test_a_model_file_that_has_changed_is_refused(tmp_path: Path) -> None:
+    plan = data_parallel()
+    stale = replace(plan, model=replace(plan.model, source_hash="0" * 64))
+    with pytest.raises(ChangedModelError, match="has changed"):
+        emit(stale, destination=tmp_path / "train.py")
+
+
+def test_the_script_says_what_the_plan_says(tmp_path: Path) -> None:
+    plan = pinned_plan("gpt2.py", data=2, zero_levels=(Zero.PARAMETERS,))
+    text = emit(plan, destination=tmp_path / "train.py")
+    assert "ZERO = 3  #" in text
+    assert "torchrun --nproc-per-node 2 train.py" in text
+    assert f"{plan.prediction.mfu:.1%} of the peak FLOPs" in text

@@ -1,0 +1,99 @@
+"""Whatever names and arguments a person has, they stay names and arguments."""
+
+from __future__ import annotations
+
+import ast
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.codegen.emit import emit
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.model_file import load_model_file
+from autopar.planner.plan.plan import Plan
+from autopar.planner.trace import trace
+from tests.codegen.plans import plan_for
+
+EVIL = "\"\"\"\nimport os; os.abort()  # ' \\ {x} {{ y }} é __import__('os')"
+SOURCE = '''"""A model."""
+
+import torch
+from torch import Tensor, nn
+
+INNER = {inner!r}
+
+
+class Net(nn.Module):
+    """One layer whose name is not nice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_module(INNER, nn.Linear(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self._modules[INNER](x).square().mean()
+
+
+def build_model(note: str = "") -> nn.Module:
+    return Net()
+
+
+def example_batch(rows: int) -> dict[str, Tensor]:
+    return {{"x": torch.randn(rows, 4)}}
+'''
+
+
+def plan_of(folder: Path, *, name: str, inner: str, note: str, zero: Zero = Zero.NONE) -> Plan:
+    folder.mkdir(parents=True, exist_ok=True)
+    path = folder / name
+    path.write_text(SOURCE.format(inner=inner), encoding="utf-8")
+    arguments = (f"note={note}",)
+    file = load_model_file(str(path), arguments)
+    return plan_for(file, trace(file), arguments, degrees=(1, 2, 1), zero_levels=(zero,))
+
+
+def strings(script: str) -> list[str]:
+    nodes = ast.walk(ast.parse(script))
+    return [n.value for n in nodes if isinstance(n, ast.Constant) and isinstance(n.value, str)]
+
+
+def test_an_argument_stays_an_argument(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, name="net.py", inner="fc", note=EVIL)
+    script = emit(plan, destination=tmp_path / "train.py")
+    assert EVIL in strings(script)
+    assert script.isascii() or "×" in script
+
+
+@pytest.mark.parametrize("folder", ["it's", 'a"b', "new\nline", "{brace}", "é", "back\\slash"])
+def test_a_folder_stays_a_folder(folder: str, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, name="net.py", inner="fc", note="")
+    place = tmp_path / folder / "net.py"
+    place.parent.mkdir()
+    place.write_bytes((tmp_path / "net.py").read_bytes())
+    moved = replace(plan, model=replace(plan.model, spec=str(place)))
+    script = emit(moved, destination=tmp_path / "train.py")
+    assert folder in strings(script)
+
+
+@pytest.mark.parametrize("name", ["my-net.py", "class.py", "a b.py", "é.py", "x;y.py", 'q"q.py'])
+def test_a_file_whose_name_is_no_identifier_is_imported_by_its_name(
+    name: str, tmp_path: Path
+) -> None:
+    plan = plan_of(tmp_path, name=name, inner="fc", note="")
+    script = emit(plan, destination=tmp_path / "train.py")
+    assert "model_file = importlib.import_module(" in script
+    assert name.removesuffix(".py") in strings(script)
+
+
+@pytest.mark.parametrize("inner", ['a"b', "new\nline", "import", "x y", "__import__('os')", "é"])
+def test_the_name_of_a_module_stays_a_name(inner: str, tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, name="net.py", inner=inner, note="", zero=Zero.PARAMETERS)
+    script = emit(plan, destination=tmp_path / "train.py")
+    assert any(inner in text for text in strings(script))
+
+
+def test_the_name_of_the_script_stays_in_its_docstring(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, name="net.py", inner="fc", note="")
+    script = emit(plan, destination=tmp_path / 'x"""\nimport os\n.py')
+    assert "import os" not in [line.strip() for line in script.splitlines()]

@@ -1,0 +1,54 @@
+"""Long lists of names become short, and mean the same."""
+
+import ast
+
+import pytest
+
+from autopar.codegen.name_patterns import numbered_tuple, patterns
+from autopar.runtime.layer_names import is_listed, named, numbered, starred
+
+
+def test_equal_layers_are_one_line() -> None:
+    table = {f"h.{i}.w": "split" for i in range(3)}
+    assert patterns(table, [*table, "out.w"]) == {"h.*.w": "split"}
+
+
+def test_a_star_takes_in_nothing_that_the_table_does_not_have() -> None:
+    table = {"h.0.w": "split", "h.1.w": "split"}
+    found = patterns(table, [*table, "h.2.w"])
+    assert found == table
+
+
+def test_layers_that_differ_are_named_one_by_one() -> None:
+    table = {"h.0.w": "a", "h.1.w": "b"}
+    assert patterns(table, table) == table
+
+
+def test_a_pattern_gives_the_names_back() -> None:
+    table = {f"h.{i}.{w}": w for i in range(4) for w in ("q", "k")} | {"out": "x"}
+    assert named(patterns(table, table), table) == table
+
+
+@pytest.mark.parametrize(
+    ("names", "expected"),
+    [
+        (["wte", "h.0", "h.1", "h.2", "head"], '("wte", *numbered("h.*", range(3)), "head")'),
+        (["h.4", "h.5"], 'numbered("h.*", range(4, 6))'),
+        (["h.0", "h.2"], '("h.0", "h.2")'),
+        (["h.0", "g.1"], '("h.0", "g.1")'),
+        (["a"], '("a",)'),
+        (["h.00", "h.01"], '("h.00", "h.01")'),
+        (["h*.0", "h*.1"], '("h*.0", "h*.1")'),
+    ],
+)
+def test_names_that_count_up_are_told_as_a_range(names: list[str], expected: str) -> None:
+    text = numbered_tuple(names).flat
+    assert text == expected
+    ast.parse(text)
+    assert list(eval(text, {"numbered": numbered})) == names
+
+
+def test_only_whole_numbers_between_dots_are_starred() -> None:
+    assert starred("h.0.attn.c1.2") == "h.*.attn.c1.*"
+    assert is_listed("h.3.w", ("h.*.w",))
+    assert not is_listed("h.w", ("h.*.w",))

@@ -1,0 +1,87 @@
+"""Scripts run as people start them: torchrun, from any folder, with and without autopar around."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.codegen.dry_running import dry_run
+from autopar.codegen.emit import write_script
+from autopar.codegen.standalone import write_standalone
+from autopar.codegen.verification import ScriptFailedError, verify
+from autopar.planner.plan.plan import Plan
+from tests.codegen.kinds import plan_of
+
+
+def started(script: Path, processes: int, folder: Path, *arguments: str) -> list[float]:
+    """Run a script by torchrun and return the losses that it logs."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(script), "--json", "--log-every", "1", *arguments],
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    lines = [line for line in done.stdout.splitlines() if line.startswith("{")]
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["ddp", "pp"])
+def test_a_script_trains_under_torchrun_from_any_folder(kind: str, tmp_path: Path) -> None:
+    script = write_script(plan_of(kind), tmp_path / "out")
+    losses = started(script, 2, tmp_path, "--steps", "8", "--data", "synthetic", "--lr", "0.01")
+    assert len(losses) == 8
+    assert losses[-1] < losses[0] - 0.1
+
+
+@pytest.mark.slow
+def test_a_standalone_folder_uses_its_own_runtime(tmp_path: Path) -> None:
+    folder = tmp_path / "alone"
+    script = write_standalone(plan_of("tp"), folder, tmp_path, force=False)
+    (folder / "autopar" / "runtime" / "mesh.py").open("a").write('\nprint("mine")\n')
+    done = subprocess.run(
+        [sys.executable, str(script), "--help"],
+        cwd=tmp_path,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("mine")
+    assert not list(folder.rglob("planner"))
+
+
+@pytest.mark.slow
+def test_verify_finds_a_script_equal(tmp_path: Path) -> None:
+    found = verify(plan_of("tp"), tmp_path, steps=2)
+    assert found.is_within(1e-9), found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_dry_run_sends_what_the_script_would(rank: int, tmp_path: Path) -> None:
+    plan: Plan = plan_of("pp")
+    found = dry_run(plan, tmp_path, rank=rank)
+    kinds = {one["kind"]: one["count"] for one in found.collectives}
+    assert kinds["send"] == kinds["recv"]
+    assert found.peak_bytes == sum(found.peak_bytes_by_category.values())
+    assert found.peak_bytes > 2**20
+
+
+def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(Exception, match="no rank 2"):
+        dry_run(plan_of("pp"), tmp_path, rank=2)
+
+
+def test_what_a_failed_script_said_is_told() -> None:
+    assert ScriptFailedError("x").exit_code == 7

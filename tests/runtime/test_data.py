@@ -1,0 +1,84 @@
+"""Every plan trains on the same rows."""
+
+from itertools import islice
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from autopar.runtime.data import RankRows, dataset_batches, placed, synthetic_batches
+from autopar.runtime.mesh import Mesh, start
+from tests.runtime.ranks import run_on_ranks
+
+LENGTH = 10
+
+
+class Numbers(Dataset[dict[str, Tensor]]):
+    def __init__(self, length: int = LENGTH) -> None:
+        self.length = length
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(float(index))}
+
+
+def rows(data: int, microbatch: int, count: int) -> list[list[int]]:
+    mesh = start(pipeline=1, data=data, tensor=1)
+    batches = dataset_batches(Numbers(), mesh, microbatch=microbatch, seed=0)
+    return [batch["x"].int().tolist() for batch in islice(batches, count)]
+
+
+def noise(data: int, microbatch: int, count: int) -> list[list[float]]:
+    mesh = start(pipeline=1, data=data, tensor=1)
+    batches = synthetic_batches(_example, mesh, rows=(count, microbatch), seed=0)
+    return [batch["x"].tolist() for batch in islice(batches, count)]
+
+
+def _example(size: int) -> dict[str, Tensor]:
+    return {"x": torch.randn(size)}
+
+
+def no_rows() -> str:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    with pytest.raises(ValueError, match="empty") as raised:
+        RankRows(Numbers(0), mesh, microbatch=1, seed=0)
+    return str(raised.value)
+
+
+def widened() -> list[torch.dtype]:
+    mesh: Mesh = start(pipeline=1, data=1, tensor=1)
+    batch = {"x": torch.zeros(1), "n": torch.zeros(1, dtype=torch.int64)}
+    return [v.dtype for dtype in (torch.float64, torch.bfloat16)
+            for v in placed(batch, mesh, dtype).values()]  # fmt: skip
+
+
+def test_data_ranks_share_the_rows_that_one_process_would_take() -> None:
+    ((*alone,),) = run_on_ranks(rows, 1, 1, 4, 5)
+    first, second = run_on_ranks(rows, 2, 2, 2, 5)
+    assert [a + b for a, b in zip(first, second, strict=True)] == alone
+
+
+def test_rows_go_through_the_data_again_and_again_in_another_order() -> None:
+    ((*batches,),) = run_on_ranks(rows, 1, 1, 5, 4)
+    once, again = batches[0] + batches[1], batches[2] + batches[3]
+    assert sorted(once) == sorted(again) == list(range(LENGTH))
+    assert once != again
+
+
+def test_example_batches_are_cut_alike() -> None:
+    ((*alone,),) = run_on_ranks(noise, 1, 1, 4, 3)
+    first, second = run_on_ranks(noise, 2, 2, 2, 3)
+    assert [a + b for a, b in zip(first, second, strict=True)] == alone
+
+
+def test_an_empty_dataset_is_refused() -> None:
+    assert run_on_ranks(no_rows, 1) == ["the dataset is empty"]
+
+
+def test_only_floating_tensors_become_wider() -> None:
+    wide, whole, narrow, same = run_on_ranks(widened, 1)[0]
+    assert (wide, whole) == (torch.float64, torch.int64)
+    assert (narrow, same) == (torch.float32, torch.int64)
