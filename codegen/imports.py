@@ -67,8 +67,8 @@ def sorted_imports(lines: Iterable[str]) -> Source:
         if words[0] == "import":
             plain[_section(words[1])].add(line)
         else:
-            names = " ".join(words[3:]).split(", ")
-            members[_section(words[1])][words[1]].update(names)
+            names = " ".join(words[3:]).strip("()").split(",")  # long lines are in brackets
+            members[_section(words[1])][words[1]].update(n.strip() for n in names if n.strip())
     blocks = [
         "\n".join([*sorted(plain[section]), *_from_lines(members[section])])
         for section in _SECTIONS

@@ -1,6 +1,6 @@
 """Puts the real output of commands into README.md and docs: `python docs/render_readme.py`.
 
-What stands between `<!-- show: COMMAND -->` and `<!-- end -->` is replaced by what the command prints.
+What stands between `<!-- show: COMMAND -->` and `<!-- end -->` becomes what the command prints.
 `autopar` runs as this Python's module; several commands are joined by `&&`, and the last one shows.
 """
 

@@ -34,6 +34,8 @@ def wrap(
     optimizer's states: `build_optimizer`). zero 2 and 3: `fully_shard` over mesh.shard, copies over
     mesh.replica; `units` (the layers) are gathered one by one, the rest with the module itself.
     zero 3 frees a unit's gathered parameters after its forward, zero 2 keeps them for the backward.
+    A unit that is small beside the largest one (a norm) goes with the module: a message of its own
+    would cost its latency.
 
     compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
     copy in fp32. compress: gradients travel in 16 bits.
@@ -86,7 +88,7 @@ def _shard(
 ) -> None:
     """Shard the units, inner ones first, then the module with all that is left."""
     device_mesh = _shard_mesh(mesh)
-    chosen = {id(unit) for unit in units if unit is not module}
+    chosen = {id(unit) for unit in _large(units) if unit is not module}
     shared = _shared_parameters(module)
     for child in reversed(list(module.modules())):
         if id(child) not in chosen or shared.intersection(map(id, child.parameters())):
@@ -100,6 +102,12 @@ def _shard(
             )
     # The backward begins with what the module itself holds: it would be gathered again at once.
     fully_shard(module, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
+
+
+def _large(units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Leave out units that have less than a tenth of the elements of the largest."""
+    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    return [unit for unit, size in zip(units, sizes, strict=True) if 10 * size >= max(sizes)]
 
 
 def _shard_mesh(mesh: Mesh) -> DeviceMesh:

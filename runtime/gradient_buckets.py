@@ -168,9 +168,7 @@ class GradientBuckets:
             bucket.adopt(range(len(bucket.parameters)))
         buffer = bucket.allocate()
         bucket.wire = buffer if self._wire_dtype is None else buffer.to(self._wire_dtype)
-        bucket.coming = ComingSum(
-            bucket.wire, self._axis, operation=operation, tag=self._next_to_launch
-        )
+        bucket.coming = ComingSum(bucket.wire, self._axis, operation=operation)
 
     def finish(self) -> None:
         """Reduce what is left and wait; afterwards every gradient is the mean over the axis."""

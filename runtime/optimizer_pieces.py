@@ -17,13 +17,23 @@ class Piece:
     """What the optimizer steps in place of a parameter: a part of it, in fp32."""
 
     parameter: nn.Parameter
-    target: nn.Parameter  # what the optimizer sees: `place` itself, or its fp32 master copy
-    place: Tensor  # the parameter's own memory that this piece stands for
+    target: nn.Parameter  # what the optimizer sees: in the memory of `place`, or its fp32 copy
     start: int | None = None  # where in the flattened parameter the piece lies; None: all of it
     stop: int | None = None
 
+    @property
+    def place(self) -> Tensor:
+        """The parameter's own memory that this piece stands for, where it lies now.
+
+        Before the first forward fully_shard moves shards that are smaller than others, to pad them.
+        """
+        return self.slice(local_tensor(self.parameter).detach())
+
     def take_gradient(self) -> None:
-        """Let the target see the parameter's gradient, without a copy where the dtypes agree."""
+        """Let the target see the parameter and its gradient, uncopied where the dtypes agree."""
+        place = self.place
+        if place.dtype == self.target.dtype:
+            self.target.data = place
         gradient = self.parameter.grad
         if gradient is None:
             self.target.grad = None
@@ -52,7 +62,7 @@ def local_pieces(parameters: Iterable[nn.Parameter]) -> tuple[Piece, ...]:
     for parameter in parameters:
         place = local_tensor(parameter.detach())
         if place.numel():
-            pieces.append(Piece(parameter=parameter, target=target_of(place), place=place))
+            pieces.append(Piece(parameter=parameter, target=target_of(place)))
     return tuple(pieces)
 
 

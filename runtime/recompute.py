@@ -68,7 +68,7 @@ def _contexts(
     """Return what surrounds the forward, and what surrounds it when it runs again."""
     if policy is None:
         return nullcontext(), _again(module, nullcontext())
-    first, again = create_selective_checkpoint_contexts(policy)
+    first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
     return first, _again(module, again)
 
 

@@ -4,6 +4,9 @@ torch's own split finds a weight's gradient where its path meets that of the sta
 never meets it is lost without a word: all weights of a stage whose inputs need no gradient, or a
 second embedding whose rows go straight to the next stage. Such weights get theirs at once here.
 So do all weights of a stage that recomputes activations: two halves would compute them twice.
+So do those of a stage where a weight meets that path in several places (the position bias that all
+layers of T5 add): torch counts it, and what it meets, as often, and runs the collectives on the way
+in an order that differs from rank to rank.
 """
 
 from __future__ import annotations
@@ -31,7 +34,9 @@ class SplitBackward:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._early: frozenset[str] | None = None  # names; found at the first microbatch
+        # Found at the first microbatch:
+        self._early: frozenset[str] | None = None  # names
+        self._is_whole = recomputes(module)  # not split at all
 
     def backward_inputs(
         self,
@@ -41,10 +46,10 @@ class SplitBackward:
         input_values: Sequence[Any],
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
         """Return the gradients of the inputs, and what the weights' half will need."""
-        if recomputes(self._module):
-            return _backward_at_once(stage_output, output_grads, input_values), []
         if self._early is None:
-            self._early = self._find_early(stage_output, input_values)
+            self._examine(stage_output, input_values)
+        if self._is_whole:
+            return _backward_at_once(stage_output, output_grads, input_values), []
         if self._early:
             self._accumulate_early(stage_output, output_grads)
         result: tuple[tuple[Tensor | None, ...], list[dict[str, Any]]] = stage_backward_input(
@@ -57,11 +62,7 @@ class SplitBackward:
 
     def backward_weights(self, param_groups: list[dict[str, Any]]) -> None:
         """Add the gradients of the weights that `backward_inputs` left for later."""
-        groups = _merged(param_groups)
-        # From one meeting point to another the way leads through those of other groups.
-        shares = any(len(group["intermediates"]) > 1 for group in groups)
-        weights = iter(self._weights(early=False).values())
-        stage_backward_weight(weights, groups, retain_graph=shares)
+        stage_backward_weight(iter(self._weights(early=False).values()), param_groups)
 
     def _weights(self, *, early: bool) -> dict[str, nn.Parameter]:
         chosen = self._early or frozenset()
@@ -71,19 +72,20 @@ class SplitBackward:
             if parameter.requires_grad and (name in chosen) == early
         }
 
-    def _find_early(
-        self, stage_output: Sequence[Tensor], input_values: Sequence[Any]
-    ) -> frozenset[str]:
-        """Name the weights that reach an output without meeting the path of an input."""
-        roots = _nodes(stage_output)
-        reverse = construct_reverse_graph(roots)
-        of_inputs, _ = reverse_closure(_nodes(input_values), set(), reverse)
-        early = set()
-        for name, parameter in self._weights(early=False).items():
-            alone, _ = reverse_closure(_nodes([parameter]), of_inputs, reverse)
-            if alone.intersection(roots):
-                early.add(name)
-        return frozenset(early)
+    def _examine(self, stage_output: Sequence[Tensor], input_values: Sequence[Any]) -> None:
+        """Find the weights that reach an output without meeting the path of an input."""
+        early = set[str]()
+        if not self._is_whole:
+            roots = _nodes(stage_output)
+            reverse = construct_reverse_graph(roots)
+            of_inputs, _ = reverse_closure(_nodes(input_values), set(), reverse)
+            for name, parameter in self._weights(early=False).items():
+                alone, meeting = reverse_closure(_nodes([parameter]), of_inputs, reverse)
+                if alone.intersection(roots):
+                    early.add(name)
+                elif len(meeting) > 1:
+                    self._is_whole = True
+        self._early = frozenset(early)
 
     def _accumulate_early(
         self, stage_output: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
@@ -103,30 +105,6 @@ class SplitBackward:
                 weight.grad = gradient
             elif gradient is not None:
                 weight.grad += gradient
-
-
-def _merged(param_groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with those made one that share a weight.
-
-    torch lists a weight that meets the inputs' path in several places (the position bias that all
-    layers of T5 add) in the groups of each, and would count its gradient as often.
-    """
-    merged: list[dict[str, Any]] = []
-    for group in param_groups:
-        params = set(group["params"])
-        places = {
-            node: gradients
-            for node, gradients in zip(group["intermediates"], group["grads"], strict=True)
-            if gradients is not None
-        }
-        for other in [one for one in merged if params & one["params"]]:
-            merged.remove(other)
-            params |= other["params"]
-            places |= dict(zip(other["intermediates"], other["grads"], strict=True))
-        merged.append(
-            {"params": params, "intermediates": list(places), "grads": list(places.values())}
-        )
-    return merged
 
 
 def _backward_at_once(

@@ -1,6 +1,7 @@
 """Keeps parameters equal that several pipeline stages hold, such as a tied embedding."""
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 
 import torch
@@ -76,12 +77,14 @@ class TiedWeights:
 
 def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[nn.Parameter]:
     """Find the tie's distinct parameters in this process."""
-    found = {
-        id(parameter): parameter
-        for part in model_parts
-        for name, parameter in part.named_parameters(remove_duplicate=False)
-        if name in tie.names
-    }
+    found: dict[int, nn.Parameter] = {}
+    for part in model_parts:
+        for name in tie.names:
+            module, _, attribute = name.rpartition(".")
+            with suppress(AttributeError):  # another stage's layer
+                parameter = part.get_submodule(module)._parameters.get(attribute)
+                if parameter is not None:
+                    found.setdefault(id(parameter), parameter)
     if not found:
         raise KeyError(f"this stage has none of {', '.join(tie.names)}")
     return list(found.values())

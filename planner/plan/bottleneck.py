@@ -1,31 +1,29 @@
 """Bounds from below the time of a pipeline's slowest rank for one microbatch, before any cut.
 
 Layers are not divisible: of n equal ones some rank has ⌈n ÷ p⌉, and one rank has the head beside
-its own. A rank with K microbatches in flight holds at most, within T seconds and M bytes,
+its own. A rank holds at most, within T seconds and M bytes, K microbatches in flight,
 
-    N_K(T)  =  ⌊ max { Σ x : Σ t·x ≤ T,  Σ (state + K · saved)·x ≤ M,  x ≥ 0 by recompute mode } ⌋
+    N(T)  =  ⌊ max { Σ x : Σ t·x ≤ T,  Σ (state + K · saved)·x ≤ M,  x ≥ 0 by recompute mode } ⌋
 
-of the layers that repeat most. With o the seconds of any other layer, and O those of all others,
-the slowest rank takes at least the least T at which they all find a place:
+of the layers that repeat most; with several stages, x of each, with its own K and share of M. With
+o the seconds of the longest other layer, O those of all others, and t the least of a layer that
+repeats, all find a place at T only if one rank has o beside its own, and O fills the gaps:
 
-    Σ_r N_r(T)  −  min_r { N_r(T) − N_r(T − o) }            ≥  n        one rank holds that layer too
-    p · ⌊T ÷ t⌋  −  ⌈(O − p · (T − t · ⌊T ÷ t⌋)) ÷ t⌉  ≥  n        what does not fill the gaps, t: least
+    Σ_r N_r(T)  −  min_r { N_r(T) − N_r(T − o) }        ≥  n
+    p · ⌊T ÷ t⌋  −  ⌈(O − p · (T − t · ⌊T ÷ t⌋)) ÷ t⌉  ≥  n
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from bisect import bisect_right
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import combinations
-
-import numpy as np
-import numpy.typing as npt
 
 from autopar.planner.costs.prediction import LayerCost, Recompute
 
 Modes = Mapping[Recompute, LayerCost]
-Floats = npt.NDArray[np.float64]
 _HALVINGS = 18  # of the interval in which the bottleneck lies: to a few millionths of it
 _ROUNDING = 1e-6  # of a layer
 
@@ -59,11 +57,18 @@ class Block:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Room:
-    """What the ranks of a pipeline may hold: bytes, for so many microbatches on each rank."""
+class StageRoom:
+    """What the layers that repeat may take on one stage: bytes, for so many microbatches."""
 
-    in_flight: tuple[int, ...]
-    rank_bytes: float
+    in_flight: int
+    size_bytes: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """What the ranks of a pipeline may hold, each on its stages."""
+
+    ranks: tuple[tuple[StageRoom, ...], ...]
     state_bytes: float  # of one of the layers that repeat
     margin: float
 
@@ -99,75 +104,106 @@ def free_bottleneck_seconds(
     count: int, seconds: float, others: Sequence[float], *, ranks: int
 ) -> float:
     """Return the least time of the slowest rank where memory plays no part."""
-
-    def layers_within(most: float) -> Floats:
-        return np.full(ranks, most / seconds if seconds else float(count))
-
-    return _least_time(layers_within, count, seconds, others, ranks=ranks, high=None)
+    if not seconds:
+        return max(0.0, *others, sum(others) / ranks)
+    endless = _Curve(times=(0.0, count * seconds), layers=(0.0, float(count)))
+    top = count * seconds + sum(others)
+    return _least_time([(endless, ranks)], count, seconds, others, top=top)
 
 
 def least_bottleneck_seconds(repeated: Block, room: Room) -> float:
     """Return the least time of the slowest rank within the memory; infinite where none fits."""
-    ranks = len(room.in_flight)
+    ranks = len(room.ranks)
     fastest = min(mode.seconds for mode in repeated.modes)
     free = free_bottleneck_seconds(repeated.count, fastest, repeated.others, ranks=ranks)
-    in_flight = np.array(room.in_flight, dtype=np.float64)
-    options = [
-        (
-            mode.seconds,
-            np.maximum(1.0, room.state_bytes + in_flight * mode.saved_bytes * (1.0 + room.margin)),
-        )
-        for mode in repeated.modes
+    curves = [
+        (_curve(repeated.modes, rooms, room), number)
+        for rooms, number in Counter(room.ranks).items()
     ]
-
-    def layers_within(most: float) -> Floats:
-        return _most_layers(options, most, room.rank_bytes)
-
-    slowest = max(mode.seconds for mode in repeated.modes) * repeated.count
-    high = slowest + sum(repeated.others)
-    if _placed(layers_within, free, repeated.others) >= repeated.count:
+    if _placed(curves, free, repeated.others) >= repeated.count:
         return free
-    if _placed(layers_within, high, repeated.others) < repeated.count:
+    top = max(curve.times[-1] for curve, _ in curves) + sum(repeated.others)
+    if _placed(curves, top, repeated.others) < repeated.count:
         return float("inf")
-    return max(
-        free,
-        _least_time(
-            layers_within, repeated.count, fastest, repeated.others, ranks=ranks, high=high
-        ),
-    )
+    return max(free, _least_time(curves, repeated.count, fastest, repeated.others, top=top))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Curve:
+    """The most layers of a rank by the time that they take: corners, concave between them."""
+
+    times: tuple[float, ...]
+    layers: tuple[float, ...]
+
+    def whole(self, seconds: float) -> int:
+        """Return how many whole layers fit at most."""
+        place = bisect_right(self.times, seconds)
+        if place == len(self.times):
+            return math.floor(self.layers[-1] + _ROUNDING)
+        t0, t1 = self.times[place - 1], self.times[place]
+        n0, n1 = self.layers[place - 1], self.layers[place]
+        return math.floor(n0 + (n1 - n0) * (seconds - t0) / (t1 - t0) + _ROUNDING)
+
+
+_Curves = Sequence[tuple[_Curve, int]]  # each with the number of its ranks
+
+
+def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: Room) -> _Curve:
+    """Return the curve of a rank: its stages' pieces, those with most layers per second first."""
+    pieces = [piece for one in rooms for piece in _pieces(modes, one, room)]
+    times, layers = [0.0], [0.0]
+    for seconds, number in sorted(pieces, key=lambda piece: piece[0] / piece[1]):
+        times.append(times[-1] + seconds)
+        layers.append(layers[-1] + number)
+    return _Curve(times=tuple(times), layers=tuple(layers))
+
+
+def _pieces(modes: Sequence[Mode], stage: StageRoom, room: Room) -> Iterator[tuple[float, float]]:
+    """Yield seconds and layers from corner to corner: memory filled in one mode, then in another.
+
+    A mix fills shares of the memory in each mode, so it lies below the hull of filling it in one.
+    """
+    corners = []
+    for mode in modes:
+        kept = stage.in_flight * mode.saved_bytes * (1.0 + room.margin)
+        number = max(0.0, stage.size_bytes) / max(1.0, room.state_bytes + kept)
+        corners.append((number * mode.seconds, number))
+    here = (0.0, 0.0)
+    while True:
+        above = [corner for corner in corners if corner[1] > here[1] * (1.0 + _ROUNDING)]
+        if not above:
+            return
+        best = min(above, key=lambda to: (to[0] - here[0]) / (to[1] - here[1]))
+        yield max(0.0, best[0] - here[0]), best[1] - here[1]
+        here = best
 
 
 def _least_time(
-    layers_within: Callable[[float], Floats],
-    count: int,
-    seconds: float,
-    others: Sequence[float],
-    *,
-    ranks: int,
-    high: float | None,
+    curves: _Curves, count: int, seconds: float, others: Sequence[float], *, top: float
 ) -> float:
     """Return the least time, less a few millionths, at which all layers find a place."""
-    together = sum(others)
+    ranks, together = sum(number for _, number in curves), sum(others)
     low = (count * seconds + together) / ranks
-    top = count * seconds + together if high is None else high
+    top = max(low, top)
     for _ in range(_HALVINGS):
         middle = (low + top) / 2
         is_enough = (
-            _placed(layers_within, middle, others) >= count
+            _placed(curves, middle, others) >= count
             and _placed_beside(middle, seconds, together, ranks) >= count
         )
         low, top = (low, middle) if is_enough else (middle, top)
     return low
 
 
-def _placed(layers_within: Callable[[float], Floats], most: float, others: Sequence[float]) -> int:
+def _placed(curves: _Curves, most: float, others: Sequence[float]) -> int:
     """Return how many of the repeated layers have a place beside the longest of the others."""
-    own = np.floor(layers_within(most) + _ROUNDING)
     longest = max(others, default=0.0)
     if longest > most * (1.0 + _ROUNDING):
         return -1
-    left = np.floor(layers_within(max(0.0, most - longest)) + _ROUNDING)
-    return int(own.sum() - (own - left).min())
+    left = max(0.0, most - longest)
+    whole = [(curve.whole(most), curve.whole(left), number) for curve, number in curves]
+    lost = min(own - beside for own, beside, _ in whole)
+    return sum(own * number for own, _, number in whole) - lost
 
 
 def _placed_beside(most: float, seconds: float, together: float, ranks: int) -> float:
@@ -177,21 +213,3 @@ def _placed_beside(most: float, seconds: float, together: float, ranks: int) -> 
     each = math.floor(most / seconds + _ROUNDING)
     gaps = ranks * max(0.0, most - each * seconds)
     return ranks * each - math.ceil(max(0.0, together - gaps) / seconds - _ROUNDING)
-
-
-def _most_layers(
-    options: Sequence[tuple[float, Floats]], seconds: float, size_bytes: float
-) -> Floats:
-    """Return by rank max Σ x with Σ t·x ≤ seconds, Σ b·x ≤ bytes: of one mode, or a mix of two."""
-    most = np.zeros_like(options[0][1])
-    for t, b in options:
-        within = size_bytes / b
-        np.maximum(most, np.minimum(seconds / t, within) if t else within, out=most)
-    for (t1, b1), (t2, b2) in combinations(options, 2):
-        determinant = t1 * b2 - t2 * b1
-        with np.errstate(divide="ignore", invalid="ignore"):
-            x1 = (seconds * b2 - size_bytes * t2) / determinant
-            x2 = (t1 * size_bytes - b1 * seconds) / determinant
-        is_mix = (determinant != 0) & (x1 >= 0) & (x2 >= 0)
-        most = np.where(is_mix, np.maximum(most, x1 + x2), most)
-    return most

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.planner.annotate import state_of
-from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute, Zero
 from autopar.planner.costs.rank_groups import rank_groups
-from autopar.planner.extent import numel
 from autopar.planner.plan.bottleneck import (
     Block,
-    Modes,
     Room,
     StageRoom,
     block,
     least_bottleneck_seconds,
 )
-from autopar.planner.plan.candidate import Judge, inside_of
+from autopar.planner.plan.candidate import CLOSE_BYTES, Judge, inside_of, state_bytes
 from autopar.planner.plan.constraints import Objective
 from autopar.planner.plan.costing import Inside
 from autopar.planner.plan.least import LeastLayers, least_layers
@@ -43,7 +42,12 @@ class LayoutFacts:
     totals: Totals
     ladder: Ladder
     block: Block
-    block_share: float  # of the whole state in one of the blocks
+    repeated: LayerCost  # one of the block's layers
+    layers: tuple[tuple[LayerCost, int], ...]  # of each kind, how many
+
+    def state_bytes(self, arrangement: Arrangement) -> int:
+        """Return the state of all layers, as ZeRO divides it."""
+        return sum(number * state_bytes(one, arrangement) for one, number in self.layers)
 
 
 class Bounds:
@@ -54,8 +58,6 @@ class Bounds:
         subject = self.costing.subject
         self.devices = tuple(dict.fromkeys(node.device for node in self.costing.cluster.nodes))
         self.held = state_of(subject.graph.parameters, self.costing.precision)
-        trainable = (p for p in subject.graph.parameters if p.trainable)
-        self.trainable = sum(numel(p.shape).at(0) for p in trainable)
         self._least: dict[tuple[int, int], tuple[LeastLayers, ...]] = {}
         self._facts: dict[Inside, LayoutFacts] = {}
         self._bottlenecks: dict[tuple[Block, Room], float] = {}
@@ -88,14 +90,18 @@ class Bounds:
 
     def of_variant(self, arrangement: Arrangement) -> float:
         """Return what no choice of stages and layouts beats; infinite where none can fit."""
-        best = self._of_layouts(arrangement, 0, limited=True)
+        best = self.of_solution(arrangement, 0)
         if best > self._of_layouts(arrangement, 0, limited=False):
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
             others = range(1, len(solutions))
-            best = min([best, *(self._of_layouts(arrangement, k, limited=True) for k in others)])
+            best = min([best, *(self.of_solution(arrangement, number) for number in others)])
         if self.objective is Objective.MEMORY and best < float("inf"):
             return float(self.least_memory(arrangement))
         return best
+
+    def of_solution(self, arrangement: Arrangement, solution: int) -> float:
+        """Return what no choice of stages beats in one of the layouts; infinite: none fits."""
+        return self._of_layouts(arrangement, solution, limited=True)
 
     def _of_layouts(self, arrangement: Arrangement, solution: int, *, limited: bool) -> float:
         """Return the bound of a step for one layout solution, within the memory or without it."""
@@ -121,21 +127,25 @@ class Bounds:
         The one stage of no pipeline has the transient memory of every layer in it.
         """
         again, margin = 0.0, self.judge.constants.margin
-        state = self.least_state(arrangement)
-        rooms = ((StageRoom(in_flight=1, size_bytes=_ENDLESS),),) * arrangement.pipeline
+        endless = (StageRoom(in_flight=1, size_bytes=_ENDLESS),)
+        rooms: tuple[tuple[StageRoom, ...], ...] = (endless,) * arrangement.pipeline
         if limited:
             limits, context = self.judge.demands.limit_bytes, self.judge.constants.context_bytes
-            size = max(limits.values()) - context
+            size = max(limits.values()) - context + CLOSE_BYTES
             if facts.ladder.least_alone_bytes * (1.0 + margin) > size:
                 return _NEVER
             if arrangement.pipeline == 1:
                 size -= int(facts.ladder.transient_bytes * (1.0 + margin))
             budget = activation_budget_bytes(
-                arrangement, rank_bytes=size, state_bytes=state, margin=margin
+                arrangement,
+                rank_bytes=size,
+                state_bytes=facts.state_bytes(arrangement),
+                margin=margin,
             )
             again = least_recompute_seconds(facts.ladder, budget)
             rooms = self._rooms(arrangement, solution, size)
-        room = Room(ranks=rooms, state_bytes=state * facts.block_share, margin=margin)
+        held = state_bytes(facts.repeated, arrangement)
+        room = Room(ranks=rooms, state_bytes=held, margin=margin)
         slowest = self._bottleneck(shared, room)
         if max(again, slowest) == float("inf"):
             return _NEVER
@@ -181,34 +191,27 @@ class Bounds:
         inside = inside_of(arrangement, solution)
         if inside not in self._facts:
             row = lightest([self.costing.rows(inside, device) for device in self.devices])
+            numbers = Counter(map(id, row))
+            layers = {id(modes): modes[Recompute.NONE] for modes in row}
             self._facts[inside] = LayoutFacts(
-                totals=self._totals(row, arrangement.tensor),
+                totals=_totals([modes[Recompute.NONE] for modes in row]),
                 ladder=ladder(row),
                 block=block(row),
-                block_share=_state_share(row),
+                repeated=layers[max(numbers, key=lambda one: numbers[one])],
+                layers=tuple((layers[one], number) for one, number in numbers.items()),
             )
         return self._facts[inside]
 
-    def _totals(self, row: Sequence[Modes], tensor: int) -> Totals:
-        plain = [modes[Recompute.NONE] for modes in row]
-        return Totals(
-            forward_seconds=sum(one.forward_seconds for one in plain),
-            backward_seconds=sum(one.backward_seconds for one in plain),
-            input_gradient_seconds=sum(
-                one.backward_seconds - one.weight_gradient_seconds for one in plain
-            ),
-            parameter_bytes=self.held.parameter_bytes // tensor,
-            gradient_bytes=self.held.gradient_bytes // tensor,
-            trainable=self.trainable // tensor,
-            least_output_bytes=min((one.output_bytes for one in plain[:-1]), default=0),
-        )
 
-
-def _state_share(row: Sequence[Modes]) -> float:
-    """Return which share of all parameters one of the most frequent layers holds."""
-    numbers: dict[int, int] = {}
-    for modes in row:
-        numbers[id(modes)] = numbers.get(id(modes), 0) + 1
-    most = max(row, key=lambda modes: numbers[id(modes)])
-    total = sum(modes[Recompute.NONE].parameter_bytes for modes in row)
-    return most[Recompute.NONE].parameter_bytes / max(1, total)
+def _totals(plain: Sequence[LayerCost]) -> Totals:
+    return Totals(
+        forward_seconds=sum(one.forward_seconds for one in plain),
+        backward_seconds=sum(one.backward_seconds for one in plain),
+        input_gradient_seconds=sum(
+            one.backward_seconds - one.weight_gradient_seconds for one in plain
+        ),
+        parameter_bytes=sum(one.parameter_bytes for one in plain),
+        gradient_bytes=sum(one.gradient_bytes for one in plain),
+        trainable=sum(one.trainable for one in plain),
+        least_output_bytes=min((one.output_bytes for one in plain[:-1]), default=0),
+    )

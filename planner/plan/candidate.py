@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -29,7 +29,7 @@ from autopar.planner.programs.stage_problem import (
 )
 
 _MOST_TRIES = 4  # to meet the memory limit where the program saw less than the prediction
-_CLOSE_BYTES = 2**20  # short of which the prediction is asked too: the program rounds up
+CLOSE_BYTES = 2**20  # short of which the prediction is asked too: the program rounds up
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -64,6 +64,11 @@ class Answer:
     report: SolverReport
 
 
+def _nothing(_: int) -> float:
+    """Nothing is known of any solution."""
+    return 0.0
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     """Solves and predicts candidates."""
@@ -73,22 +78,28 @@ class Judge:
     constants: FrameworkConstants
     model_flops: int
 
-    def solve(self, arrangement: Arrangement) -> Answer:
+    def solve(
+        self, arrangement: Arrangement, *, least: Callable[[int], float] = _nothing
+    ) -> Answer:
         """Return the fastest candidate of an arrangement.
 
         Where the fastest layouts fit without computing anything again, no others are faster;
-        only where memory presses, the slower ones that need less of it are tried too.
+        only where memory presses, the slower ones that need less of it are tried too, unless what
+        they come to at `least` is no better than what was found.
         """
         first = self._solve(arrangement, 0)
         if first.candidate and not recomputes(first.candidate):
             return first
         solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
-        others = [self._solve(arrangement, number) for number in range(1, len(solutions))]
-        answers = [first, *others]
+        answers, best = [first], first.candidate
+        for number in sorted(range(1, len(solutions)), key=least):
+            if least(number) >= (best.prediction.step_seconds if best else float("inf")):
+                break
+            answers.append(self._solve(arrangement, number))
+            found = [one.candidate for one in answers if one.candidate]
+            best = min(found, key=lambda c: c.prediction.step_seconds, default=None)
         report = sum((one.report for one in answers), NOTHING_SOLVED)
-        found = [one.candidate for one in answers if one.candidate]
         short = [one.shortfall_bytes for one in answers if one.shortfall_bytes is not None]
-        best = min(found, key=lambda c: c.prediction.step_seconds, default=None)
         return Answer(candidate=best, shortfall_bytes=min(short, default=None), report=report)
 
     def solve_smallest(self, arrangement: Arrangement) -> Answer:
@@ -114,7 +125,7 @@ class Judge:
             answer = self._stages(arrangement, rows, choices, spare)
             if isinstance(answer, NoStages):
                 short = answer.shortfall_bytes
-                if short is None or (not spare and short > _CLOSE_BYTES):
+                if short is None or (not spare and short > CLOSE_BYTES):
                     return Answer(candidate=None, shortfall_bytes=short, report=report)
                 break
             report += answer.report
@@ -166,7 +177,7 @@ class Judge:
         """Return what the stage program is asked, with the most memory that it may be given."""
         rows = self._rows(arrangement, solution)
         most = max(self.demands.limit_bytes.values()) - self.constants.context_bytes
-        memory = dict.fromkeys(self.demands.limit_bytes, max(0, most) + _CLOSE_BYTES)
+        memory = dict.fromkeys(self.demands.limit_bytes, max(0, most) + CLOSE_BYTES)
         return self._choices(arrangement, rows), self._limits(arrangement, rows, memory)
 
     def _rows(self, arrangement: Arrangement, solution: int) -> Mapping[Device, tuple[Modes, ...]]:

@@ -29,9 +29,7 @@ def layout_rules(constraints: Constraints, axes: Axes) -> LayoutRules:
     unwanted = [rule for rule in constraints.splits if not rule.is_required]
     forbidden = {rule.axis for rule in unwanted if rule.modules == EVERYWHERE}
     bans = tuple(
-        Ban(modules=rule.modules, axis=rule.axis)
-        for rule in unwanted
-        if rule.modules != EVERYWHERE
+        Ban(modules=rule.modules, axis=rule.axis) for rule in unwanted if rule.modules != EVERYWHERE
     )
     pins = tuple(
         LayoutPin(modules=rule.modules, axis=rule.axis)

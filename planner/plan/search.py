@@ -257,8 +257,12 @@ class Explorer:
 
     def solve(self, arrangement: Arrangement) -> list[Found[Candidate]]:
         """Return the best candidate of an arrangement, if there is one."""
-        smallest = self.objective is Objective.MEMORY
-        answer = (self.judge.solve_smallest if smallest else self.judge.solve)(arrangement)
+        if self.objective is Objective.MEMORY:
+            answer = self.judge.solve_smallest(arrangement)
+        else:
+            answer = self.judge.solve(
+                arrangement, least=lambda number: self.bounds.of_solution(arrangement, number)
+            )
         self.programs += answer.report.calls
         if answer.candidate is None:
             self.infeasible += 1

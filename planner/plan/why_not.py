@@ -152,7 +152,8 @@ def _decision(
 
 
 def _unknown(plan: Plan) -> tuple[str, ...]:
-    declared = f"; declared were {', '.join(map(str, plan.constraints))}" if plan.constraints else ""
+    told = ", ".join(map(str, plan.constraints))
+    declared = f"; declared were {told}" if told else ""
     return (
         "it is not among the plans that were kept: a constraint refused it, it needs too much "
         f"memory, or its bound is above {seconds_text(plan.prediction.step_seconds)}{declared}",

@@ -70,7 +70,7 @@ def permitted(
 def check_rules(rules: LayoutRules, graph: Graph, axes: Axes, layers: Layers) -> None:
     """Raise InputError for an unknown axis or module, and for a rule that cannot be kept."""
     names = {name for name in axes.names.values() if not name.isdigit()}
-    scoped = (*rules.pins, *rules.bans)
+    scoped: tuple[Pin | Ban, ...] = (*rules.pins, *rules.bans)
     named = [*rules.forbidden, *(rules.allowed or ()), *(rule.axis for rule in scoped)]
     for name in named:
         if name and name not in axes.names.values():

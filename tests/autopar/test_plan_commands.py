@@ -53,7 +53,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         asked[-1]["time_limit_seconds"] = time_limit_seconds
         asked[-1]["measured"] = measured
         report("searching")
-        return small_plan()
+        return replace(small_plan(), model=model)
 
     module = ModuleType("autopar.planner.plan.search")
     vars(module)["search"] = search
@@ -70,7 +70,7 @@ def test_plan_writes_the_plan_and_prints_the_table(
         "--time-limit", "30",
     )  # fmt: skip
     assert (ran.code, ran.err) == (0, "")
-    assert read_plan(Path("out")) == small_plan()
+    assert read_plan(Path("out")) == replace(small_plan(), model=searched[0]["model"])
     assert "dp 2" in ran.out
     assert "Written: out/plan.json" in ran.out
     (asked,) = searched

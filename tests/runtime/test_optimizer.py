@@ -1,6 +1,7 @@
 """The user's optimizer works on this rank's pieces and stays the user's own."""
 
 from collections.abc import Iterable
+from functools import partial
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch.optim import SGD, Adagrad, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from autopar.runtime.data_parallel import wrap
+from autopar.runtime.initial_weights import build as build_from_recipe
+from autopar.runtime.initial_weights import record
 from autopar.runtime.mesh import start
 from autopar.runtime.optimizer import build_optimizer
 from tests.runtime.ranks import run_on_ranks
@@ -19,6 +22,8 @@ OPTIMIZERS = {
     "adagrad": lambda p: Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
 }
+
+SGD_OF_TENTHS = partial(SGD, lr=0.1)
 
 
 def build() -> nn.Sequential:
@@ -62,6 +67,28 @@ def test_any_elementwise_optimizer_and_its_scheduler_work_sharded(name: str, zer
         scheduler.step()
     for parameters, rates in run_on_ranks(train, 2, name, zero):
         assert rates[-1] == scheduler.get_last_lr()[0]
+        for found, expected in zip(parameters, model.parameters(), strict=True):
+            torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
+
+
+def train_from_meta(zero: int) -> list[torch.Tensor]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model, recipe = record(build, seed=0)
+    wrap(model, mesh, zero=zero)
+    recipe.materialise(model, {}, mesh.tensor, mesh.device)
+    optimizer = build_optimizer(model.parameters(), SGD_OF_TENTHS, zero=zero, mesh=mesh)
+    for _ in range(3):
+        step(model, optimizer, data().chunk(2)[mesh.rank])
+    return list(whole(model.named_parameters()).values())
+
+
+@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+def test_unequal_shards_that_were_made_on_meta_are_trained(zero: int) -> None:
+    model = build_from_recipe(build, seed=0)
+    optimizer = SGD_OF_TENTHS(model.parameters())
+    for _ in range(3):
+        step(model, optimizer, data())
+    for parameters in run_on_ranks(train_from_meta, 2, zero):
         for found, expected in zip(parameters, model.parameters(), strict=True):
             torch.testing.assert_close(found, expected.detach(), rtol=0, atol=1e-12)
 

@@ -77,3 +77,26 @@ def test_the_marks_are_seen_from_outside() -> None:
     recompute(inner, "full")
     assert recomputes(model)
     assert next(name for name, _ in model.named_parameters()) == "0.up.weight"
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_running_statistics_count_a_batch_once(mode: Mode) -> None:
+    plain, again = (nn.Sequential(nn.Linear(4, 3), nn.BatchNorm1d(3)) for _ in range(2))
+    again.load_state_dict(plain.state_dict())
+    recompute(again, mode)
+    x = torch.randn(8, 4)
+    for model in (plain, again):
+        model(x).square().sum().backward()
+    for name, value in plain.state_dict().items():
+        assert torch.equal(value, again.state_dict()[name]), name
+
+
+def test_a_class_that_an_instance_takes_later_is_the_one_that_runs() -> None:
+    class Doubled(Layer):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * x
+
+    layer = Layer()
+    recompute(layer, "full")
+    layer.__class__ = Doubled
+    assert torch.equal(layer(torch.ones(8)), torch.full((8,), 2.0))

@@ -48,6 +48,7 @@ SILENT = FrameworkConstants(
     optimizer_passes=1.0,
     context_bytes=0,
     communicator_bytes=0,
+    process_bytes=0,
     margin=0.0,
     host=HostWork(
         op_seconds=0.0,

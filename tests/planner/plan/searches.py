@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
@@ -30,7 +31,7 @@ def planned(
     cluster: Cluster,
     *rules: Declared,
     time_limit_seconds: float | None = None,
-    **places: object,
+    **places: Any,
 ) -> Plan:
     """Search the best plan of a zoo model (its file, then arguments) on a cluster."""
     graph, axes, layers = parts_of(*model)

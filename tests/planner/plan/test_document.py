@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +14,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import parse_cluster
+from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.extent import Extent
 from autopar.planner.graph import DType, Graph, Ref, Value
 from autopar.planner.layouts import WHOLE, ParameterLayout
+from autopar.planner.plan.cluster_document import cluster_document, cluster_of
 from autopar.planner.plan.consistency import layout_faults
+from autopar.planner.plan.constraints import Declared, RecomputePin, SplitRule, StagePin
+from autopar.planner.plan.constraints_document import declared_document, declared_of
 from autopar.planner.plan.document import parse_plan, plan_text, read_plan, summary, write_plan
 from autopar.planner.plan.graph_document import graph_document, graph_of, value_document, value_of
+from autopar.planner.plan.settings import declare
 from tests.planner.plan.plans import parts_of, prediction, small_plan
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
 
@@ -194,3 +201,58 @@ def test_a_deep_model_is_written_and_read_in_little_time() -> None:
     assert time.process_time() - start < 1.5
     assert len(text) < 4e6
     assert again == plan
+
+
+def test_a_thousand_equal_nodes_take_the_room_of_one() -> None:
+    def length(devices: int) -> int:
+        return len(json.dumps(asdict(cluster_document(choose_cluster(devices, "h100-sxm")))))
+
+    assert length(8192) < length(16) + 20
+
+
+def test_a_cluster_of_unequal_nodes_comes_back() -> None:
+    text = "".join(
+        f'[[nodes]]\ncount = {count}\ndevice = "{device}"\n'
+        for count, device in ((2, "h100-sxm"), (1, "a100-80gb-sxm"), (2, "h100-sxm"))
+    )
+    cluster = parse_cluster(f'{text}[network]\nlike = "infiniband-hdr"\n', where="test")
+    assert cluster_of(cluster_document(cluster)) == cluster
+
+
+@pytest.mark.parametrize(
+    ("place", "value"),
+    [
+        ("pins.tp", 2), ("limits.memory", "90%"), ("limits.memory", "70 GiB"),
+        ("choices.zero", [0, 3]), ("choices.schedules", ["gpipe"]), ("objective", "memory"),
+        ("choices.compressed_gradients", "either"), ("choices.bucket_sizes", ["1 MiB"]),
+    ],
+)  # fmt: skip
+def test_a_constraint_comes_back_with_its_type(place: str, value: object) -> None:
+    one = declare(place, value, origin="test", where=place)
+    document = declared_document(one)
+    again = declared_of(replace(document, value=json.loads(json.dumps(document.value))))
+    assert repr(again) == repr(one)
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [
+        SplitRule(modules="h.*", axis="ffn", is_required=False),
+        StagePin(modules="wte", stage=0),
+        RecomputePin(modules="*", mode=Recompute.FULL),
+    ],
+)
+def test_a_rule_comes_back_with_its_type(rule: SplitRule | StagePin | RecomputePin) -> None:
+    field = {SplitRule: "splits", StagePin: "stages", RecomputePin: "recompute"}[type(rule)]
+    one = Declared(place=f"{field} 1", field=field, value=rule, text="a rule", origin="c.toml")
+    assert declared_of(declared_document(one)) == one
+
+
+@pytest.mark.parametrize(("field", "value"), [("colour", 1), ("tensor", "two"), ("splits", 1)])
+def test_a_constraint_that_is_none_is_refused(field: str, value: object) -> None:
+    text = changed(
+        "constraints",
+        [{"place": "x", "field": field, "value": value, "text": "x", "origin": "x"}],
+    )(plan_text(small_plan()))
+    with pytest.raises(InputError, match="constraints: "):
+        parse_plan(text, where="test")

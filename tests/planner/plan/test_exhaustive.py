@@ -47,7 +47,7 @@ def explorer(case: Case) -> Explorer:
     """The search of a case, not begun."""
     graph, axes, layers = parts_of(*case.model)
     cluster = choose_cluster(case.gpus, "a100-80gb-sxm")
-    constraints = declared(global_batch=case.batch, memory=case.memory)
+    constraints = declared(global_batch=case.batch, limits__memory=case.memory)
     subject = Subject(graph=graph, axes=axes, layers=layers)
     return Explorer(subject, cluster, with_batch(constraints, cluster, graph))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from itertools import count, pairwise
+from typing import Any
 
 import pytest
 
@@ -23,14 +24,22 @@ from tests.planner.plan.searches import TINY_GPT2, planned
 from tests.planner.subjects import ZOO_MODELS
 
 
+@pytest.fixture(autouse=True)
+def no_runners_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Stop each search as soon as its best plan is proved: others are not looked at here."""
+    monkeypatch.setattr("autopar.planner.plan.search.EXTRA_SECONDS", -1.0)
+
+
 def rule(value: SplitRule | StagePin | RecomputePin) -> Declared:
     field = {SplitRule: "splits", StagePin: "stages", RecomputePin: "recompute"}[type(value)]
     place = f"{field} {hash(value)}"
     return Declared(place=place, field=field, value=value, text=str(value), origin="test")
 
 
-def tiny(devices: int, *rules: Declared, **places: object) -> Plan:
-    return planned(TINY_GPT2, choose_cluster(devices, "h100-sxm"), *rules, **places)
+def tiny(devices: int, *rules: Declared, **places: Any) -> Plan:
+    """A plan of a small model and a small batch: there is little to enumerate."""
+    demands: dict[str, Any] = {"global_batch": 8, **places}
+    return planned(TINY_GPT2, choose_cluster(devices, "h100-sxm"), *rules, **demands)
 
 
 def assert_sound(plan: Plan, model: tuple[str, ...]) -> None:
@@ -50,10 +59,13 @@ def assert_sound(plan: Plan, model: tuple[str, ...]) -> None:
     )
 
 
-@pytest.mark.parametrize("devices", [2, 4, 8])
-@pytest.mark.parametrize("name", ZOO_MODELS)
+@pytest.mark.parametrize(
+    ("name", "devices"),
+    [(name, 8) for name in ZOO_MODELS]
+    + [(name, devices) for name in ("gpt2.py", "mnist.py", "resnet.py") for devices in (2, 4)],
+)
 def test_every_zoo_model_has_a_sound_and_proved_plan(name: str, devices: int) -> None:
-    plan = planned((name,), choose_cluster(devices, "h100-sxm"))
+    plan = planned((name,), choose_cluster(devices, "h100-sxm"), global_batch=2 * devices)
     assert plan.proof.gap == 0
     assert plan.proof.is_complete
     assert_sound(plan, (name,))
@@ -62,13 +74,18 @@ def test_every_zoo_model_has_a_sound_and_proved_plan(name: str, devices: int) ->
 
 
 @pytest.mark.parametrize("name", ["gpt2.py", "llama.py", "t5.py", "resnet.py"])
-@pytest.mark.parametrize("degrees", [(1, 1, 4), (2, 1, 2), (2, 2, 1), (4, 1, 1)])
+@pytest.mark.parametrize("degrees", [(1, 1, 4), (2, 1, 2), (4, 1, 1)])
 def test_pinned_degrees_are_kept_and_their_plans_are_sound(
     name: str, degrees: tuple[int, int, int]
 ) -> None:
     pipeline, data, tensor = degrees
     plan = planned(
-        (name,), choose_cluster(4, "h100-sxm"), pins__pp=pipeline, pins__dp=data, pins__tp=tensor
+        (name,),
+        choose_cluster(4, "h100-sxm"),
+        pins__pp=pipeline,
+        pins__dp=data,
+        pins__tp=tensor,
+        global_batch=8,
     )
     one = plan.arrangement
     assert (one.pipeline, one.data, one.tensor) == degrees
@@ -78,7 +95,7 @@ def test_pinned_degrees_are_kept_and_their_plans_are_sound(
 def test_a_plan_of_the_search_comes_back_from_its_file() -> None:
     plan = tiny(4, pins__pp=2, limits__memory="90%", choices__zero=[0, 1], precision="fp32")
     assert parse_plan(plan_text(plan), where="test") == plan
-    assert [one.text for one in plan.constraints][0] == "pp=2"
+    assert "pp=2" in {one.text for one in plan.constraints}
 
 
 @pytest.mark.parametrize(
@@ -173,8 +190,8 @@ def test_a_rule_that_cannot_be_kept_is_refused(value: SplitRule, telling: str) -
     "places",
     [
         {"pins__pp": 2, "pins__microbatch": 2, "pins__schedule": "1f1b", "global_batch": 8},
-        {"pins__dp": 2, "pins__zero": 3, "global_batch": 8},
-        {},
+        {"pins__dp": 2, "pins__zero": 3, "pins__microbatch": 1},
+        {"pins__microbatch": 1, "choices__schedules": ["1f1b"]},
     ],
 )
 def test_one_byte_decides_whether_a_plan_fits(places: dict[str, object]) -> None:
@@ -192,7 +209,7 @@ def test_one_byte_decides_whether_a_plan_fits(places: dict[str, object]) -> None
 
 def test_a_model_far_too_large_is_told_what_it_needs() -> None:
     with pytest.raises(InfeasibleError) as raised:
-        planned(("llama.py", "size=8b", "layers=8"), choose_cluster(1, "t4"))
+        planned(("llama.py", "size=8b", "layers=8"), choose_cluster(1, "a10"))
     assert "take more devices" in raised.value.fix
 
 
@@ -221,7 +238,7 @@ MIXED = """
 device = "a100-80gb-sxm"
 devices = 1
 [[nodes]]
-device = "v100-sxm-32gb"
+device = "a40"
 devices = 1
 [network]
 like = "infiniband-hdr"
@@ -248,6 +265,6 @@ def test_tied_weights_are_summed_where_a_pipeline_holds_them_twice() -> None:
 
 
 def test_stages_follow_each_other_without_a_gap() -> None:
-    plan = planned(("t5.py",), choose_cluster(4, "h100-sxm"), pins__pp=4)
+    plan = planned(("t5.py",), choose_cluster(4, "h100-sxm"), pins__pp=4, global_batch=8)
     for before, after in pairwise(plan.stages):
         assert before.first + before.count == after.first

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 
 from autopar.planner.cluster.choose import choose_cluster
@@ -12,7 +14,11 @@ from autopar.planner.plan.plan import Plan
 from tests.planner.plan.searches import planned, term, terms, two_nodes
 
 GPT3 = ("gpt2.py", "size=175b")
-GPT3_DEMANDS = {"global_batch": 512, "choices__schedules": ["1f1b"], "pins__microbatch": 1}
+GPT3_DEMANDS: dict[str, Any] = {
+    "global_batch": 512,
+    "choices__schedules": ["1f1b"],
+    "pins__microbatch": 1,
+}
 
 
 @pytest.fixture(scope="module")
@@ -77,7 +83,7 @@ def test_splitting_a_small_model_costs_communication_or_a_bubble(
 
 
 LLAMA = ("llama.py", "size=8b", "seq_len=32768")
-LLAMA_DEMANDS = {"global_batch": 8, "pins__microbatch": 1, "limits__pp": 1}
+LLAMA_DEMANDS: dict[str, Any] = {"global_batch": 8, "pins__microbatch": 1, "limits__pp": 1}
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +144,7 @@ def test_a_slow_network_carries_less_data_parallel_traffic() -> None:
 
 
 HEAVY = ("gpt2.py", "size=124m", "layers=8", "dropout=0.0")
-HEAVY_DEMANDS = {"pins__pp": 4, "global_batch": 32, "pins__microbatch": 1}
+HEAVY_DEMANDS: dict[str, Any] = {"pins__pp": 4, "global_batch": 32, "pins__microbatch": 1}
 
 
 def test_a_heavy_head_gets_fewer_blocks_beside_it() -> None:

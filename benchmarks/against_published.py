@@ -1,0 +1,173 @@
+"""Compares chosen plans with the layouts of published runs, under one cost model and one memory.
+
+    python -m benchmarks.against_published TABLE.csv … [--most N] [--seconds S] [-o RESULT.md]
+
+For every distinct model and number of devices it takes the fastest published layout, prices it with
+the planner's own costs (its recomputation as published), searches the best plan for the same global
+batch, and prints both. A ratio above 1 would be a plan worse than what people ran.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
+from functools import cache
+from pathlib import Path
+
+from autopar.commands.validate import zoo_folder
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.errors import AutoparError
+from autopar.planner.layers import find_layers
+from autopar.planner.model_file import load_model_file
+from autopar.planner.plan.candidate import Candidate, Judge
+from autopar.planner.plan.constraints import Constraints
+from autopar.planner.plan.costing import Subject
+from autopar.planner.plan.search import Explorer
+from autopar.planner.plan.words import arrangement_words, recompute_words
+from autopar.planner.trace import trace
+from autopar.planner.validation.machines import cluster_of
+from autopar.planner.validation.models import ModelShape, shape_of
+from autopar.planner.validation.settings import settings_of
+from autopar.planner.validation.skip import reason_to_skip
+from autopar.planner.validation.table import Row, read_tables, stated
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Compared:
+    """One model on some devices: as it was run, and as it would be planned."""
+
+    row: Row
+    published: Candidate | None
+    chosen: Candidate
+    gap: float
+    seconds: float
+
+
+def main() -> None:
+    """Compare, print, and write the table."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("tables", nargs="+", type=Path)
+    parser.add_argument("--most", type=int, default=10**9, help="groups, the smallest first")
+    parser.add_argument("--seconds", type=float, default=60.0, help="for one search")
+    parser.add_argument("-o", "--output", type=Path)
+    options = parser.parse_args()
+    rows = fastest(row for row in read_tables(options.tables) if _is_usable(row))
+    lines = [
+        "| model | devices | batch | published layout | predicted | chosen plan | predicted "
+        "| ratio | gap |",
+        "|---|---|--:|---|--:|---|--:|--:|--:|",
+    ]
+    print(*lines, sep="\n")
+    for row in rows[: options.most]:
+        try:
+            line = _line(compared(row, options.seconds))
+        except AutoparError as error:
+            line = f"| {row.model_name} | {row.gpus} × {row.gpu} | | {error.found} | | | | | |"
+        lines.append(line)
+        print(line, flush=True)
+    if options.output:
+        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+def _is_usable(row: Row) -> bool:
+    return not reason_to_skip(row) and row.iteration_time_s is not None
+
+
+def fastest(rows: Iterable[Row]) -> list[Row]:
+    """Return the fastest run of each model on each number of devices, small ones first."""
+    best: dict[object, Row] = {}
+    for row in rows:
+        key = row.hidden, row.layers, row.seq_len, row.gpu, row.gpus, row.global_batch
+        known = best.get(key)
+        if known is None or stated_seconds(row) < stated_seconds(known):
+            best[key] = row
+    first_batches: dict[object, Row] = {}
+    for row in best.values():
+        first_batches.setdefault((row.hidden, row.layers, row.seq_len, row.gpu, row.gpus), row)
+    return sorted(first_batches.values(), key=lambda row: (stated(row.gpus), stated(row.layers)))
+
+
+def stated_seconds(row: Row) -> float:
+    """Return the measured seconds of a step."""
+    assert row.iteration_time_s is not None
+    return row.iteration_time_s
+
+
+@cache
+def subject_of(shape: ModelShape, layers: int) -> Subject:
+    """Return the traced model with all its layers."""
+    arguments = [
+        f"layers={layers}", f"heads={shape.heads}", f"kv_heads={shape.kv_heads}",
+        f"dim={shape.hidden}", f"ffn={shape.ffn}", f"seq_len={shape.seq_len}",
+        f"vocab_size={shape.vocabulary}", f"tied={shape.is_tied}",
+    ]  # fmt: skip
+    if shape.file == "gpt2.py":
+        arguments.append("dropout=0.0")
+    graph = trace(load_model_file(str(zoo_folder() / shape.file), arguments))
+    axes = infer_axes(graph)
+    return Subject(graph=graph, axes=axes, layers=find_layers(graph, axes))
+
+
+def compared(row: Row, most_seconds: float) -> Compared:
+    """Price the published layout of a row and search the best plan for the same batch."""
+    settings = settings_of(row)
+    cluster = cluster_of(
+        row.gpu, stated(row.gpus), stated(row.gpus_per_node), row.intra_bw, row.inter_bw
+    )
+    subject = subject_of(shape_of(row, dropout=0.0), stated(row.layers))
+    constraints = Constraints(global_batch=stated(row.global_batch))
+    explorer = Explorer(subject, cluster, constraints)
+    modes = frozenset({settings.remade.recompute, settings.remade.second})
+    bucket = explorer.judge.demands.bucket_bytes[0]
+    arrangement = replace(settings.arrangement, bucket_bytes=bucket, compressed_gradients=False)
+    if arrangement.zero.value == 0:
+        arrangement = replace(arrangement, shard=arrangement.data)
+    as_published = replace(explorer.judge.demands, modes=(modes,) * len(subject.layers.layers))
+    published = _solved(replace(explorer.judge, demands=as_published), arrangement)
+    began = time.perf_counter()
+    outcome = explorer.explore(is_late=lambda: time.perf_counter() - began > most_seconds)
+    return Compared(
+        row=row,
+        published=published,
+        chosen=outcome.found[0].leaf,
+        gap=outcome.gap,
+        seconds=time.perf_counter() - began,
+    )
+
+
+def _solved(judge: Judge, arrangement: Arrangement) -> Candidate | None:
+    return judge.solve(arrangement).candidate
+
+
+def _line(one: Compared) -> str:
+    return "| " + " | ".join(_cells(one)) + " |"
+
+
+def _cells(one: Compared) -> Iterator[str]:
+    row, chosen = one.row, one.chosen
+    yield f"{row.model_name} {row.layers}×{row.hidden}"
+    yield f"{row.gpus} × {row.gpu}"
+    yield str(row.global_batch)
+    if one.published is None:
+        yield "does not fit by our memory model"
+        yield "–"
+    else:
+        yield _told(one.published)
+        yield f"{one.published.prediction.step_seconds:.3f} s"
+    yield _told(chosen)
+    yield f"{chosen.prediction.step_seconds:.3f} s"
+    ours = chosen.prediction.step_seconds
+    yield f"{ours / one.published.prediction.step_seconds:.2f}" if one.published else "–"
+    yield f"{one.gap:.1%} in {one.seconds:.0f} s"
+
+
+def _told(candidate: Candidate) -> str:
+    words = arrangement_words(candidate.arrangement)
+    return f"{words}; recompute {recompute_words(candidate.stages)}"
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,77 @@
+"""`autopar plan` and `explain --why-not` with the real search: what fits, and why not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.plan.document import read_plan
+from tests.autopar.commands import Ran, run
+from tests.planner.subjects import ZOO
+
+Autopar = Callable[..., Ran]
+MNIST, GPT2 = str(ZOO / "mnist.py"), str(ZOO / "gpt2.py")
+
+
+@pytest.fixture
+def autopar(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> Autopar:
+    """Return the command line as a function, in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    return lambda *arguments: run(monkeypatch, capsys, *arguments)
+
+
+def told(ran: Ran) -> str:
+    return " ".join((ran.out + ran.err).split())
+
+
+def test_too_little_memory_is_told_to_the_byte_and_leaves_nothing_behind(autopar: Autopar) -> None:
+    demands = ("--gpus", "2", "--global-batch", "8", "--pin", "dp=2")
+    ran = autopar("plan", MNIST, *demands, "--device", "h100", "--memory", "1 GiB")
+    assert ran.code == 3
+    assert "no plan fits: every one needs" in told(ran)
+    assert "short" in told(ran)
+    assert "allow more of the device: --memory" in told(ran)
+    assert "Traceback" not in ran.err
+    assert not list(Path().iterdir())
+
+
+def test_a_time_limit_before_any_plan_has_its_own_code(autopar: Autopar) -> None:
+    ran = autopar("plan", MNIST, "--gpus", "2", "--device", "h100", "--time-limit", "1e-9")
+    assert ran.code == 5
+    assert "the time limit came before any plan was found" in told(ran)
+    assert "--time-limit" in told(ran)
+
+
+def test_heads_that_do_not_divide_are_split_unevenly_or_not_at_all(autopar: Autopar) -> None:
+    """Four heads over three ranks: an uneven split is a split, whose slowest rank counts."""
+    demands = ("--gpus", "3", "--global-batch", "6", "--pin", "tp=3,microbatch=6")
+    ran = autopar("plan", GPT2, *demands, "--device", "h100")
+    assert (ran.code, ran.err) == (0, "")
+    assert read_plan(Path("plan.json")).arrangement.tensor == 3
+
+
+def test_rules_that_mean_one_of_several_equal_layers_are_refused(autopar: Autopar) -> None:
+    Path("rules.toml").write_text('[[splits]]\naxis = "ffn"\nmodules = "h.1"\nrule = "forbid"\n')
+    ran = autopar("plan", GPT2, "--gpus", "2", "--device", "h100", "-c", "rules.toml")
+    assert ran.code == 2
+    assert "2 equal layers of class Block" in told(ran)
+    assert "'h.*'" in told(ran)
+
+
+def test_why_not_solves_what_a_constraint_forbade_from_the_plan_alone(autopar: Autopar) -> None:
+    demands = ("--gpus", "4", "--global-batch", "8", "--max-tp", "1", "--pin", "zero=0")
+    ran = autopar("plan", MNIST, *demands, "--device", "h100", "-o", "out")
+    assert ran.code == 0
+    why = autopar("explain", "out", "--why-not", "tp=4")
+    assert (why.code, why.err) == (0, "")
+    assert "at most tp=1 (--max-tp) forbids it" in told(why)
+    assert "its step takes" in told(why)
+    assert "decide" in told(why)
+    of_batch = autopar("explain", "out", "--why-not", "microbatch=3")
+    assert "a global batch of 8 (the plan)" in told(of_batch)
+    other_zero = autopar("explain", "out", "--why-not", "zero=3,dp=4")
+    assert "zero=0 (--pin) forbids it" in told(other_zero)

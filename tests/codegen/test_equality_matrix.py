@@ -1,0 +1,84 @@
+"""Under every kind of plan, every model trains as it would in one process, to the last digits.
+
+`benchmarks/equality_matrix.py` computes all cells; here is every kind twice, each time with the
+next of the models that it goes with.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from itertools import islice
+
+import pytest
+
+from autopar.planner.errors import AutoparError
+from autopar.runtime.data import dataset_batches
+from autopar.runtime.mesh import start
+from tests.codegen.matrix import TOLERANCE, compare_cell, plan_of, split_axes, worst_of
+from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, cells, is_applicable
+from tests.codegen.padding import Padding, padded
+from tests.planner.subjects import zoo_file
+
+MODELS_PER_KIND = 2
+IN_SINGLE = ("ddp 2", "zero-3 2", "tp+sp 2", "pp zero-bubble-v 2", "dp×tp 4", "zero-1×pp 4")
+
+
+def chosen() -> list[tuple[str, str]]:
+    """Return the cells that are computed here, those on few ranks first: each size has a pool."""
+    models = list(SUBJECTS)
+    found = []
+    for number, kind in enumerate(KINDS):
+        turned = [models[(number + i) % len(models)] for i in range(len(models))]
+        fitting = (m for m in turned if is_applicable(m, kind) and (m, kind) not in REFUSED)
+        found += [(model, kind) for model in islice(fitting, MODELS_PER_KIND)]
+    return sorted(found, key=lambda cell: KINDS[cell[1]].ranks)
+
+
+CHOSEN = [
+    pytest.param(model, kind, marks=[pytest.mark.slow] if KINDS[kind].ranks == 8 else [])
+    for model, kind in chosen()
+]
+
+
+@pytest.mark.parametrize(("model", "kind"), CHOSEN)
+def test_a_script_trains_as_one_process_does(model: str, kind: str) -> None:
+    worst = worst_of(compare_cell(model, kind), "float64")
+    assert worst.largest <= TOLERANCE["float64"], worst
+
+
+@pytest.mark.parametrize("kind", IN_SINGLE)
+def test_losses_in_single_precision_follow(kind: str) -> None:
+    worst = worst_of(compare_cell("gpt2", kind, dtype="float32"), "float32")
+    assert worst.largest <= TOLERANCE["float32"], worst
+
+
+@pytest.mark.parametrize(("model", "kind"), [cell for cell in cells() if KINDS[cell[1]].splits])
+def test_a_plan_is_of_the_kind_that_it_is_called(model: str, kind: str) -> None:
+    if (model, kind) not in REFUSED:
+        wanted = axes_of(SUBJECTS[model], KINDS[kind], last=True)
+        assert split_axes(model, plan_of(model, kind)).intersection(wanted)
+
+
+@pytest.mark.parametrize(("model", "kind"), REFUSED)
+def test_what_does_not_go_together_is_refused_with_its_reason(model: str, kind: str) -> None:
+    with pytest.raises(AutoparError) as refusal:
+        plan_of(model, kind)
+    assert REFUSED[model, kind] in str(refusal.value)
+
+
+def test_every_kind_and_every_model_is_there_twice() -> None:
+    kinds = Counter(kind for _, kind in chosen())
+    models = Counter(model for model, _ in chosen())
+    assert set(kinds) == set(KINDS)
+    assert set(models) == set(SUBJECTS)
+    assert min(*kinds.values(), *models.values()) >= 2
+
+
+def test_microbatches_have_unequal_numbers_of_targets() -> None:
+    make = zoo_file("gpt2.py").build_dataset
+    assert make is not None
+    with padded(Padding.ANY):
+        mesh = start(pipeline=1, data=1, tensor=1)
+        batches = dataset_batches(make(), mesh, microbatch=4, seed=0)
+        counts = {int((batch["labels"] >= 0).sum()) for batch in islice(batches, 4)}
+    assert len(counts) == 4
