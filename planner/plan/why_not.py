@@ -21,6 +21,8 @@ from autopar.planner.plan.degrees import check_degrees, leave_degrees
 from autopar.planner.plan.explanation import Part, part_seconds
 from autopar.planner.plan.plan import Plan, RunnerUp
 
+_NOTHING_SECONDS = 1e-9  # what sums of a step differ by in their last digits
+
 # Solves the best plan under these constraints anew; a text is the reason why there is none.
 SolvePoint = Callable[[Plan, Constraints], RunnerUp | str]
 
@@ -162,7 +164,9 @@ def _unknown(plan: Plan) -> tuple[str, ...]:
 
 
 def _signed_seconds(seconds: float) -> str:
-    return f"{'−' if seconds < 0 else '+'}{seconds_text(abs(seconds))}" if seconds else "±0"
+    if abs(seconds) < _NOTHING_SECONDS:
+        return "±0"
+    return f"{'−' if seconds < 0 else '+'}{seconds_text(abs(seconds))}"
 
 
 def _signed_bytes(size_bytes: int) -> str:

@@ -6,7 +6,6 @@ import json
 import time
 import warnings
 from collections.abc import Callable
-from itertools import cycle
 from pathlib import Path
 
 import torch
@@ -21,7 +20,6 @@ _FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
 # All cases take turns, so that whatever else runs for a while disturbs a part of each; it makes
 # calls slower, never quicker, so the quickest block counts (the mean of its calls).
 _PASSES = 5
-_ROUND_BYTES, _MOST_SETS = 2**24, 8  # of payloads that take turns
 
 
 def run(rank: int, ranks: int, backend: str, folder: str, cases: list[tuple[str, int]]) -> None:
@@ -83,39 +81,21 @@ def _call(
 ) -> Callable[[], object]:
     """Return one call on fp32 tensors; collectives.py says which size the payload is.
 
-    Calls go round several sets of tensors: in training a collective does not find its own tensors
-    in the cache from the call before.
+    They hold ones: pages of zeros that were never written share one page, which caches hold.
     """
     elements = max(ranks, payload_bytes // 4 // ranks * ranks)
-    sets = cycle(
-        [_Tensors(elements, ranks, device) for _ in range(_sets_of_tensors(payload_bytes))]
-    )
-    calls: dict[Collective, Callable[[_Tensors], object]] = {
-        Collective.ALL_REDUCE: lambda it: dist.all_reduce(it.whole),
-        Collective.ALL_GATHER: lambda it: dist.all_gather_into_tensor(it.whole, it.part),
-        Collective.REDUCE_SCATTER: lambda it: dist.reduce_scatter_tensor(it.part, it.whole),
-        Collective.ALL_TO_ALL: lambda it: dist.all_to_all_single(it.other, it.whole),
-        Collective.BROADCAST: lambda it: dist.broadcast(it.whole, 0),
-        Collective.POINT_TO_POINT: lambda it: _there_and_back(it.whole),
+    whole = torch.ones(elements, device=device)
+    other = torch.ones(elements, device=device)
+    part = torch.ones(elements // ranks, device=device)
+    calls: dict[Collective, Callable[[], object]] = {
+        Collective.ALL_REDUCE: lambda: dist.all_reduce(whole),
+        Collective.ALL_GATHER: lambda: dist.all_gather_into_tensor(whole, part),
+        Collective.REDUCE_SCATTER: lambda: dist.reduce_scatter_tensor(part, whole),
+        Collective.ALL_TO_ALL: lambda: dist.all_to_all_single(other, whole),
+        Collective.BROADCAST: lambda: dist.broadcast(whole, 0),
+        Collective.POINT_TO_POINT: lambda: _there_and_back(whole),
     }
-    run_on = calls[collective]
-    return lambda: run_on(next(sets))
-
-
-class _Tensors:
-    """What one call reads and writes.
-
-    Ones, since pages of zeros that were never written share one page, which caches hold.
-    """
-
-    def __init__(self, elements: int, ranks: int, device: str) -> None:
-        self.whole = torch.ones(elements, device=device)
-        self.other = torch.ones(elements, device=device)
-        self.part = torch.ones(elements // ranks, device=device)
-
-
-def _sets_of_tensors(payload_bytes: int) -> int:
-    return max(1, min(_MOST_SETS, _ROUND_BYTES // payload_bytes))
+    return calls[collective]
 
 
 def _there_and_back(tensor: Tensor) -> None:

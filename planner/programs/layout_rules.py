@@ -12,7 +12,7 @@ from fnmatch import fnmatchcase
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import leaves
-from autopar.planner.errors import InputError
+from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.graph import Graph, Op
 from autopar.planner.layers import Layers, ancestors
 from autopar.planner.layouts import OpLayout
@@ -81,7 +81,7 @@ def check_rules(rules: LayoutRules, graph: Graph, axes: Axes, layers: Layers) ->
             raise _unknown("module", rule.modules, paths - {""})
         _check_equal_layers(rule.modules, graph, layers)
     for pin in rules.pins:
-        _check_axis(pin, graph, axes)
+        _check_axis(pin, rules, graph, axes)
 
 
 def _check_equal_layers(modules: str, graph: Graph, layers: Layers) -> None:
@@ -106,11 +106,19 @@ def _in_all(modules: str) -> str:
     return ".".join("*" if part.isdecimal() else part for part in modules.split("."))
 
 
-def _check_axis(pin: Pin, graph: Graph, axes: Axes) -> None:
-    """Refuse a pin along an axis that no tensor in its modules has."""
+def _check_axis(pin: Pin, rules: LayoutRules, graph: Graph, axes: Axes) -> None:
+    """Refuse a pin along an axis that is forbidden there, or that no tensor in its modules has."""
     if not pin.axis:
         return
+    if pin.axis in rules.forbidden:
+        raise InfeasibleError(f"{pin.axis} is to be split in {pin.modules!r}, and never anywhere")
     ops = [op for op in graph.ops if _lies_in(op, pin.modules, graph)]
+    for ban in rules.bans:
+        if ban.axis == pin.axis and any(_lies_in(op, ban.modules, graph) for op in ops):
+            raise InfeasibleError(
+                f"{pin.axis} is to be split in {pin.modules!r}, and never in {ban.modules!r}",
+                fix="leave out one of the two rules",
+            )
     tensors = {name for op in ops for name in (*op.inputs, *op.outputs)}
     have = {
         axes.names[leaf.name] for name in tensors for dim in axes.dims[name] for leaf in leaves(dim)

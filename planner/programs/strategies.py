@@ -72,9 +72,9 @@ class _Strategies:
         self.arguments = tuple(name for name, value in op.arguments for _ in refs(value))
 
     def all(self) -> tuple[OpLayout, ...]:
-        """Return them in the order of the module's docstring, each once."""
+        """Return them in the order of the docstring above, each once; one rank splits nothing."""
         found = [self.whole()]
-        if not self.is_function():
+        if self.degree > 1 and not self.is_function():
             found.append(self.replicated())
             if not self.is_closed():
                 found += [*self.partial(), *self.split()]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.planner.costs.prediction import Recompute, Zero
@@ -210,8 +210,3 @@ def is_applicable(model: str, kind: str) -> bool:
     subject, own = SUBJECTS[model], KINDS[kind]
     has_axes = all(getattr(subject, which) for which in own.splits[-1:])
     return has_axes and (bool(subject.blocks) or own.recompute is Recompute.NONE)
-
-
-def cells() -> Iterator[tuple[str, str]]:
-    """Yield every model with every kind that it has the axes for."""
-    yield from ((m, k) for m in SUBJECTS for k in KINDS if is_applicable(m, k))

@@ -15,7 +15,7 @@ from autopar.planner.errors import AutoparError
 from autopar.runtime.data import dataset_batches
 from autopar.runtime.mesh import start
 from tests.codegen.matrix import TOLERANCE, compare_cell, plan_of, split_axes, worst_of
-from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, cells, is_applicable
+from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, is_applicable
 from tests.codegen.padding import Padding, padded
 from tests.planner.subjects import zoo_file
 
@@ -42,6 +42,8 @@ CHOSEN = [
 
 @pytest.mark.parametrize(("model", "kind"), CHOSEN)
 def test_a_script_trains_as_one_process_does(model: str, kind: str) -> None:
+    wanted = axes_of(SUBJECTS[model], KINDS[kind], last=True)
+    assert not wanted or split_axes(model, plan_of(model, kind)).intersection(wanted)
     worst = worst_of(compare_cell(model, kind), "float64")
     assert worst.largest <= TOLERANCE["float64"], worst
 
@@ -50,13 +52,6 @@ def test_a_script_trains_as_one_process_does(model: str, kind: str) -> None:
 def test_losses_in_single_precision_follow(kind: str) -> None:
     worst = worst_of(compare_cell("gpt2", kind, dtype="float32"), "float32")
     assert worst.largest <= TOLERANCE["float32"], worst
-
-
-@pytest.mark.parametrize(("model", "kind"), [cell for cell in cells() if KINDS[cell[1]].splits])
-def test_a_plan_is_of_the_kind_that_it_is_called(model: str, kind: str) -> None:
-    if (model, kind) not in REFUSED:
-        wanted = axes_of(SUBJECTS[model], KINDS[kind], last=True)
-        assert split_axes(model, plan_of(model, kind)).intersection(wanted)
 
 
 @pytest.mark.parametrize(("model", "kind"), REFUSED)

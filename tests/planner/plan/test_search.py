@@ -13,6 +13,7 @@ from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.costs.schedule import ScheduleKind
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError, TimeLimitError
+from autopar.planner.layouts import Kind
 from autopar.planner.plan.consistency import faults_of, layout_faults
 from autopar.planner.plan.constraints import Declared, RecomputePin, SplitRule, StagePin
 from autopar.planner.plan.document import parse_plan, plan_text
@@ -184,6 +185,21 @@ def test_a_rule_that_cannot_be_kept_is_refused(value: SplitRule, telling: str) -
     with pytest.raises(InputError) as raised:
         tiny(2, rule(value), pins__tp=2)
     assert telling in str(raised.value)
+
+
+@pytest.mark.parametrize("modules", ["*", "h.*"])
+def test_a_split_that_is_required_and_forbidden_is_a_contradiction(modules: str) -> None:
+    wanted = rule(SplitRule(modules="h.*.mlp", axis="ffn", is_required=True))
+    unwanted = rule(SplitRule(modules=modules, axis="ffn", is_required=False))
+    with pytest.raises(InfeasibleError, match=r"ffn is to be split in 'h\.\*\.mlp', and never"):
+        tiny(2, wanted, unwanted, pins__tp=2)
+
+
+def test_one_tensor_rank_splits_nothing() -> None:
+    plan = tiny(2, pins__dp=2)
+    layouts = [one for layer_class in plan.layouts for one in layer_class]
+    assert not any(one.axis for one in layouts)
+    assert {one.layout.kind for one in (*plan.parameters, *plan.crossing)} == {Kind.WHOLE}
 
 
 @pytest.mark.parametrize(
