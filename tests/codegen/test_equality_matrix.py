@@ -1,12 +1,11 @@
 """Under every kind of plan, every model trains as it would in one process, to the last digits.
 
-`benchmarks/equality_matrix.py` computes all cells; here is every kind twice, each time with the
+`benchmarks/equality_matrix.py` computes all cells; here is every kind once, each with the
 next of the models that it goes with.
 """
 
 from __future__ import annotations
 
-from collections import Counter
 from itertools import islice
 
 import pytest
@@ -19,7 +18,7 @@ from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, is_app
 from tests.codegen.padding import Padding, padded
 from tests.planner.subjects import zoo_file
 
-MODELS_PER_KIND = 2
+MODELS_PER_KIND = 1
 IN_SINGLE = ("ddp 2", "zero-3 2", "tp+sp 2", "pp zero-bubble-v 2", "dp×tp 4", "zero-1×pp 4")
 
 
@@ -61,12 +60,9 @@ def test_what_does_not_go_together_is_refused_with_its_reason(model: str, kind: 
     assert REFUSED[model, kind] in str(refusal.value)
 
 
-def test_every_kind_and_every_model_is_there_twice() -> None:
-    kinds = Counter(kind for _, kind in chosen())
-    models = Counter(model for model, _ in chosen())
-    assert set(kinds) == set(KINDS)
-    assert set(models) == set(SUBJECTS)
-    assert min(*kinds.values(), *models.values()) >= 2
+def test_every_kind_and_every_model_is_there() -> None:
+    assert {kind for _, kind in chosen()} == set(KINDS)
+    assert {model for model, _ in chosen()} == set(SUBJECTS)
 
 
 def test_microbatches_have_unequal_numbers_of_targets() -> None:
