@@ -132,10 +132,11 @@ class _Writer:
         last = found[-1].expression if found and self.has_result else None
         if self.style.returns != "Tensor" or not isinstance(last, Held) or len(found) < 2:
             return None
-        if last in self.named.typed:
-            return None
         name = self.named.names[last]
-        first = next(s for s in found if name in {self.named.names[h] for h in _held(s.results)})
+        makers = [s for s in found if name in {self.named.names[h] for h in _held(s.results)}]
+        if not makers or (last in self.named.typed and len(makers) == 1):
+            return None
+        first = makers[0]
         is_simple = isinstance(first.results, Held) and not isinstance(first.line, Loop)
         return first if is_simple and name not in self.arguments else None
 
