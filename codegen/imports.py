@@ -31,6 +31,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.model_parts": ("Crossing StagePart names_of submodules take_classes"),
         "autopar.runtime.optimizer": "build_optimizer",
         "autopar.runtime.pipeline": "Pipeline Stage build_schedule stage_at stage_indices",
+        "autopar.runtime.progress": "Progress",
         "autopar.runtime.randomness": "seed_all",
         "autopar.runtime.recompute": "recompute",
         "autopar.runtime.safetensors_weights": "load_safetensors",
@@ -38,7 +39,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.tied": "Tie TiedWeights",
     }
 )
-_PLAIN = ("argparse", "copy", "importlib", "json", "sys", "time", "torch")
+_PLAIN = ("argparse", "copy", "importlib", "sys", "torch")
 KNOWN: Mapping[str, str] = MappingProxyType(
     {name: f"import {name}" for name in _PLAIN}
     | {

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from types import MappingProxyType
 
 from autopar.codegen.name_patterns import numbered_tuple
@@ -22,7 +22,7 @@ _TABLES = MappingProxyType(
 def layer_lists(plan: Plan, subject: Subject) -> Source:
     """Return the lists of layers that a script needs."""
     paths = _paths(subject)
-    modes = _modes(plan)
+    modes = plan.layer_modes
     _check_recomputed(subject, paths, modes)
     found = []
     if plan.arrangement.zero >= Zero.GRADIENTS:
@@ -37,7 +37,7 @@ def layer_lists(plan: Plan, subject: Subject) -> Source:
     return Source("\n".join(found))
 
 
-def _check_recomputed(subject: Subject, paths: list[str], modes: list[Recompute]) -> None:
+def _check_recomputed(subject: Subject, paths: Sequence[str], modes: Sequence[Recompute]) -> None:
     """Refuse to leave out the recomputation of a layer that no module call stands for."""
     layers = subject.layers.layers
     lost = [
@@ -57,15 +57,10 @@ def _check_recomputed(subject: Subject, paths: list[str], modes: list[Recompute]
 
 def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
     """Return the ways in which layers of a plan are recomputed."""
-    modes = set(_modes(plan))
+    modes = set(plan.layer_modes)
     return tuple(
         Recomputation(table, str(mode)) for mode, table in _TABLES.items() if mode in modes
     )
-
-
-def _modes(plan: Plan) -> list[Recompute]:
-    stages = sorted(plan.stages, key=lambda stage: stage.first)
-    return [mode for stage in stages for mode in stage.recompute]
 
 
 def _paths(subject: Subject) -> list[str]:

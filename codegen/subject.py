@@ -10,10 +10,11 @@ import torch
 from autopar.codegen.forward.emit import opened_classes
 from autopar.codegen.forward.modules import Modules, modules_of
 from autopar.codegen.forward.opened import Opened
-from autopar.planner.axes.infer import Axes, infer_axes
+from autopar.codegen.forward.split import split_of
+from autopar.planner.axes.infer import Axes
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.graph import Graph
-from autopar.planner.layers import Layers, find_layers
+from autopar.planner.layers import Layers
 from autopar.planner.model_file import ModelFile, load_model_file
 from autopar.planner.plan.model_facts import source_hash
 from autopar.planner.plan.plan import Plan
@@ -43,14 +44,14 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     with torch.device("meta"):
         model = file.build_model()
     modules = modules_of(model)
-    axes = infer_axes(plan.graph)
+    split = split_of(plan, modules)
     return Subject(
         file=file,
         graph=plan.graph,
         modules=modules,
-        axes=axes,
-        layers=find_layers(plan.graph, axes),
-        opened=opened_classes(plan, modules),
+        axes=split.axes,
+        layers=split.layers,
+        opened=opened_classes(plan, split),
     )
 
 

@@ -81,7 +81,11 @@ class _CallTree:
                 if call not in self.ops:
                     self.children[graph.calls[call].parent].append(call)
                 self.ops[call].append(op)
-        self.forms = {call: _form(tuple(ops), graph, None) for call, ops in self.ops.items()}
+        numbers: dict[Hashable, int] = {}
+        self.forms = {  # calls of equal code have equal numbers
+            call: numbers.setdefault(_form(tuple(ops), graph, None), len(numbers))
+            for call, ops in self.ops.items()
+        }
 
 
 def ancestors(call: str | None, calls: Mapping[str, Call]) -> Iterator[str]:

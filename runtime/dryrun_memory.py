@@ -15,16 +15,17 @@ from torch import Tensor, UntypedStorage
 
 Owners: TypeAlias = Callable[[], Mapping[int, str]]  # storage -> category, of what has an owner
 
-# A new peak is broken down by category only when it tops the last one by this much: the
-# breakdown walks over all that lives.
-BREAKDOWN_EVERY = 1.002
+# Who owns what is looked up again only when a new peak tops the last such by this much: it walks
+# over all that lives. What was made since then counts as owned by nobody.
+LOOK_UP_EVERY = 1.002
 
 
 @dataclass(slots=True)
 class _Live:
     reference: weakref.ref[UntypedStorage]
     size: int
-    made_in_backward: bool
+    unowned: str  # its category while nobody owns it
+    category: str
 
 
 class LiveMemory:
@@ -34,8 +35,9 @@ class LiveMemory:
         self.peak_bytes = 0
         self.peak_by_category: Counter[str] = Counter()
         self._live: dict[int, _Live] = {}
+        self._by_category: Counter[str] = Counter()
         self._bytes = 0
-        self._broken_down_bytes = 0
+        self._looked_up_bytes = 0
         self._owners: Owners | None = None
 
     def see(self, tensor: Tensor) -> None:
@@ -44,19 +46,21 @@ class LiveMemory:
         key = storage._cdata
         if key in self._live:
             return
+        category = "temporary" if _runs_in_backward() else "activations"
         live = _Live(
             reference=weakref.ref(storage, lambda _: self._forget(key)),
-            size=storage.nbytes(),
-            made_in_backward=_runs_in_backward(),
+            size=0,
+            unowned=category,
+            category=category,
         )
         self._live[key] = live
-        self._add(live.size)
+        self._resize(live, storage.nbytes())
 
     def start_measuring(self, owners: Owners) -> None:
         """Take the peak from here on."""
         self._owners = owners
-        self.peak_bytes = self._broken_down_bytes = 0
-        self._add(0)
+        self.peak_bytes = self._looked_up_bytes = 0
+        self._note_peak()
 
     def stop_measuring(self) -> None:
         """Leave the peak as it is."""
@@ -71,32 +75,36 @@ class LiveMemory:
             result = resize(storage, size)
             live = self._live.get(storage._cdata)
             if live is not None:
-                self._add(size - live.size)
-                live.size = size
+                self._resize(live, size)
             return result
 
         with patch.object(UntypedStorage, "resize_", resize_and_count):
             yield
 
     def _forget(self, key: int) -> None:
-        self._bytes -= self._live.pop(key).size
+        self._resize(self._live.pop(key), 0)
 
-    def _add(self, size: int) -> None:
-        self._bytes += size
+    def _resize(self, live: _Live, size: int) -> None:
+        self._bytes += size - live.size
+        self._by_category[live.category] += size - live.size
+        live.size = size
+        self._note_peak()
+
+    def _note_peak(self) -> None:
         if self._owners is None or self._bytes <= self.peak_bytes:
             return
         self.peak_bytes = self._bytes
-        if self._bytes > self._broken_down_bytes * BREAKDOWN_EVERY:
-            self._broken_down_bytes = self._bytes
-            self.peak_by_category = self._break_down(self._owners())
+        if self._bytes > self._looked_up_bytes * LOOK_UP_EVERY:
+            self._looked_up_bytes = self._bytes
+            self._look_up(self._owners())
+        self.peak_by_category = +self._by_category
 
-    def _break_down(self, owners: Mapping[int, str]) -> Counter[str]:
-        """Sum the live bytes by owner; what has none is an activation or a passing value."""
-        totals: Counter[str] = Counter()
+    def _look_up(self, owners: Mapping[int, str]) -> None:
+        """Sort all that lives by its owner."""
+        self._by_category.clear()
         for key, live in self._live.items():
-            nobody = "temporary" if live.made_in_backward else "activations"
-            totals[owners.get(key, nobody)] += live.size
-        return totals
+            live.category = owners.get(key, live.unowned)
+            self._by_category[live.category] += live.size
 
 
 def _runs_in_backward() -> bool:

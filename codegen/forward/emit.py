@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, call_tree
@@ -17,30 +17,41 @@ from autopar.codegen.forward.classes import (
 from autopar.codegen.forward.cutting import cut_calls, stage_of_ops
 from autopar.codegen.forward.imports import imports_of
 from autopar.codegen.forward.losses import printed_loss
-from autopar.codegen.forward.modules import Modules
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
 from autopar.codegen.forward.opening import Opening, open_calls
 from autopar.codegen.forward.owned import NeedsInlineError
-from autopar.codegen.forward.split import Split, split_of
+from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import valid_targets
+from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
 
 
-def opened_classes(plan: Plan, modules: Modules) -> Opened:
+def opened_classes(plan: Plan, split: Split) -> Opened:
     """Return the classes, stages and functions that the script of a plan defines."""
     stages = sorted(plan.stages, key=lambda stage: stage.first)
-    return open_split(split_of(plan, modules), [stage.count for stage in stages])
+    return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
 
 
-def open_split(split: Split, stages: Sequence[int], *, opened: Iterable[str] = ()) -> Opened:
+def _recomputed(plan: Plan, split: Split) -> Iterator[str]:
+    """Yield the calls of layers that are computed again: those have to stay calls."""
+    modes = plan.layer_modes
+    for layer, mode in zip(split.layers.layers, modes, strict=True):
+        if mode is not Recompute.NONE:
+            yield layer.call
+
+
+def open_split(
+    split: Split, stages: Sequence[int], *, opened: Iterable[str] = (), called: Iterable[str] = ()
+) -> Opened:
     """Return the same for a split graph, whose stages hold so many layers each."""
     tree = call_tree(split.graph)
     places = stage_of_ops(split, stages)
     state = _State(
         opened={*opened} | ({ROOT} if len(stages) > 1 else set()),
         inlined=set(cut_calls(tree, places)),
+        called=frozenset(called),
     )
     while True:
         try:
@@ -55,6 +66,7 @@ class _State:
 
     opened: set[str]
     inlined: set[str]
+    called: frozenset[str]
 
     def yield_to(self, needed: NeedsInlineError, tree: CallTree) -> None:
         """Open a module whose call takes an object, or put its code into its caller's."""
@@ -75,7 +87,13 @@ class _State:
 
 
 def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -> Opened:
-    opening = open_calls(split, tree, opened=sorted(state.opened), inlined=sorted(state.inlined))
+    opening = open_calls(
+        split,
+        tree,
+        opened=sorted(state.opened),
+        inlined=sorted(state.inlined),
+        called=state.called - state.inlined,
+    )
     printed = {
         call: printed_forward(opening, call)
         for call in tree.chains

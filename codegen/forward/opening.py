@@ -71,10 +71,15 @@ class Opening:
 
 
 def open_calls(
-    split: Split, tree: CallTree, *, opened: Sequence[str] = (), inlined: Sequence[str] = ()
+    split: Split,
+    tree: CallTree,
+    *,
+    opened: Sequence[str] = (),
+    inlined: Sequence[str] = (),
+    called: frozenset[str] = frozenset(),
 ) -> Opening:
-    """Return what to open; `opened` and `inlined` are so in any case."""
-    return _Opener(split, tree, set(opened), set(inlined)).opening()
+    """Return what to open; `opened` and `inlined` are so in any case, `called` are not inlined."""
+    return _Opener(split, tree, set(opened), set(inlined), called).opening()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,9 +95,16 @@ class _Group:
 
 
 class _Opener:
-    def __init__(self, split: Split, tree: CallTree, opened: set[str], inlined: set[str]) -> None:
+    def __init__(
+        self,
+        split: Split,
+        tree: CallTree,
+        opened: set[str],
+        inlined: set[str],
+        called: frozenset[str],
+    ) -> None:
         self.split, self.tree = split, tree
-        self.opened, self.inlined = opened, inlined
+        self.opened, self.inlined, self.called = opened, inlined, called
         self.places: dict[tuple[str, str, Layout], str] = {}
         self.leaves: dict[str, tuple[str, Layout]] = {}
         self.callers = {chain[-2] for chain in tree.chains.values() if len(chain) > 1}
@@ -131,7 +143,7 @@ class _Opener:
     def _is_small(self, call: str) -> bool:
         if call in self.inlined:
             return True
-        if call in (LOSS, ROOT):
+        if call in (LOSS, ROOT) or call in self.called:
             return False
         module = self.split.modules.get(self.tree.graph.calls[call].path)
         has_calls = call in self.callers

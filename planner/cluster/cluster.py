@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import math
 from dataclasses import asdict, dataclass
 from enum import StrEnum
+from functools import cached_property
 
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.link import Link
@@ -45,23 +47,41 @@ class Level:
     units: tuple[Unit, ...]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Cluster:
-    """Nodes in rank order, and the levels from the one that joins neighbours to the one for all."""
+    """Nodes in rank order, and the levels from the one that joins neighbours to the one for all.
+
+    Without slots: what takes long for thousands of nodes, its hash too, is found once.
+    """
 
     nodes: tuple[Node, ...]
     levels: tuple[Level, ...]
     origin: Origin = Origin.FILE
 
-    @property
+    def __hash__(self) -> int:
+        return self._hash
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash((self.nodes, self.levels))
+
+    @cached_property
     def size(self) -> int:
         """Return the number of devices."""
         return sum(node.devices for node in self.nodes)
 
-    @property
+    @cached_property
     def devices(self) -> tuple[Device, ...]:
         """Return the device of each rank."""
         return tuple(node.device for node in self.nodes for _ in range(node.devices))
+
+    @cached_property
+    def period(self) -> int:
+        """Return after how many ranks the machines repeat; all of them where they are unequal."""
+        repeated = [level for level in self.levels if len(level.units) > 1]
+        if any(len(set(level.units)) > 1 for level in repeated):
+            return self.size
+        return math.lcm(*(level.units[0].ranks for level in repeated))
 
     @property
     def has_equal_nodes(self) -> bool:

@@ -66,7 +66,9 @@ def group_shape(
             expected=f"ranks × stride divides {size}",
             fix="choose degrees whose product is the number of devices",
         )
-    firsts = (block + offset for block in range(0, size, span) for offset in range(stride))
+    firsts = _different(
+        cluster, (block + offset for block in range(0, size, span) for offset in range(stride))
+    )
     return worst_shape(
         cluster, (range(first, first + span, stride) for first in firsts), concurrent=concurrent
     )
@@ -79,12 +81,27 @@ def neighbour_shape(
     """Return the worst shape of two neighbours in such groups, as of pipeline stages."""
     span = ranks * stride
     group_shape(cluster, ranks, stride)  # refuses what does not tile the cluster
-    pairs = (
-        (rank, rank + stride)
-        for block in range(0, cluster.size, span)
-        for rank in range(block, block + span - stride)
+    firsts = _different(
+        cluster,
+        (
+            rank
+            for block in range(0, cluster.size, span)
+            for rank in range(block, block + span - stride)
+        ),
     )
-    return worst_shape(cluster, pairs, concurrent=concurrent)
+    return worst_shape(cluster, ((rank, rank + stride) for rank in firsts), concurrent=concurrent)
+
+
+def ends_shape(cluster: Cluster, distance: int) -> GroupShape:
+    """Return the worst shape of two ranks so far apart, as of the first and the last stage."""
+    firsts = _different(cluster, range(cluster.size - distance)) if distance else ()
+    return worst_shape(cluster, ((rank, rank + distance) for rank in firsts))
+
+
+def _different(cluster: Cluster, firsts: Iterable[int]) -> Iterable[int]:
+    """Return one first rank of the groups that lie alike on machines that repeat."""
+    places = {first % cluster.period: first for first in firsts}
+    return places.values()
 
 
 def worst_shape(

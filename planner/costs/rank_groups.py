@@ -7,7 +7,7 @@ from functools import lru_cache
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.shape import GroupShape, group_shape, neighbour_shape, worst_shape
+from autopar.planner.cluster.shape import GroupShape, ends_shape, group_shape, neighbour_shape
 from autopar.planner.costs.collective_choice import Collective
 from autopar.planner.costs.compute import Throughput
 from autopar.planner.costs.data_parallel import priced
@@ -48,19 +48,6 @@ class _Degrees:
     precision: Precision
 
 
-class _Same:
-    """A cluster as a key that is equal to itself alone: hashing thousands of nodes takes long."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Same) and other.cluster is self.cluster
-
-    def __hash__(self) -> int:
-        return id(self.cluster)
-
-
 def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
     """Return the groups of an arrangement on a cluster, remembered."""
     degrees = _Degrees(
@@ -70,13 +57,12 @@ def rank_groups(cluster: Cluster, arrangement: Arrangement) -> RankGroups:
         shard=arrangement.shard,
         precision=arrangement.precision,
     )
-    return _groups(_Same(cluster), degrees)
+    return _groups(cluster, degrees)
 
 
 @lru_cache(maxsize=1024)
-def _groups(same: _Same, degrees: _Degrees) -> RankGroups:
+def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
     """Return the groups: tensor ranks are neighbours, then shards, replicas, and the pipeline."""
-    cluster = same.cluster
     tensor, data, pipeline, shard = (
         degrees.tensor,
         degrees.data,
@@ -84,7 +70,6 @@ def _groups(same: _Same, degrees: _Degrees) -> RankGroups:
         degrees.shard,
     )
     width = tensor * data
-    last = (pipeline - 1) * width
     devices = cluster.devices
     return RankGroups(
         tensor=group_shape(cluster, tensor, 1),
@@ -92,11 +77,13 @@ def _groups(same: _Same, degrees: _Degrees) -> RankGroups:
         shard=group_shape(cluster, shard, tensor),
         replicas=group_shape(cluster, data // shard, tensor * shard),
         neighbours=neighbour_shape(cluster, pipeline, width),
-        ends=worst_shape(cluster, [(rank, rank + last) for rank in range(width)] if last else []),
+        ends=ends_shape(cluster, (pipeline - 1) * width),
         stage_rates=tuple(
             _rates(devices[rank * width], degrees.precision) for rank in range(pipeline)
         ),
-        peak_flops_per_second=sum(_peak(device, degrees.precision) for device in devices),
+        peak_flops_per_second=sum(
+            node.devices * _peak(node.device, degrees.precision) for node in cluster.nodes
+        ),
     )
 
 

@@ -109,3 +109,9 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     cluster: Cluster
     graph: Graph
+
+    @property
+    def layer_modes(self) -> tuple[Recompute, ...]:
+        """How each layer is recomputed, from the first layer to the last."""
+        stages = sorted(self.stages, key=lambda stage: stage.first)
+        return tuple(mode for stage in stages for mode in stage.recompute)

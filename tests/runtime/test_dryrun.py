@@ -1,12 +1,10 @@
 """A dry run counts the memory and the messages of one rank of many."""
 
 import os
-from collections.abc import Iterator
 from unittest.mock import patch
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
@@ -21,13 +19,6 @@ from autopar.runtime.recompute import Mode, recompute
 WIDTH, LAYERS, ROWS = 64, 4, 256
 LAYER = WIDTH * WIDTH * 4  # bytes of a weight in fp32
 ACTIVATION = ROWS * WIDTH * 4
-
-
-@pytest.fixture(autouse=True)
-def no_processes() -> Iterator[None]:
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 class Layer(nn.Module):

@@ -1,5 +1,4 @@
 import os
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -62,12 +61,9 @@ def test_a_shard_count_that_does_not_divide_the_data_axis_is_refused() -> None:
 
 
 @pytest.fixture
-def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE", DRY_RUN):
         monkeypatch.delenv(name, raising=False)
-    yield
-    if dist.is_initialized():
-        dist.destroy_process_group()
 
 
 @pytest.mark.usefixtures("no_torchrun")

@@ -25,14 +25,12 @@ Memory of the fullest device: 10.88 GiB of 76 GiB (14%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 81% of its step.
 The next best, dp 4 · tp 2, takes 30.63 ms (+2.9%): +743.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a88adf0fefde5a5b.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 2422460c59543673.
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -54,6 +52,7 @@ from autopar.runtime.loss import loss_scales, mean_loss, scale_loss
 from autopar.runtime.mesh import Axis, Mesh, start, stop
 from autopar.runtime.model_parts import names_of, take_classes
 from autopar.runtime.optimizer import build_optimizer
+from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all, split_randomness
 from autopar.runtime.safetensors_weights import load_safetensors
 from autopar.runtime.shards import Split, shard_parameters
@@ -271,20 +270,13 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     scheduler = new_scheduler(optimizer)
     seed_all(SEED, mesh)  # dropout differs from data rank to data rank
     losses: list[float] = []
-    begun = time.perf_counter()
+    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", as_json=options.json)
     for step in range(1, options.steps + 1):
         loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
         scheduler.step()
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
-            seconds = (time.perf_counter() - begun) / ((step - 1) % options.log_every + 1)
-            if mesh.rank == 0:
-                figures = {"step": step, "loss": losses[-1], "seconds": seconds}
-                rate = TOKENS_PER_STEP / seconds
-                line = f"step {step:>6}   loss {losses[-1]:.5f}   {seconds * 1e3:,.1f} ms"
-                line = f"{line}   {rate:,.0f} tokens/s"
-                print(json.dumps(figures) if options.json else line, flush=True)
-            begun = time.perf_counter()
+            progress.log(step, losses[-1])
     stop(mesh)
     return [model], losses
 

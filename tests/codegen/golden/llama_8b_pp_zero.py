@@ -22,15 +22,13 @@ Memory of the fullest device: 74.32 GiB of 76 GiB (98%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 4b73a5ccd5ca6600.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 8a6875af850ba1a2.
 
 from __future__ import annotations
 
 import argparse
 import copy
-import json
 import sys
-import time
 from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
@@ -52,6 +50,7 @@ from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart, submodules
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
+from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
 from autopar.runtime.safetensors_weights import load_safetensors
 
@@ -212,19 +211,12 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     optimizer = ready(model, recipe, options, mesh)
     seed_all(SEED, mesh)  # dropout differs from data rank to data rank
     losses: list[float] = []
-    begun = time.perf_counter()
+    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", as_json=options.json)
     for step in range(1, options.steps + 1):
         loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
-            seconds = (time.perf_counter() - begun) / ((step - 1) % options.log_every + 1)
-            if mesh.rank == 0:
-                figures = {"step": step, "loss": losses[-1], "seconds": seconds}
-                rate = TOKENS_PER_STEP / seconds
-                line = f"step {step:>6}   loss {losses[-1]:.5f}   {seconds * 1e3:,.1f} ms"
-                line = f"{line}   {rate:,.0f} tokens/s"
-                print(json.dumps(figures) if options.json else line, flush=True)
-            begun = time.perf_counter()
+            progress.log(step, losses[-1])
     stop(mesh)
     return model.parts, losses
 

@@ -1,5 +1,7 @@
 """Tests of what groups of ranks cross."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -7,7 +9,12 @@ from hypothesis import strategies as st
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
-from autopar.planner.cluster.shape import group_shape, neighbour_shape
+from autopar.planner.cluster.shape import (
+    ends_shape,
+    group_shape,
+    neighbour_shape,
+    worst_shape,
+)
 from autopar.planner.errors import InputError
 
 SHARED_CARDS = """
@@ -129,3 +136,28 @@ def test_a_group_has_as_many_ranks_as_its_crossings_multiply_to(
         assert crossing.members == product
         product *= crossing.parts
     assert product == ranks
+
+
+@given(
+    nodes=st.integers(1, 5),
+    exponents=st.tuples(st.integers(0, 3), st.integers(0, 3)).filter(lambda it: sum(it) <= 3),
+    device=st.sampled_from(["h100", "a100", "mi300x", "l40s"]),
+    last_is_smaller=st.booleans(),
+)
+def test_the_worst_group_is_the_worst_of_all(
+    nodes: int, exponents: tuple[int, int], device: str, last_is_smaller: bool
+) -> None:
+    cluster = choose_cluster(8 * nodes, device, nodes)
+    if last_is_smaller:
+        cluster = file(UNEQUAL)
+    ranks, stride = 2 ** exponents[0], 2 ** exponents[1]
+    span = ranks * stride
+    if cluster.size % span:
+        return
+    firsts = [first for first in range(cluster.size) if first % span < stride]
+    groups = [range(first, first + span, stride) for first in firsts]
+    assert group_shape(cluster, ranks, stride) == worst_shape(cluster, groups)
+    pairs = [pair for group in groups for pair in pairwise(group)]
+    assert neighbour_shape(cluster, ranks, stride) == worst_shape(cluster, pairs)
+    far = [(rank, rank + span) for rank in range(cluster.size - span)]
+    assert ends_shape(cluster, span) == worst_shape(cluster, far)

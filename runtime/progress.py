@@ -1,0 +1,28 @@
+"""Turns logged steps into lines: loss, time of a step, and how much it trains on in a second."""
+
+import json
+import time
+
+from autopar.runtime.mesh import Mesh
+
+
+class Progress:
+    """What the first rank prints while it trains; times are means over the steps since the last."""
+
+    def __init__(self, mesh: Mesh, amount: int, unit: str, *, as_json: bool = False) -> None:
+        self._is_printing = mesh.rank == 0
+        self._amount, self._unit, self._as_json = amount, unit, as_json
+        self._step, self._begun = 0, time.perf_counter()
+
+    def log(self, step: int, loss: float) -> None:
+        """Print one line, as text or as JSON."""
+        now = time.perf_counter()
+        seconds = (now - self._begun) / (step - self._step)
+        self._step, self._begun = step, now
+        if not self._is_printing:
+            return
+        if self._as_json:
+            print(json.dumps({"step": step, "loss": loss, "seconds": seconds}), flush=True)
+            return
+        rate = f"{self._amount / seconds:,.0f} {self._unit}/s"
+        print(f"step {step:>6}   loss {loss:.5f}   {seconds * 1e3:,.1f} ms   {rate}", flush=True)
