@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.planner.costs.framework import FrameworkConstants
-from autopar.planner.costs.prediction import Arrangement, MemoryPrediction, Zero
+from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
 from autopar.planner.costs.stage_load import StageLoad
 
 
@@ -48,9 +48,31 @@ def memory_of(
         unsharded_bytes=unsharded,
         communication_bytes=buckets,
         margin_bytes=round(constants.margin * everything),
-        context_bytes=constants.context_bytes
-        + constants.communicator_bytes * _communicators(arrangement),
+        context_bytes=context_bytes(arrangement, constants),
     )
+
+
+def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> int:
+    """Return what libraries take on each rank, whatever it holds."""
+    return constants.context_bytes + constants.communicator_bytes * _communicators(arrangement)
+
+
+def layer_state_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
+    """Return what a layer's parameters occupy on a rank, divided as ZeRO divides them."""
+    zero, shard = arrangement.zero, arrangement.shard
+    return (
+        _part(cost.parameter_bytes, shard, zero >= Zero.PARAMETERS)
+        + _part(cost.gradient_bytes, shard, zero >= Zero.GRADIENTS)
+        + _part(cost.optimizer_bytes, shard, zero >= Zero.OPTIMIZER)
+    )
+
+
+def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
+    """Return what a stage holds unsharded at least, because this layer is in it."""
+    if arrangement.shard == 1 or arrangement.zero < Zero.GRADIENTS:
+        return 0
+    gathered = cost.parameter_bytes if arrangement.zero is Zero.PARAMETERS else 0
+    return gathered + cost.gradient_bytes
 
 
 def _state(loads: Sequence[StageLoad], zero: Zero, shard: int) -> tuple[int, int, int]:

@@ -5,9 +5,10 @@ its own. A rank holds at most, within T seconds and M bytes, K microbatches in f
 
     N(T)  =  ⌊ max { Σ x : Σ t·x ≤ T,  Σ (state + K · saved)·x ≤ M,  x ≥ 0 by recompute mode } ⌋
 
-of the layers that repeat most; with several stages, x of each, with its own K and share of M. With
-o the seconds of the longest other layer, O those of all others, and t the least of a layer that
-repeats, all find a place at T only if one rank has o beside its own, and O fills the gaps:
+of the layers that repeat most, M less what a layer needs while it runs in the mode; with several
+stages, x of each, with its own K and share of M. With o the seconds of the longest other layer, O
+those of all others, and t the least of a layer that repeats, all find a place at T only if one rank
+has o beside its own, and O fills the gaps:
 
     Σ_r N_r(T)  −  min_r { N_r(T) − N_r(T − o) }        ≥  n
     p · ⌊T ÷ t⌋  −  ⌈(O − p · (T − t · ⌊T ÷ t⌋)) ÷ t⌉  ≥  n
@@ -35,6 +36,7 @@ class Mode:
     forward_seconds: float
     backward_seconds: float
     saved_bytes: float
+    transient_bytes: float  # beside these, while it runs
 
     @property
     def seconds(self) -> float:
@@ -70,6 +72,8 @@ class Room:
 
     ranks: tuple[tuple[StageRoom, ...], ...]
     state_bytes: float  # of one of the layers that repeat
+    unsharded_bytes: float  # of one of them, while it runs
+    transient_bytes: float  # that every stage has at least
     margin: float
 
 
@@ -88,6 +92,7 @@ def block(rows: Sequence[Modes]) -> Block:
                 forward_seconds=one.forward_seconds,
                 backward_seconds=one.backward_seconds,
                 saved_bytes=float(one.saved_bytes),
+                transient_bytes=float(one.transient_bytes),
             )
             for one in most.values()
         ),
@@ -164,9 +169,11 @@ def _pieces(modes: Sequence[Mode], stage: StageRoom, room: Room) -> Iterator[tup
     A mix fills shares of the memory in each mode, so it lies below the hull of filling it in one.
     """
     corners = []
+    size = stage.size_bytes / (1.0 + room.margin) - room.unsharded_bytes
     for mode in modes:
-        kept = stage.in_flight * mode.saved_bytes * (1.0 + room.margin)
-        number = max(0.0, stage.size_bytes) / max(1.0, room.state_bytes + kept)
+        left = size - max(mode.transient_bytes, room.transient_bytes)
+        each = room.state_bytes + stage.in_flight * mode.saved_bytes
+        number = max(0.0, left) / max(1.0, each)
         corners.append((number * mode.seconds, number))
     here = (0.0, 0.0)
     while True:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.planner.annotate import state_of
+from autopar.planner.costs.memory import layer_state_bytes, layer_unsharded_bytes
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute, Zero
 from autopar.planner.costs.rank_groups import rank_groups
 from autopar.planner.plan.bottleneck import (
@@ -16,9 +17,9 @@ from autopar.planner.plan.bottleneck import (
     block,
     least_bottleneck_seconds,
 )
-from autopar.planner.plan.candidate import CLOSE_BYTES, Judge, inside_of, state_bytes
+from autopar.planner.plan.candidate import Judge, inside_of
 from autopar.planner.plan.constraints import Objective
-from autopar.planner.plan.costing import Inside
+from autopar.planner.plan.costing import Inside, Modes
 from autopar.planner.plan.least import LeastLayers, least_layers
 from autopar.planner.plan.relaxed_memory import (
     Ladder,
@@ -43,11 +44,18 @@ class LayoutFacts:
     ladder: Ladder
     block: Block
     repeated: LayerCost  # one of the block's layers
-    layers: tuple[tuple[LayerCost, int], ...]  # of each kind, how many
+    kinds: tuple[tuple[Modes, int], ...]  # of layers, each with its number
 
     def state_bytes(self, arrangement: Arrangement) -> int:
         """Return the state of all layers, as ZeRO divides it."""
-        return sum(number * state_bytes(one, arrangement) for one, number in self.layers)
+        return sum(
+            number * layer_state_bytes(modes[Recompute.NONE], arrangement)
+            for modes, number in self.kinds
+        )
+
+    def least_alone_bytes(self, arrangement: Arrangement) -> int:
+        """Return what some layer needs at least, were it alone on its rank."""
+        return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
 
 
 class Bounds:
@@ -127,25 +135,27 @@ class Bounds:
         The one stage of no pipeline has the transient memory of every layer in it.
         """
         again, margin = 0.0, self.judge.constants.margin
+        transient = facts.ladder.transient_bytes if arrangement.pipeline == 1 else 0
         endless = (StageRoom(in_flight=1, size_bytes=_ENDLESS),)
         rooms: tuple[tuple[StageRoom, ...], ...] = (endless,) * arrangement.pipeline
         if limited:
-            limits, context = self.judge.demands.limit_bytes, self.judge.constants.context_bytes
-            size = max(limits.values()) - context + CLOSE_BYTES
-            if facts.ladder.least_alone_bytes * (1.0 + margin) > size:
+            size = self.judge.most_bytes(arrangement)
+            if facts.least_alone_bytes(arrangement) * (1.0 + margin) > size:
                 return _NEVER
-            if arrangement.pipeline == 1:
-                size -= int(facts.ladder.transient_bytes * (1.0 + margin))
             budget = activation_budget_bytes(
                 arrangement,
-                rank_bytes=size,
+                rank_bytes=size / (1.0 + margin) - transient,
                 state_bytes=facts.state_bytes(arrangement),
-                margin=margin,
             )
             again = least_recompute_seconds(facts.ladder, budget)
             rooms = self._rooms(arrangement, solution, size)
-        held = state_bytes(facts.repeated, arrangement)
-        room = Room(ranks=rooms, state_bytes=held, margin=margin)
+        room = Room(
+            ranks=rooms,
+            state_bytes=layer_state_bytes(facts.repeated, arrangement),
+            unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
+            transient_bytes=transient,
+            margin=margin,
+        )
         slowest = self._bottleneck(shared, room)
         if max(again, slowest) == float("inf"):
             return _NEVER
@@ -192,15 +202,21 @@ class Bounds:
         if inside not in self._facts:
             row = lightest([self.costing.rows(inside, device) for device in self.devices])
             numbers = Counter(map(id, row))
-            layers = {id(modes): modes[Recompute.NONE] for modes in row}
+            kinds = {id(modes): modes for modes in row}
             self._facts[inside] = LayoutFacts(
                 totals=_totals([modes[Recompute.NONE] for modes in row]),
                 ladder=ladder(row),
                 block=block(row),
-                repeated=layers[max(numbers, key=lambda one: numbers[one])],
-                layers=tuple((layers[one], number) for one, number in numbers.items()),
+                repeated=kinds[max(numbers, key=lambda one: numbers[one])][Recompute.NONE],
+                kinds=tuple((kinds[one], number) for one, number in numbers.items()),
             )
         return self._facts[inside]
+
+
+def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:
+    plain = modes[Recompute.NONE]
+    held = layer_state_bytes(plain, arrangement) + layer_unsharded_bytes(plain, arrangement)
+    return held + min(one.saved_bytes + one.transient_bytes for one in modes.values())
 
 
 def _totals(plain: Sequence[LayerCost]) -> Totals:

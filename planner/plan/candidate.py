@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import groupby
 
 from autopar.planner.cluster.device import Device
 from autopar.planner.costs.framework import FrameworkConstants
+from autopar.planner.costs.memory import (
+    context_bytes,
+    layer_state_bytes,
+    layer_unsharded_bytes,
+)
 from autopar.planner.costs.pipeline import rank_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Prediction, Recompute, Zero
 from autopar.planner.costs.rank_groups import rank_groups
@@ -77,6 +82,7 @@ class Judge:
     demands: Demands
     constants: FrameworkConstants
     model_flops: int
+    _known: dict[object, LayerChoices] = field(init=False, default_factory=dict, compare=False)
 
     def solve(
         self, arrangement: Arrangement, *, least: Callable[[int], float] = _nothing
@@ -119,7 +125,7 @@ class Judge:
         the thriftiest plan decides.
         """
         rows = self._rows(arrangement, solution)
-        choices = self._choices(arrangement, rows)
+        choices = self._choices(arrangement, solution, rows)
         spare, report = 0, NOTHING_SOLVED
         for _ in range(_MOST_TRIES):
             answer = self._stages(arrangement, rows, choices, spare)
@@ -147,7 +153,7 @@ class Judge:
         spare: int,
     ) -> StageAnswer:
         """Choose the stages within what is allowed of each device, less what is spared."""
-        held = spare + self.constants.context_bytes
+        held = spare + context_bytes(arrangement, self.constants)
         memory = {name: limit - held for name, limit in self.demands.limit_bytes.items()}
         if min(memory.values()) <= 0:
             return NoStages(shortfall_bytes=1 - min(memory.values()))
@@ -156,7 +162,7 @@ class Judge:
     def _thriftiest(self, arrangement: Arrangement, solution: int) -> Answer:
         """Return the candidate that needs least of its fullest rank, or what it is short of."""
         rows = self._rows(arrangement, solution)
-        choices = self._choices(arrangement, rows)
+        choices = self._choices(arrangement, solution, rows)
         nothing = self._limits(arrangement, rows, dict.fromkeys(self.demands.limit_bytes, 0))
         least = least_memory_bytes(choices, nothing)
         if least is None:
@@ -174,11 +180,16 @@ class Judge:
         )
 
     def asked(self, arrangement: Arrangement, solution: int) -> tuple[LayerChoices, StageLimits]:
-        """Return what the stage program is asked, with the most memory that it may be given."""
+        """Return what the stage program is asked but for the cuts, with the most memory it gets."""
         rows = self._rows(arrangement, solution)
-        most = max(self.demands.limit_bytes.values()) - self.constants.context_bytes
-        memory = dict.fromkeys(self.demands.limit_bytes, max(0, most) + CLOSE_BYTES)
-        return self._choices(arrangement, rows), self._limits(arrangement, rows, memory)
+        memory = dict.fromkeys(self.demands.limit_bytes, max(0, self.most_bytes(arrangement)))
+        choices = self._uncut_choices(arrangement, solution, rows)
+        return choices, self._limits(arrangement, rows, memory)
+
+    def most_bytes(self, arrangement: Arrangement) -> int:
+        """Return what any rank may hold beside what libraries take, a little more than allowed."""
+        most = max(self.demands.limit_bytes.values())
+        return most - context_bytes(arrangement, self.constants) + CLOSE_BYTES
 
     def _rows(self, arrangement: Arrangement, solution: int) -> Mapping[Device, tuple[Modes, ...]]:
         inside = inside_of(arrangement, solution)
@@ -192,6 +203,23 @@ class Judge:
         return tuple(devices[rank * width] for rank in range(arrangement.pipeline))
 
     def _choices(
+        self, arrangement: Arrangement, solution: int, rows: Mapping[Device, tuple[Modes, ...]]
+    ) -> LayerChoices:
+        uncut = self._uncut_choices(arrangement, solution, rows)
+        cuts = self._cuts(arrangement, next(iter(rows.values())))
+        return replace(uncut, cuts=cuts) if cuts else uncut
+
+    def _uncut_choices(
+        self, arrangement: Arrangement, solution: int, rows: Mapping[Device, tuple[Modes, ...]]
+    ) -> LayerChoices:
+        """Return the layers' options, the same for all arrangements that divide the state alike."""
+        division = arrangement.zero, arrangement.shard if arrangement.zero else 1
+        key = inside_of(arrangement, solution), division, tuple(rows)
+        if key not in self._known:
+            self._known[key] = self._made_choices(arrangement, rows)
+        return self._known[key]
+
+    def _made_choices(
         self, arrangement: Arrangement, rows: Mapping[Device, tuple[Modes, ...]]
     ) -> LayerChoices:
         first = next(iter(rows.values()))
@@ -211,7 +239,6 @@ class Judge:
                 LayerRun(layer_class=numbers[key], count=len(list(group)))
                 for key, group in groupby(keys)
             ),
-            cuts=self._cuts(arrangement, first),
             pins=self.demands.pins,
         )
 
@@ -220,6 +247,7 @@ class Judge:
     ) -> Iterator[LayerOption]:
         """Yield one option for each recompute mode, without those that equal a simpler one."""
         margin = 1.0 + self.constants.margin
+        unsharded = layer_unsharded_bytes(modes[Recompute.NONE], arrangement)
         seen: set[tuple[float, int, int]] = set()
         for mode in Recompute:
             cost = modes[mode]
@@ -230,9 +258,9 @@ class Judge:
             yield LayerOption(
                 name=mode.value,
                 seconds=cost.forward_seconds + cost.backward_seconds,
-                fixed_bytes=state_bytes(cost, arrangement),
+                fixed_bytes=int(layer_state_bytes(cost, arrangement) * margin) + 1,
                 saved_bytes=int(cost.saved_bytes * margin) + 1,
-                transient_bytes=int(cost.transient_bytes * margin) + 1,
+                transient_bytes=int((cost.transient_bytes + unsharded) * margin) + 1,
             )
 
     def _cuts(self, arrangement: Arrangement, row: Sequence[Modes]) -> tuple[Cut, ...]:
@@ -347,17 +375,4 @@ def inside_of(arrangement: Arrangement, solution: int) -> Inside:
         microbatch=arrangement.microbatch,
         solution=solution,
         is_one_stage=arrangement.pipeline == 1,
-    )
-
-
-def state_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return what a layer's parameters occupy on a rank, divided as ZeRO divides them."""
-
-    def held(size_bytes: int, level: Zero) -> int:
-        return -(-size_bytes // arrangement.shard) if arrangement.zero >= level else size_bytes
-
-    return (
-        held(cost.parameter_bytes, Zero.PARAMETERS)
-        + held(cost.gradient_bytes, Zero.GRADIENTS)
-        + held(cost.optimizer_bytes, Zero.OPTIMIZER)
     )

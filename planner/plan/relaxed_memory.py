@@ -34,24 +34,21 @@ class Saving:
 class Ladder:
     """What a microbatch saves at most, what recomputing saves of that, the cheapest first.
 
-    `least_alone_bytes` is what some layer needs at least while it runs, `transient_bytes` what of
-    that is not kept.
+    `transient_bytes` is what some layer needs at least while it runs, beside what is kept.
     """
 
     saved_bytes: int
     savings: tuple[Saving, ...]
-    least_alone_bytes: int
     transient_bytes: int
 
 
 def ladder(rows: Sequence[Modes]) -> Ladder:
     """Return the ladder of a row of layers."""
-    saved, alone, transient, savings = 0, 0, 0, []
+    saved, transient, savings = 0, 0, []
     for _, group in groupby(rows, key=id):
         alike = list(group)
         modes = alike[0]
         saved += len(alike) * modes[Recompute.NONE].saved_bytes
-        alone = max(alone, min(c.saved_bytes + c.transient_bytes for c in modes.values()))
         transient = max(transient, min(c.transient_bytes for c in modes.values()))
         savings += [
             Saving(size_bytes=len(alike) * one.size_bytes, seconds=len(alike) * one.seconds)
@@ -61,7 +58,6 @@ def ladder(rows: Sequence[Modes]) -> Ladder:
     return Ladder(
         saved_bytes=saved,
         savings=tuple(cheapest),
-        least_alone_bytes=alone,
         transient_bytes=transient,
     )
 
@@ -127,12 +123,11 @@ def least_recompute_seconds(steps: Ladder, budget_bytes: float) -> float:
 
 
 def activation_budget_bytes(
-    arrangement: Arrangement, *, rank_bytes: int, state_bytes: float, margin: float
+    arrangement: Arrangement, *, rank_bytes: float, state_bytes: float
 ) -> float:
     """Return what one microbatch may save over all layers (the equation above)."""
     in_flight = in_flight_by_rank(arrangement)
-    total = sum(rank_bytes / count for count in in_flight) - state_bytes / max(in_flight)
-    return total / (1.0 + margin)
+    return sum(rank_bytes / count for count in in_flight) - state_bytes / max(in_flight)
 
 
 def in_flight_by_rank(arrangement: Arrangement) -> tuple[int, ...]:

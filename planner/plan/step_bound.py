@@ -86,6 +86,7 @@ class StepBound:
                     mode.backward_seconds, parameters, gradients
                 ),
                 saved_bytes=mode.saved_bytes,
+                transient_bytes=mode.transient_bytes,
             )
             for mode in repeated.modes
         )

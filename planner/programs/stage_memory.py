@@ -11,6 +11,7 @@ though only one stage runs at a time), so no plan is ever too big; one that fits
 the shares, is not searched.
 """
 
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
@@ -34,8 +35,7 @@ def stage_memory_bytes(choices: LayerChoices, limits: StageLimits) -> tuple[int,
         return tuple(stage.memory_bytes for stage in limits.stages)
     needs = [_even_need_bytes(choices, limits, stage) for stage in range(len(limits.stages))]
     shares = list(needs)
-    for rank in range(limits.ranks):
-        mine = [p for p in range(len(needs)) if limits.rank_of(p) == rank]
+    for mine in _stages_by_rank(limits).values():
         left = limits.stages[mine[0]].memory_bytes - sum(needs[p] for p in mine)
         in_flight = sum(limits.stages[p].in_flight for p in mine)
         for p in mine:
@@ -43,16 +43,24 @@ def stage_memory_bytes(choices: LayerChoices, limits: StageLimits) -> tuple[int,
     return tuple(shares)
 
 
+def _stages_by_rank(limits: StageLimits) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for stage in range(len(limits.stages)):
+        found.setdefault(limits.rank_of(stage), []).append(stage)
+    return found
+
+
 def _even_need_bytes(choices: LayerChoices, limits: StageLimits, stage: int) -> int:
     """Return the memory of a stage's part of an even split with the lightest options."""
     limit, layers = limits.stages[stage], choices.layers
     first, stop = (len(layers) * p // len(limits.stages) for p in (stage, stage + 1))
-    lightest = [
-        min(choices.options[limit.device_class][c], key=lambda o: _alone_bytes(o, limit.in_flight))
-        for c in layers[first:stop]
-    ]
-    resident = sum(option.resident_bytes(limit.in_flight) for option in lightest)
-    return resident + max((option.transient_bytes for option in lightest), default=0)
+    resident = transient = 0
+    for layer_class, number in Counter(layers[first:stop]).items():
+        options = choices.options[limit.device_class][layer_class]
+        lightest = min(options, key=lambda option: _alone_bytes(option, limit.in_flight))
+        resident += number * lightest.resident_bytes(limit.in_flight)
+        transient = max(transient, lightest.transient_bytes)
+    return resident + transient
 
 
 def _alone_bytes(option: LayerOption, in_flight: int) -> int:
@@ -85,10 +93,11 @@ def least_memory_bytes(choices: LayerChoices, limits: StageLimits) -> int | None
     From nothing on, what the stages lack is added, by as much as cannot be too much: of what a
     rank gets, a stage with K_p microbatches in flight has K_p / Σ K.
     """
-    in_flight: dict[int, list[int]] = {}
-    for stage, limit in enumerate(limits.stages):
-        in_flight.setdefault(limits.rank_of(stage), []).append(limit.in_flight)
-    sharing = min(sum(own) / max(own) for own in in_flight.values())
+    in_flight = [
+        [limits.stages[stage].in_flight for stage in own]
+        for own in _stages_by_rank(limits).values()
+    ]
+    sharing = min(sum(own) / max(own) for own in in_flight)
     memory = 0
     while True:
         shortfall = memory_shortfall_bytes(choices, with_memory(limits, memory))

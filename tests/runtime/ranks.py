@@ -6,6 +6,7 @@ a function must stand at the top of its module. Every call finds a working defau
 """
 
 import faulthandler
+import gc
 import os
 import pickle
 import shutil
@@ -132,6 +133,7 @@ def _stack_file(folder: Path, rank: int) -> Path:
 def _serve(pipe: Connection, rank: int, size: int, folder: Path) -> None:
     """Answer calls until the parent goes away."""
     torch.set_num_threads(1)
+    gc.freeze()  # what is imported is not looked through after every call
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(size)}
     with _stack_file(folder, rank).open("w") as stacks:
         faulthandler.register(signal.SIGUSR1, file=stacks, all_threads=False)
@@ -160,6 +162,11 @@ def _answer_call(task: bytes, rank: int, size: int, store: Path) -> bytes:
 
 
 def _drop_extra_groups() -> None:
-    """Leave no group but the default one, lest a long session runs out of sockets."""
+    """Leave no group but the default one.
+
+    Device meshes are cycles that hold their groups, and every group of gloo has a thread that wakes
+    up a hundred times a second: those of a few tests would keep two cores busy.
+    """
     if dist.is_initialized() and len(dist.distributed_c10d._world.pg_map) > 1:
         dist.destroy_process_group()
+    gc.collect()
