@@ -38,7 +38,7 @@ imports: setup
 	$(BIN)/lint-imports
 
 pytest: setup
-	$(BIN)/pytest -n $(JOBS) --dist loadgroup
+	$(BIN)/pytest -n $(JOBS)
 
 golden: setup  # remakes what is compared, and the output shown in the README
 	$(BIN)/python docs/render_readme.py

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch.distributed as dist
+from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
 # Tests that run on many processes at once. Two of them side by side take ten times as long on two
-# cores, so they form one group, which `pytest --dist loadgroup` gives to one worker.
+# cores, so one worker gets them all; the others go by the file.
 ON_MANY_PROCESSES = (
     "tests/runtime/",
     "tests/codegen/forward/test_ranks.py",
@@ -18,12 +20,18 @@ ON_MANY_PROCESSES = (
 )
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Keep the tests on many processes together."""
-    for item in items:
-        if item.nodeid.startswith(ON_MANY_PROCESSES):
-            item.add_marker(pytest.mark.xdist_group("many-processes"))
+class OneWorkerForRanks(LoadScopeScheduling):  # type: ignore[misc]
+    """Gives the tests on many processes to one worker."""
+
+    def _split_scope(self, nodeid: str) -> str:
+        if nodeid.startswith(ON_MANY_PROCESSES):
+            return "many processes"
+        return nodeid.partition("::")[0]
+
+
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
+    """Take the schedule above whatever `--dist` says."""
+    return OneWorkerForRanks(config, log)
 
 
 @pytest.fixture(autouse=True)

@@ -12,13 +12,18 @@ from functools import lru_cache
 from itertools import accumulate
 
 from autopar.planner.costs.schedule import SCHEDULES, PipelineShape, ScheduleKind, schedule_of
-from autopar.planner.costs.schedule_actions import Schedule
 from autopar.planner.costs.schedule_closed_forms import (
     on_demand_seconds,
     uneven_gpipe_step_seconds,
     uneven_one_f_one_b_least_seconds,
 )
-from autopar.planner.costs.schedule_simulation import StageSeconds, Transfer, simulate
+from autopar.planner.costs.schedule_simulation import (
+    Prepared,
+    StageSeconds,
+    Transfer,
+    prepared,
+    simulate_prepared,
+)
 
 ROUNDS = 3  # simulated: warm-up, and one round more than it takes to settle
 
@@ -157,7 +162,7 @@ def _run(
     stages: tuple[StageSeconds, ...],
     transfer_seconds: tuple[float, ...],
 ) -> PipelineSeconds:
-    simulation = simulate(
+    simulation = simulate_prepared(
         _order(kind, shape),
         stages,
         transfer_seconds=transfer_seconds,
@@ -171,5 +176,5 @@ def _run(
 
 
 @lru_cache(maxsize=64)
-def _order(kind: ScheduleKind, shape: PipelineShape) -> Schedule:
-    return schedule_of(kind, shape)
+def _order(kind: ScheduleKind, shape: PipelineShape) -> Prepared:
+    return prepared(schedule_of(kind, shape))

@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from enum import Enum
 
 from autopar.planner.costs.schedule_actions import ActionKind, Schedule, stage_to_rank
-from autopar.planner.costs.schedule_in_flight import peak_in_flight
 from autopar.planner.errors import InputError
 
 
@@ -39,7 +38,6 @@ class Simulation:
 
     step_seconds: float
     idle_seconds: tuple[float, ...]  # per rank: the step without its computing
-    peak_in_flight: tuple[int, ...]  # per stage: microbatches whose activations it holds
     starts_seconds: Times
     ends_seconds: Times
 
@@ -61,8 +59,51 @@ def even_stages(
     return (one,) * stages
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prepared:
+    """A schedule with its actions as numbers: of stage and kind together, and of the microbatch."""
+
+    schedule: Schedule
+    ranks: dict[int, int]  # of each stage
+    microbatches: int
+    steps: tuple[tuple[tuple[int, int], ...], ...]
+
+
+_KINDS = tuple(ActionKind)
+_PLACE_OF_KIND = {kind: place for place, kind in enumerate(_KINDS)}
+
+
+def prepared(schedule: Schedule) -> Prepared:
+    """Return a schedule as `simulate_prepared` wants it, to be simulated many times."""
+    return Prepared(
+        schedule=schedule,
+        ranks=stage_to_rank(schedule),
+        microbatches=1 + max(action.microbatch for actions in schedule for action in actions),
+        steps=tuple(
+            tuple(
+                (len(_KINDS) * action.stage + _PLACE_OF_KIND[action.kind], action.microbatch)
+                for action in actions
+            )
+            for actions in schedule
+        ),
+    )
+
+
 def simulate(
     schedule: Schedule,
+    stages: Sequence[StageSeconds],
+    *,
+    transfer_seconds: Sequence[float],
+    transfer: Transfer,
+) -> Simulation:
+    """Return when each action of a schedule runs; see `simulate_prepared`."""
+    return simulate_prepared(
+        prepared(schedule), stages, transfer_seconds=transfer_seconds, transfer=transfer
+    )
+
+
+def simulate_prepared(
+    order: Prepared,
     stages: Sequence[StageSeconds],
     *,
     transfer_seconds: Sequence[float],
@@ -79,17 +120,15 @@ def simulate(
     Left out: transfers that share a link, and a sender that waits for its receiver (in 1F1B it
     waits for a gradient from that receiver at the same time). The schedule must be a valid one.
     """
-    _require_shapes(schedule, stages, transfer_seconds)
-    work = _work_of_stages(schedule, stages, transfer_seconds)
-    starts, ends = _run(schedule, work, transfer)
+    _require_shapes(order, stages, transfer_seconds)
+    work = _work_of_stages(order, stages, transfer_seconds)
+    starts, ends = _run(order, work, transfer)
     step_seconds = max(rank_ends[-1] for rank_ends in ends)
     return Simulation(
         step_seconds=step_seconds,
         idle_seconds=tuple(
-            step_seconds - sum(work[action.stage][action.kind].seconds for action in actions)
-            for actions in schedule
+            step_seconds - sum(work[number].seconds for number, _ in steps) for steps in order.steps
         ),
-        peak_in_flight=peak_in_flight(schedule),
         starts_seconds=starts,
         ends_seconds=ends,
     )
@@ -106,9 +145,9 @@ class _Work:
 
 
 def _require_shapes(
-    schedule: Schedule, stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]
+    order: Prepared, stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]
 ) -> None:
-    scheduled = len(stage_to_rank(schedule))
+    scheduled = len(order.ranks)
     if scheduled != len(stages) or len(transfer_seconds) != len(stages) - 1:
         raise InputError(
             f"a schedule of {scheduled} stages with the seconds of {len(stages)} stages"
@@ -118,9 +157,11 @@ def _require_shapes(
 
 
 def _work_of_stages(
-    schedule: Schedule, stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]
-) -> tuple[dict[ActionKind, _Work], ...]:
-    """Return per stage and kind what it takes; the rows are forwards, gradients, always, nowhere.
+    order: Prepared, stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]
+) -> tuple[_Work, ...]:
+    """Return per stage, kind by kind, what it takes.
+
+    The rows are forwards, gradients, one that is always there, and one that nobody reads.
 
     Only what comes from another stage is waited for: the own forward, and the input gradient before
     its weight gradient, are earlier on the same rank in every valid schedule.
@@ -129,64 +170,57 @@ def _work_of_stages(
     always, nowhere = 2 * count, 2 * count + 1
     forward_rows = (always, *range(count - 1))
     gradient_rows = (*range(count + 1, 2 * count), always)
-    delays = (0.0, *_delays_between_ranks(schedule, transfer_seconds), 0.0)
+    delays = (0.0, *_delays_between_ranks(order, transfer_seconds), 0.0)
 
     def work(seconds: float, needs: int, gives: int, delay: float) -> _Work:
         return _Work(seconds=seconds, needs_row=needs, gives_row=gives, transfer_seconds=delay)
 
-    table = []
+    table: list[_Work] = []
     for stage, own in enumerate(stages):
         before, after = forward_rows[stage], gradient_rows[stage]
         row, into, back = count + stage, delays[stage], delays[stage + 1]
-        table.append(
-            {
-                ActionKind.FORWARD: work(own.forward_seconds, before, stage, into),
-                ActionKind.BACKWARD: work(own.backward_seconds, after, row, back),
-                ActionKind.INPUT_GRADIENT: work(own.input_gradient_seconds, after, row, back),
-                ActionKind.WEIGHT_GRADIENT: work(own.weight_gradient_seconds, always, nowhere, 0.0),
-            }
-        )
+        kinds = {
+            ActionKind.FORWARD: work(own.forward_seconds, before, stage, into),
+            ActionKind.BACKWARD: work(own.backward_seconds, after, row, back),
+            ActionKind.INPUT_GRADIENT: work(own.input_gradient_seconds, after, row, back),
+            ActionKind.WEIGHT_GRADIENT: work(own.weight_gradient_seconds, always, nowhere, 0.0),
+        }
+        table += [kinds[kind] for kind in _KINDS]
     return tuple(table)
 
 
-def _delays_between_ranks(
-    schedule: Schedule, transfer_seconds: Sequence[float]
-) -> tuple[float, ...]:
+def _delays_between_ranks(order: Prepared, transfer_seconds: Sequence[float]) -> tuple[float, ...]:
     """Return the transfers with zero where both stages are on one rank, as at the turn of a V."""
-    rank_of = stage_to_rank(schedule)
+    rank_of = order.ranks
     return tuple(
         seconds if rank_of[stage] != rank_of[stage + 1] else 0.0
         for stage, seconds in enumerate(transfer_seconds)
     )
 
 
-def _run(
-    schedule: Schedule, work: Sequence[dict[ActionKind, _Work]], transfer: Transfer
-) -> tuple[Times, Times]:
+def _run(order: Prepared, work: Sequence[_Work], transfer: Transfer) -> tuple[Times, Times]:
     """Return starts and ends: in turn each rank runs until an input of it is not there yet."""
-    microbatches = 1 + max(action.microbatch for actions in schedule for action in actions)
-    rows: list[list[float | None]] = [[None] * microbatches for _ in range(2 * len(work) + 2)]
-    rows[2 * len(work)] = [0.0] * microbatches  # what the first and the last stage need
-    steps = [
-        [(work[action.stage][action.kind], action.microbatch) for action in actions]
-        for actions in schedule
-    ]
-    starts: list[list[float]] = [[] for _ in schedule]
-    ends: list[list[float]] = [[] for _ in schedule]
-    unfinished = list(range(len(schedule)))
+    microbatches, stages = order.microbatches, len(order.ranks)
+    rows: list[list[float | None]] = [[None] * microbatches for _ in range(2 * stages + 2)]
+    rows[2 * stages] = [0.0] * microbatches  # what the first and the last stage need
+    steps = order.steps
+    starts: list[list[float]] = [[] for _ in steps]
+    ends: list[list[float]] = [[] for _ in steps]
+    unfinished = list(range(len(steps)))
     while unfinished:
         before = sum(map(len, ends))
         for rank in unfinished:
-            _run_until_blocked(steps[rank], transfer, rows, starts[rank], ends[rank])
+            _run_until_blocked(steps[rank], work, transfer, rows, starts[rank], ends[rank])
         if sum(map(len, ends)) == before:
-            blocked = ", ".join(str(schedule[rank][len(ends[rank])]) for rank in unfinished)
+            blocked = ", ".join(str(order.schedule[rank][len(ends[rank])]) for rank in unfinished)
             raise InputError(f"the pipeline schedule waits for ever at {blocked}")
         unfinished = [rank for rank in unfinished if len(ends[rank]) < len(steps[rank])]
     return tuple(map(tuple, starts)), tuple(map(tuple, ends))
 
 
 def _run_until_blocked(
-    steps: Sequence[tuple[_Work, int]],
+    steps: Sequence[tuple[int, int]],
+    works: Sequence[_Work],
     transfer: Transfer,
     rows: list[list[float | None]],
     starts: list[float],
@@ -196,7 +230,8 @@ def _run_until_blocked(
     overlapped = transfer is Transfer.OVERLAPPED
     free = ends[-1] if ends else 0.0
     for index in range(len(ends), len(steps)):
-        work, microbatch = steps[index]
+        number, microbatch = steps[index]
+        work = works[number]
         ready = rows[work.needs_row][microbatch]
         if ready is None:
             return

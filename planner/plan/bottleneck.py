@@ -35,6 +35,7 @@ class Mode:
 
     forward_seconds: float
     backward_seconds: float
+    weight_gradient_seconds: float  # of the backward, where the two are apart
     saved_bytes: float
     transient_bytes: float  # beside these, while it runs
 
@@ -91,6 +92,7 @@ def block(rows: Sequence[Modes]) -> Block:
             Mode(
                 forward_seconds=one.forward_seconds,
                 backward_seconds=one.backward_seconds,
+                weight_gradient_seconds=one.weight_gradient_seconds,
                 saved_bytes=float(one.saved_bytes),
                 transient_bytes=float(one.transient_bytes),
             )
@@ -151,6 +153,28 @@ class _Curve:
 
 
 _Curves = Sequence[tuple[_Curve, int]]  # each with the number of its ranks
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Places:
+    """How many of the layers that repeat each rank holds at most, by the time that they take."""
+
+    ranks: tuple[_Curve, ...]
+
+    def least(self, weights: Sequence[float], layers: float, *, within_seconds: float) -> float:
+        """Return the least Σ weight · layers over the ranks, whose weights ascend."""
+        total = 0.0
+        for weight, curve in zip(weights, self.ranks, strict=True):
+            here = min(layers, curve.whole(within_seconds))
+            total += weight * here
+            layers -= here
+        return total
+
+
+def places(repeated: Block, room: Room) -> Places:
+    """Return the places of a pipeline's ranks within the memory."""
+    known = {rooms: _curve(repeated.modes, rooms, room) for rooms in dict.fromkeys(room.ranks)}
+    return Places(ranks=tuple(known[rooms] for rooms in room.ranks))
 
 
 def _curve(modes: Sequence[Mode], rooms: Sequence[StageRoom], room: Room) -> _Curve:

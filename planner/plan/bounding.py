@@ -12,10 +12,12 @@ from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute, 
 from autopar.planner.costs.rank_groups import rank_groups
 from autopar.planner.plan.bottleneck import (
     Block,
+    Places,
     Room,
     StageRoom,
     block,
     least_bottleneck_seconds,
+    places,
 )
 from autopar.planner.plan.candidate import Judge, inside_of
 from autopar.planner.plan.constraints import Objective
@@ -33,7 +35,9 @@ from autopar.planner.plan.step_bound import Pressed, StepBound, Totals
 from autopar.planner.programs.stage_memory import stage_memory_bytes
 
 _ENDLESS = 1e30  # bytes
-_NEVER = Pressed(recompute_seconds=float("inf"), bottleneck_seconds=float("inf"))
+_NEVER = Pressed(
+    recompute_seconds=float("inf"), bottleneck_seconds=float("inf"), places=Places(ranks=())
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -159,7 +163,9 @@ class Bounds:
         slowest = self._bottleneck(shared, room)
         if max(again, slowest) == float("inf"):
             return _NEVER
-        return Pressed(recompute_seconds=again, bottleneck_seconds=slowest)
+        return Pressed(
+            recompute_seconds=again, bottleneck_seconds=slowest, places=places(shared, room)
+        )
 
     def _rooms(
         self, arrangement: Arrangement, solution: int, size: int

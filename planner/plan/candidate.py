@@ -85,13 +85,17 @@ class Judge:
     _known: dict[object, LayerChoices] = field(init=False, default_factory=dict, compare=False)
 
     def solve(
-        self, arrangement: Arrangement, *, least: Callable[[int], float] = _nothing
+        self,
+        arrangement: Arrangement,
+        *,
+        least: Callable[[int], float] = _nothing,
+        known_seconds: float = float("inf"),
     ) -> Answer:
         """Return the fastest candidate of an arrangement.
 
         Where the fastest layouts fit without computing anything again, no others are faster;
         only where memory presses, the slower ones that need less of it are tried too, unless what
-        they come to at `least` is no better than what was found.
+        they come to at `least` is no better than what was found, here or before.
         """
         first = self._solve(arrangement, 0)
         if first.candidate and not recomputes(first.candidate):
@@ -99,7 +103,8 @@ class Judge:
         solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
         answers, best = [first], first.candidate
         for number in sorted(range(1, len(solutions)), key=least):
-            if least(number) >= (best.prediction.step_seconds if best else float("inf")):
+            found_seconds = best.prediction.step_seconds if best else known_seconds
+            if least(number) >= min(found_seconds, known_seconds):
                 break
             answers.append(self._solve(arrangement, number))
             found = [one.candidate for one in answers if one.candidate]

@@ -155,6 +155,7 @@ class Explorer:
         self.solved = 0
         self.infeasible = 0
         self.programs = 0
+        self._best_seconds = float("inf")
         self._proved_at: float | None = None
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
@@ -261,7 +262,9 @@ class Explorer:
             answer = self.judge.solve_smallest(arrangement)
         else:
             answer = self.judge.solve(
-                arrangement, least=lambda number: self.bounds.of_solution(arrangement, number)
+                arrangement,
+                least=lambda number: self.bounds.of_solution(arrangement, number),
+                known_seconds=self._best_seconds,
             )
         self.programs += answer.report.calls
         if answer.candidate is None:
@@ -269,6 +272,7 @@ class Explorer:
             return []
         self.solved += 1
         candidate = answer.candidate
+        self._best_seconds = min(self._best_seconds, candidate.prediction.step_seconds)
         return [Found(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)]
 
     def value(self, candidate: Candidate) -> float:

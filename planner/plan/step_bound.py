@@ -16,8 +16,10 @@ from autopar.planner.costs.optimizer import optimizer_seconds
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rank_groups import RankGroups
 from autopar.planner.costs.schedule import ScheduleKind
-from autopar.planner.plan.bottleneck import Block, Mode
+from autopar.planner.plan.bottleneck import Block, Mode, Places
 from autopar.planner.precision import Precision
+
+_HALVINGS = 8  # of the interval in which the time of the slowest rank lies
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,6 +46,7 @@ class Pressed:
 
     recompute_seconds: float
     bottleneck_seconds: float
+    places: Places
 
 
 class StepBound:
@@ -85,6 +88,7 @@ class StepBound:
                 backward_seconds=self._sharded_backward(
                     mode.backward_seconds, parameters, gradients
                 ),
+                weight_gradient_seconds=mode.weight_gradient_seconds,
                 saved_bytes=mode.saved_bytes,
                 transient_bytes=mode.transient_bytes,
             )
@@ -137,7 +141,56 @@ class StepBound:
             return max(least, least_step_seconds(alone, arrangement), self._in_turn(alone, slowest))
         waiting = _mean_wait_seconds(arrangement, repeated) if ranks > 1 else 0.0
         through = self.totals.forward_seconds + self.totals.input_gradient_seconds
-        return max(least, through, microbatches * alone / ranks + waiting)
+        even = microbatches * alone / ranks
+        filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
+        return max(least, through, even + waiting, filling)
+
+    @property
+    def _is_split_in_turn(self) -> bool:
+        """Whether rank r has p − r forwards before its first backward, which is split."""
+        arrangement = self.arrangement
+        is_split = arrangement.schedule is ScheduleKind.INTERLEAVED_ZERO_BUBBLE
+        return is_split and arrangement.stages_per_rank == 1 and arrangement.pipeline > 1
+
+    def _filling(self, even: float, pressed: Pressed, repeated: Block) -> float:
+        """Return the bound of zero bubble with one stage per rank: it waits while it fills.
+
+        Rank r computes K_r = min(m, p − r) forwards before its first backward, which comes after
+        all forwards, and the input gradients of the ranks behind it, so it is idle for
+
+            Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
+
+        and the mean rank for W = Σ_s ((1 − K_s ÷ p) · f_s + s ÷ p · i_s). Light stages at the end
+        make this small, but then others have more to do: the least of max(m · T, m · Σ ÷ p + W(T))
+        over the time T of the slowest rank, which says how many layers each rank can hold.
+        """
+        microbatches, ranks = self.arrangement.microbatches, self.arrangement.pipeline
+        plain = repeated.modes[0]
+        again = max(0.0, *(mode.seconds - plain.seconds for mode in repeated.modes))
+        behind = [rank / ranks for rank in range(ranks)]
+        held = [1.0 - min(microbatches, ranks - rank) / ranks for rank in range(ranks)]
+        gradient = plain.backward_seconds - plain.weight_gradient_seconds
+        weights = [
+            plain.forward_seconds * forward + gradient * backward
+            for forward, backward in zip(held, behind, strict=True)
+        ]
+        recomputed = pressed.recompute_seconds / again if again else 0.0
+
+        def waiting(slowest: float) -> float:
+            least = pressed.places.least
+            return least(weights, repeated.count, within_seconds=slowest) + again * least(
+                behind, min(recomputed, repeated.count), within_seconds=slowest
+            )
+
+        low = pressed.bottleneck_seconds
+        if microbatches * self.rank_seconds(low) >= even + waiting(low):
+            return microbatches * self.rank_seconds(low)
+        high = (even + waiting(low)) / microbatches
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            is_less = microbatches * self.rank_seconds(middle) < even + waiting(middle)
+            low, high = (middle, high) if is_less else (low, middle)
+        return microbatches * self.rank_seconds(low)
 
     def _in_turn(self, alone: float, slowest: float) -> float:
         """GPipe: (m − 1) · T + Σ. 1F1B: (m − 1) · T + Σ − (p · T − Σ), for m > p.

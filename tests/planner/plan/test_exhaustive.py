@@ -35,7 +35,7 @@ class Case:
 CASES = (
     Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%"),
     Case(model=("gpt2.py",), gpus=8, batch=8, memory="80%"),
-    Case(model=("gpt2.py", "size=124m"), gpus=2, batch=8, memory="5 GiB"),
+    Case(model=("gpt2.py", "size=124m"), gpus=2, batch=8, memory="5.25 GiB"),
     Case(model=("gpt2.py", "size=124m"), gpus=4, batch=32, memory="5.5 GiB"),
     Case(model=("gpt2.py", "size=124m"), gpus=8, batch=16, memory="80%"),
     Case(model=("t5.py",), gpus=2, batch=8, memory="80%"),
