@@ -5,24 +5,27 @@ The plan: pp 4 · dp 2 · tp 8, ZeRO-1, 1f1b, 64 microbatches of 1 row.
 Run it on each of 8 nodes; HOST is the first one's address, NODE 0 to 7:
     torchrun --nnodes 8 --nproc-per-node 8 --node-rank NODE --master-addr HOST llama_70b_tp_pp_dp.py
 
-Predicted on 64 × h100-sxm: 18.51 s per step, 56,654 tokens/s, 44.1% of the peak FLOPs
-    compute 12.93 s, tensor communication 4.66 s, pipeline bubble 832.3 ms
+Predicted on 64 × h100-sxm: 18.59 s per step, 56,416 tokens/s, 43.9% of the peak FLOPs
+    compute 12.94 s, tensor communication 4.698 s, pipeline bubble 857.3 ms
 Communication of the busiest rank in a step:
-    activations split over the tensor axis: over 8 ranks, 4.66 s, waits 4.66 s
-    parameters gathered from the ranks that share them: 22 × all-gather over 2 ranks, 4.23 GiB,
-      50.51 ms, waits 14.09 ms
-    gradients summed over the ranks that share the data: 22 × reduce-scatter over 2 ranks,
-      8.459 GiB, 99.22 ms, waits 27.96 ms
-    activations and their gradients between stages: 64 × point-to-point over 2 ranks, 1 GiB,
-      35.53 ms, waits 35.53 ms
-Memory of the fullest device: 69.35 GiB of 76 GiB (91%)
-    parameters 4.23 GiB, gradients 8.459 GiB, optimizer 12.69 GiB, activations 34.1 GiB, fragments
-      4.804 GiB, context 4.5 GiB
+    activations split over the tensor axis: over 8 ranks, 4.698 s, waits 4.698 s
+    parameters gathered from the ranks that share them: 21 × all-gather over 2 ranks, 4.758 GiB,
+      56.61 ms, waits 14.53 ms
+    gradients summed over the ranks that share the data: 21 × reduce-scatter over 2 ranks,
+      9.517 GiB, 111.4 ms, waits 28.88 ms
+    gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 8 ranks, 672 KiB,
+      34.77 us, waits 34.77 us
+    activations and their gradients between stages: 128 × point-to-point over 2 ranks, 2 GiB,
+      71.06 ms, waits 71.06 ms
+Memory of the fullest device: 76 GiB of 76 GiB (100%)
+    parameters 4.323 GiB, gradients 8.647 GiB, optimizer 12.97 GiB, activations 39.69 GiB, fragments
+      5.296 GiB, context 4.5 GiB
 
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 70% of its step.
-The next best, pp 4 · dp 2 · tp 8, takes 18.72 s (+1.1%): +177.3 ms tensor communication.
+The next best, pp 4 · dp 2 · tp 8, takes 18.72 s (+0.7%): +139.5 ms tensor communication, 940.5 MiB
+less memory.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: abe0b2b5f3c4d490.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a3ae638507a0586c.
 
 from __future__ import annotations
 
@@ -43,9 +46,9 @@ from autopar.runtime.collectives import exchange, gather, scatter_sum, sum_gradi
 from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batches
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
-from autopar.runtime.gradients import clip_by_global_norm
+from autopar.runtime.gradients import clip_by_global_norm, sum_replicated
 from autopar.runtime.initial_weights import Recipe, record
-from autopar.runtime.layer_names import named, numbered
+from autopar.runtime.layer_names import is_listed, named, numbered
 from autopar.runtime.loss import loss_scales, mean_loss
 from autopar.runtime.mesh import Axis, Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart, names_of, take_classes
@@ -102,12 +105,8 @@ class TensorParallelBlock(Block):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Do what Block does, on this rank's share."""
-        y = F.rms_norm(
-            x, (8192,), sum_gradients(self.input_layernorm.weight, self.tensor), eps=1e-05
-        )
-        y = exchange(y, 1, 2, self.tensor)  # from shards of seq to shards of embed
         # partial sums over kv_heads, added up into shards of seq
-        x = x + scatter_sum(self.self_attn(y, cos, sin), 1, self.tensor)
+        x = x + scatter_sum(self.self_attn(self.input_layernorm(x), cos, sin), 1, self.tensor)
         y = F.rms_norm(
             x, (8192,), sum_gradients(self.post_attention_layernorm.weight, self.tensor), eps=1e-05
         )
@@ -117,23 +116,25 @@ class TensorParallelBlock(Block):
 
 
 class TensorParallelAttention(Attention):
-    """Attention with kv_heads split over the tensor axis."""
+    """Attention with kv_heads and seq split over the tensor axis."""
 
     tensor: Axis
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Do what Attention does, on this rank's share."""
-        batch, seq, _ = x.shape
-        q = self.q_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        k = self.k_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        v = self.v_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        q = scatter_sum(q, 1, self.tensor)  # partial sums, added up into shards of kv_heads
+        q = gather(x, 1, self.tensor)  # shards of seq gathered: split along kv_heads from here on
+        batch, seq, _ = q.shape
+        q = self.q_proj(q).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        # from shards of seq to shards of kv_heads
+        k = exchange(F.linear(x, sum_gradients(self.k_proj.weight, self.tensor)), 1, 2, self.tensor)
+        k = k.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        # from shards of seq to shards of kv_heads
+        v = exchange(F.linear(x, sum_gradients(self.v_proj.weight, self.tensor)), 1, 2, self.tensor)
+        v = v.view(batch, seq, -1, self.head_dim).transpose(1, 2)
         q1, q2 = q.chunk(2, dim=-1)
         q = q * cos + torch.cat((-q2, q1), dim=-1) * sin
-        k = scatter_sum(k, 1, self.tensor)  # partial sums, added up into shards of kv_heads
         k1, k2 = k.chunk(2, dim=-1)
         k = k * cos + torch.cat((-k2, k1), dim=-1) * sin
-        v = scatter_sum(v, 1, self.tensor)  # partial sums, added up into shards of kv_heads
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
         return out
@@ -154,7 +155,7 @@ class FirstStage(Llama):
         cos = y.cos().to(x.dtype)
         sin = y.sin().to(x.dtype)
         x = exchange(x, 2, 1, self.tensor)  # from shards of embed to shards of seq
-        for block in self.layers[:20]:
+        for block in self.layers[:18]:
             x = block(x, cos, sin)
         return x
 
@@ -210,30 +211,29 @@ OPENED: dict[str, type[nn.Module]] = {
 }
 SPLITS = {
     "embed_tokens.weight": Split(1, ((8192, 1),)),  # embed
-    "layers.*.self_attn.q_proj.weight": Split(1, ((8192, 1),)),  # embed
-    "layers.*.self_attn.k_proj.weight": Split(1, ((8192, 1),)),  # embed
-    "layers.*.self_attn.v_proj.weight": Split(1, ((8192, 1),)),  # embed
+    "layers.*.self_attn.q_proj.weight": Split(0, ((8, 1024),)),  # kv_heads
     "layers.*.self_attn.o_proj.weight": Split(1, ((8, 1024),)),  # kv_heads
     "layers.*.mlp.gate_proj.weight": Split(0, ((28672, 1),)),  # ffn
     "layers.*.mlp.up_proj.weight": Split(0, ((28672, 1),)),  # ffn
     "layers.*.mlp.down_proj.weight": Split(1, ((28672, 1),)),  # ffn
     "lm_head.weight": Split(0, ((128256, 1),)),  # vocab
 }
+SUMMED = ("layers.*.input_layernorm.weight",)
 # what each stage gives to the next
 CROSSING = (Crossing((MICROBATCH, 8192, 8192), Split(1, ((8192, 1),))),)
 STAGES = (
-    StagePart(FirstStage, ("embed_tokens", *numbered("layers.*", range(20))), CROSSING),
+    StagePart(FirstStage, ("embed_tokens", *numbered("layers.*", range(18))), CROSSING),
     StagePart(
         MiddleStage,
-        numbered("layers.*", range(20, 40)),
+        numbered("layers.*", range(18, 39)),
         CROSSING,
-        bounds={"first": 20, "end": 40},
+        bounds={"first": 18, "end": 39},
     ),
     StagePart(
         MiddleStage,
-        numbered("layers.*", range(40, 60)),
+        numbered("layers.*", range(39, 60)),
         CROSSING,
-        bounds={"first": 40, "end": 60},
+        bounds={"first": 39, "end": 60},
     ),
     StagePart(LastStage, (*numbered("layers.*", range(60, 80)), "norm", "lm_head")),
 )
@@ -287,6 +287,9 @@ def train_step(
     # The loss is a mean over the targets that count: microbatches weigh by how many they have.
     counts = torch.stack([valid_targets(batch) for batch in microbatches])
     losses = model.step(microbatches, list(loss_scales(counts, mesh)))
+    for part in model.parts:
+        names = part.named_parameters()
+        sum_replicated((p for name, p in names if is_listed(name, SUMMED)), mesh.tensor)
     split = frozenset(named(SPLITS, (name for part in model.parts for name in names_of(part))))
     clip_by_global_norm(model.parts, CLIP_NORM, mesh, split=split)
     optimizer.step()
