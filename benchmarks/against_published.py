@@ -126,7 +126,7 @@ def compared(row: Row, most_seconds: float) -> Compared:
     if arrangement.zero.value == 0:
         arrangement = replace(arrangement, shard=arrangement.data)
     as_published = replace(explorer.judge.demands, modes=(modes,) * len(subject.layers.layers))
-    published = _solved(replace(explorer.judge, demands=as_published), arrangement)
+    published = _solved(explorer.judge.under(as_published), arrangement)
     began = time.perf_counter()
     outcome = explorer.explore(is_late=lambda: time.perf_counter() - began > most_seconds)
     return Compared(

@@ -19,10 +19,10 @@ from autopar.planner.plan.bottleneck import (
     least_bottleneck_seconds,
     places,
 )
-from autopar.planner.plan.candidate import Judge, inside_of
 from autopar.planner.plan.constraints import Objective
 from autopar.planner.plan.costing import Inside, Modes
 from autopar.planner.plan.least import LeastLayers, least_layers
+from autopar.planner.plan.questions import Questions, inside_of
 from autopar.planner.plan.relaxed_memory import (
     Ladder,
     activation_budget_bytes,
@@ -65,8 +65,8 @@ class LayoutFacts:
 class Bounds:
     """What no leaf below a node beats, under one objective."""
 
-    def __init__(self, judge: Judge, objective: Objective) -> None:
-        self.judge, self.costing, self.objective = judge, judge.costing, objective
+    def __init__(self, questions: Questions, objective: Objective) -> None:
+        self.questions, self.costing, self.objective = questions, questions.costing, objective
         subject = self.costing.subject
         self.devices = tuple(dict.fromkeys(node.device for node in self.costing.cluster.nodes))
         self.held = state_of(subject.graph.parameters, self.costing.precision)
@@ -118,7 +118,7 @@ class Bounds:
     def _of_layouts(self, arrangement: Arrangement, solution: int, *, limited: bool) -> float:
         """Return the bound of a step for one layout solution, within the memory or without it."""
         facts = self.facts(arrangement, solution)
-        constants = self.judge.constants
+        constants = self.questions.constants
         groups = rank_groups(self.costing.cluster, arrangement)
         step = StepBound(arrangement, groups, constants, facts.totals)
         shared = step.shared(facts.block)
@@ -138,12 +138,12 @@ class Bounds:
 
         The one stage of no pipeline has the transient memory of every layer in it.
         """
-        again, margin = 0.0, self.judge.constants.margin
+        again, margin = 0.0, self.questions.constants.margin
         transient = facts.ladder.transient_bytes if arrangement.pipeline == 1 else 0
         endless = (StageRoom(in_flight=1, size_bytes=_ENDLESS),)
         rooms: tuple[tuple[StageRoom, ...], ...] = (endless,) * arrangement.pipeline
         if limited:
-            size = self.judge.most_bytes(arrangement)
+            size = self.questions.most_bytes(arrangement)
             if facts.least_alone_bytes(arrangement) * (1.0 + margin) > size:
                 return _NEVER
             budget = activation_budget_bytes(
@@ -174,7 +174,7 @@ class Bounds:
         if arrangement.stages_per_rank == 1:
             in_flight = in_flight_by_rank(arrangement)
             return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
-        choices, limits = self.judge.asked(arrangement, solution)
+        choices, limits = self.questions.asked(arrangement, solution)
         shares = stage_memory_bytes(choices, limits)
         rooms: list[list[StageRoom]] = [[] for _ in range(arrangement.pipeline)]
         for stage, (limit, share) in enumerate(zip(limits.stages, shares, strict=True)):
@@ -200,7 +200,7 @@ class Bounds:
     def least_memory(self, arrangement: Arrangement) -> int:
         """Return what the fullest rank of an arrangement holds at least."""
         held = self.least_state(arrangement) // arrangement.pipeline
-        return self.judge.constants.context_bytes + held
+        return self.questions.constants.context_bytes + held
 
     def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
         """Return what the bounds need to know of one layout solution, at its least anywhere."""

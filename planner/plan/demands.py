@@ -7,9 +7,9 @@ from collections.abc import Mapping
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.plan.candidate import Demands
 from autopar.planner.plan.constraints import Constraints, covers
 from autopar.planner.plan.costing import Subject
+from autopar.planner.plan.questions import Demands
 from autopar.planner.plan.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.programs.layout_rules import Ban, LayoutRules
 from autopar.planner.programs.layout_rules import Pin as LayoutPin
@@ -67,6 +67,7 @@ def demands_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> 
             for position in _positions(subject)
             if _is_meant(subject, position, pin.modules)
         ),
+        may_waste_ranks=constraints.tensor is not None,
         bucket_bytes=constraints.bucket_bytes or BUCKETS_BYTES,
     )
 

@@ -15,14 +15,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterable, Iterator
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.framework import framework_constants
 from autopar.planner.costs.measurements import Measurements
-from autopar.planner.costs.prediction import Arrangement, Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import AutoparError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
@@ -34,7 +33,9 @@ from autopar.planner.plan.constraints import Constraints, Objective, allows
 from autopar.planner.plan.costing import Costing, Subject, model_flops
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.demands import choices_of, demands_of, layout_rules
+from autopar.planner.plan.nodes import Item, Point, Variant, families, simplicity
 from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.questions import Questions
 from autopar.planner.plan.refusal import nothing_runs, too_large, too_late
 from autopar.planner.plan.space import Choices, microbatches_of, simplest, variants
 from autopar.planner.plan.words import arrangement_words, degrees_words
@@ -45,31 +46,6 @@ _ENDLESS_BYTES = 1 << 60
 EXTRA_SECONDS = 0.5  # for runners-up, once the best is proved
 
 
-@dataclass(frozen=True, slots=True)
-class Point:
-    """Degrees and microbatch, the variants still open."""
-
-    arrangement: Arrangement
-
-
-@dataclass(frozen=True, slots=True)
-class Variant:
-    """A whole arrangement, the stages still open; `thriftier` ones can only be better in memory.
-
-    The bound of a pressed one knows what memory costs.
-    """
-
-    arrangement: Arrangement
-    thriftier: tuple[Arrangement, ...] = ()
-    is_pressed: bool = False
-
-    @property
-    def family(self) -> tuple[Arrangement, ...]:
-        """All of them."""
-        return (self.arrangement, *self.thriftier)
-
-
-Item = Point | Variant
 Searched = Outcome[Item, Candidate]
 
 
@@ -137,7 +113,6 @@ class Explorer:
         self.report = report
         self.choices: Choices = choices_of(subject, cluster, constraints)
         devices = (node.device for node in cluster.nodes)
-        self.constants = framework_constants(devices, measured)
         self.costing = Costing(
             subject,
             cluster,
@@ -145,13 +120,14 @@ class Explorer:
             rules=layout_rules(constraints, subject.axes),
             measured=measured,
         )
-        self.judge = Judge(
+        questions = Questions(
             costing=self.costing,
             demands=demands_of(subject, cluster, constraints),
-            constants=self.constants,
-            model_flops=model_flops(subject, constraints.global_batch, constraints.precision),
+            constants=framework_constants(devices, measured),
         )
-        self.bounds = Bounds(self.judge, self.objective)
+        flops = model_flops(subject, constraints.global_batch, constraints.precision)
+        self.judge = Judge(questions=questions, model_flops=flops)
+        self.bounds = Bounds(questions, self.objective)
         self.solved = 0
         self.infeasible = 0
         self.programs = 0
@@ -227,8 +203,8 @@ class Explorer:
         """Return the variants of a point, a variant under memory's pressure, or its solution."""
         if isinstance(item, Point):
             self.report(f"laying out {degrees_words(item.arrangement)}")
-            families = _families(self.allowed_variants(item.arrangement))
-            return [self._free(Variant(first, tuple(rest))) for first, *rest in families]
+            grouped = families(self.allowed_variants(item.arrangement))
+            return [self._free(Variant(first, tuple(rest))) for first, *rest in grouped]
         if not item.is_pressed:
             return self._pressed(item)
         self.report(f"solving {arrangement_words(item.arrangement)}")
@@ -300,48 +276,11 @@ class Explorer:
         roomy = copy(self)
         roomy.objective = Objective.MEMORY
         endless = dict.fromkeys(self.judge.demands.limit_bytes, _ENDLESS_BYTES)
-        demands = replace(self.judge.demands, limit_bytes=endless)
-        roomy.judge = replace(self.judge, demands=demands)
-        roomy.bounds = Bounds(roomy.judge, roomy.objective)
+        roomy.judge = self.judge.under(replace(self.judge.demands, limit_bytes=endless))
+        roomy.bounds = Bounds(roomy.judge.questions, roomy.objective)
         return roomy
 
     def least(self) -> Candidate | None:
         """Return the best candidate, None where there is none."""
         found = best_first(self.roots(), self.expand).found
         return found[0].leaf if found else None
-
-
-def _families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
-    """Return each variant alone, but ZeRO-2 and 3 behind the ZeRO-1 that they only save memory on.
-
-    They communicate more than ZeRO-1 and update as fast, so where that fits as it is, they cannot
-    be better.
-    """
-    heads: dict[tuple[object, ...], list[Arrangement]] = {}
-    families = []
-    for one in variants_:
-        pipeline = one.schedule, one.stages_per_rank, one.compressed_gradients
-        head = heads.get(pipeline)
-        if one.zero >= Zero.GRADIENTS and head is not None:
-            head.append(one)
-            continue
-        family = [one]
-        if one.zero is Zero.OPTIMIZER:
-            heads[pipeline] = family
-        families.append(family)
-    return families
-
-
-def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
-    """Return what orders equals: fewer kinds of parallelism, less sharding, fewer parts."""
-    degrees = (arrangement.pipeline, arrangement.tensor, arrangement.data)
-    return (
-        sum(degree > 1 for degree in degrees),
-        arrangement.zero.value,
-        arrangement.compressed_gradients,
-        *degrees,
-        arrangement.stages_per_rank,
-        arrangement.microbatches,
-        arrangement.data // arrangement.shard,
-        list(ScheduleKind).index(arrangement.schedule),
-    )

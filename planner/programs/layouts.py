@@ -68,6 +68,11 @@ class LayoutSolution:
     report: SolverReport
     is_proved: bool
 
+    @property
+    def splits_nothing(self) -> bool:
+        """Whether every rank of the tensor axis would compute the same."""
+        return not any(layout.axis for layouts in self.layouts for layout in layouts)
+
 
 def solve_layouts(
     graph: Graph,

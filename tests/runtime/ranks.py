@@ -29,6 +29,9 @@ import torch
 import torch.distributed as dist
 
 Result = TypeVar("Result")
+# Parameters with gradient hooks are cycles through C++, which nothing collects: what a call has
+# trained stays, with its process groups, until its processes end.
+MOST_CALLS = 5
 PRELOADED = (
     "torch",
     "torch._dynamo",  # which the first optimizer imports
@@ -50,6 +53,10 @@ def run_on_ranks(
 ) -> list[Result]:
     """Call function(*args) on ranks 0 … size − 1 at once and return their results in that order."""
     pool = _pool(size)
+    if pool.calls == MOST_CALLS:
+        pool.kill()
+        _pool.cache_clear()
+        pool = _pool(size)
     try:
         return pool.run(function, args, timeout_seconds)
     except RankError:
@@ -62,6 +69,7 @@ class _Pool:
     """The processes of one size, each at the other end of a pipe."""
 
     def __init__(self, size: int) -> None:
+        self.calls = 0
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
         context = get_context("forkserver")
@@ -79,6 +87,7 @@ class _Pool:
 
     def run(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
         """Send the call to every rank and gather the answers, or say which rank failed how."""
+        self.calls += 1
         task = pickle.dumps((function, args))
         for pipe in self.pipes:
             pipe.send_bytes(task)

@@ -43,6 +43,22 @@ def tiny(devices: int, *rules: Declared, **places: Any) -> Plan:
     return planned(TINY_GPT2, choose_cluster(devices, "h100-sxm"), *rules, **demands)
 
 
+def is_split(plan: Plan) -> bool:
+    return any(layout.axis for layouts in plan.layouts for layout in layouts)
+
+
+def test_no_rank_computes_what_another_computes() -> None:
+    """Ranks of a tensor axis that all do the same would make tiny gradients cheaper to sum."""
+    plan = planned(TINY_GPT2, choose_cluster(8, "a100-80gb-sxm"), global_batch=8)
+    assert plan.arrangement.tensor == 1 or is_split(plan)
+
+
+def test_a_pinned_tensor_degree_may_split_nothing() -> None:
+    plan = tiny(2, pins__tp=2, pins__dp=1)
+    assert plan.arrangement.tensor == 2
+    assert not is_split(plan)
+
+
 def assert_sound(plan: Plan, model: tuple[str, ...]) -> None:
     """The plan contradicts itself nowhere, and its layouts fit together on every edge."""
     graph, axes, layers = parts_of(*model)
