@@ -9,6 +9,7 @@ import typer
 
 import autopar
 from autopar.commands.diff import diff
+from autopar.commands.doctor import doctor
 from autopar.commands.dryrun import dryrun
 from autopar.commands.emit import emit_script
 from autopar.commands.explain import explain_plan
@@ -36,6 +37,7 @@ app.command("verify")(verify_plan)
 app.command()(dryrun)
 app.command()(profile)
 app.command()(validate)
+app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:

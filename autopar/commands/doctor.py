@@ -1,0 +1,126 @@
+"""`autopar doctor`: what this machine has of what autopar needs, and what to do about the rest."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from typing import Annotated
+
+import pulp
+import torch
+import torch.distributed as dist
+import typer
+
+import autopar
+from autopar.console import results
+from autopar.planner.cluster.units import bytes_text
+from autopar.planner.errors import AutoparError, ExitCode
+from autopar.planner.programs.solver import Solved, default_solver, new_program, solve
+from autopar.tables import plain_table
+
+LEAST_PYTHON = (3, 11)
+LEAST_TORCH = (2, 11)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Finding:
+    """One thing that autopar needs or can use; `fix` says what to do where it is not there."""
+
+    name: str
+    found: str
+    is_fine: bool = True
+    fix: str = ""
+
+
+def doctor(
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """Look at Python, torch, devices, process groups and the solver; exit 1 if one is missing.
+
+    Example: autopar doctor
+    """
+    findings = list(examine())
+    if as_json:
+        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+    else:
+        table = plain_table(f"autopar {autopar.__version__} on this machine", "", "", "", left=3)
+        for one in findings:
+            table.add_row("ok" if one.is_fine else "missing", one.name, one.found)
+        results().print(table)
+        for one in findings:
+            if one.fix:
+                results().print(f"{one.name}: {one.fix}")
+    if not all(finding.is_fine for finding in findings):
+        raise typer.Exit(ExitCode.NEGATIVE)
+
+
+def examine() -> Iterator[Finding]:
+    """Yield what there is."""
+    yield Finding(
+        name="Python",
+        found=f"{platform.python_version()} ({sys.executable})",
+        is_fine=sys.version_info >= LEAST_PYTHON,
+        fix="" if sys.version_info >= LEAST_PYTHON else "install Python 3.11 or later",
+    )
+    yield _torch()
+    yield _devices()
+    yield _process_groups()
+    yield _solver()
+
+
+def _torch() -> Finding:
+    version = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    is_fine = version >= LEAST_TORCH
+    return Finding(
+        name="torch",
+        found=f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
+        is_fine=is_fine,
+        fix="" if is_fine else "pip install 'torch>=2.11'",
+    )
+
+
+def _devices() -> Finding:
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if not count:
+        return Finding(
+            name="GPUs",
+            found="none",
+            fix="plans for other machines need none (--gpus 8 --device h100-sxm); scripts run here "
+            "on CPU processes",
+        )
+    kinds = [torch.cuda.get_device_properties(place) for place in range(count)]
+    names = ", ".join(dict.fromkeys(f"{one.name} {bytes_text(one.total_memory)}" for one in kinds))
+    return Finding(name="GPUs", found=f"{count} × {names}")
+
+
+def _process_groups() -> Finding:
+    needed = {"gloo": dist.is_gloo_available()}
+    if torch.cuda.is_available():
+        needed["nccl"] = dist.is_nccl_available()
+    missing = [name for name, is_there in needed.items() if not is_there]
+    return Finding(
+        name="process groups",
+        found=", ".join(name for name in needed if name not in missing) or "none",
+        is_fine=not missing,
+        fix=f"install a build of torch with {' and '.join(missing)}" if missing else "",
+    )
+
+
+def _solver() -> Finding:
+    """Solve a program of one variable."""
+    program = new_program("doctor")
+    one = pulp.LpVariable("one", lowBound=1, cat="Integer")
+    program += one
+    try:
+        is_fine = isinstance(solve(program, time_limit_seconds=10.0), Solved)
+    except AutoparError:
+        is_fine = False
+    return Finding(
+        name="solver",
+        found=f"{default_solver()} through PuLP {pulp.VERSION}",
+        is_fine=is_fine,
+        fix="" if is_fine else "pip install highspy",
+    )

@@ -1,0 +1,49 @@
+"""`autopar doctor` tells what is here, and what is missing with what to do."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+import torch
+
+from autopar.commands.doctor import examine
+from autopar.planner.programs.solver import SolverError
+from tests.autopar.commands import run
+
+MonkeyPatch = pytest.MonkeyPatch
+CaptureFixture = pytest.CaptureFixture
+
+
+def test_a_machine_that_runs_these_tests_is_fine(
+    monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    done = run(monkeypatch, capsys, "doctor")
+    assert done.code == 0, done.err
+    for word in ("Python", "torch", "gloo", "HiGHS"):
+        assert word in done.out
+
+
+def test_json_has_every_finding(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
+    found = json.loads(run(monkeypatch, capsys, "doctor", "--json").out)
+    names = ["Python", "torch", "GPUs", "process groups", "solver"]
+    assert [one["name"] for one in found] == names
+
+
+def test_an_old_torch_is_told_with_what_to_do(
+    monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.4.1")
+    (finding,) = [one for one in examine() if one.name == "torch"]
+    assert not finding.is_fine
+    assert "torch>=2.11" in finding.fix
+    assert run(monkeypatch, capsys, "doctor").code == 1
+
+
+def test_a_solver_that_breaks_is_told(monkeypatch: MonkeyPatch) -> None:
+    def broken(*_: object, **__: object) -> None:
+        raise SolverError("it broke")
+
+    monkeypatch.setattr("autopar.commands.doctor.solve", broken)
+    (finding,) = [one for one in examine() if one.name == "solver"]
+    assert (finding.is_fine, finding.fix) == (False, "pip install highspy")
