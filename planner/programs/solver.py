@@ -110,7 +110,7 @@ def solve(
     began = time.perf_counter()
     try:
         program.solve(_engine(name, time_limit_seconds))
-    except pulp.PulpSolverError as broken:
+    except (pulp.PulpSolverError, IndexError) as broken:  # PuLP reads what HiGHS refused to load
         raise SolverError(
             f"{name} broke down: {broken}", fix="Is the solver installed as PuLP expects it?"
         ) from broken

@@ -25,7 +25,7 @@ from autopar.planner.programs.stage_problem import (
     boundary_windows,
 )
 
-_TICKS_OF_ALL_LAYERS = 1 << 50
+_TICKS_OF_ALL_LAYERS = 1 << 48  # HiGHS refuses a program with a coefficient over 1e15
 
 
 Floats = npt.NDArray[np.float64]

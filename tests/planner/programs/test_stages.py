@@ -14,6 +14,13 @@ from autopar.planner.programs.stage_bounds import objective_ticks
 from autopar.planner.programs.stage_intervals import Interval, IntervalTable, StagePricing
 from autopar.planner.programs.stage_options import NEVER
 from autopar.planner.programs.stage_plan import StagePlan, choose_stages
+from autopar.planner.programs.stage_problem import (
+    LayerChoices,
+    LayerOption,
+    LayerRun,
+    StageLimit,
+    StageLimits,
+)
 from autopar.planner.programs.stages import decide
 from tests.planner.programs.stage_cases import Case, best_by_trying_all, cases
 
@@ -57,6 +64,13 @@ def test_narrowing_and_program_agree(case: Case) -> None:
     answer = choose_stages(*case)
     narrowed = answer.objective_seconds if isinstance(answer, StagePlan) else math.inf
     assert seconds_by(SolverName.HIGHS, case) == pytest.approx(narrowed, rel=1e-7, abs=1e-9)
+
+
+def test_a_single_layer_that_takes_all_the_time_can_be_solved() -> None:
+    layer = LayerOption(name="only", seconds=0.0, step_seconds=0.5)
+    choices = LayerChoices(options=(((layer,),),), runs=(LayerRun(layer_class=0, count=1),))
+    limits = StageLimits(stages=(StageLimit(memory_bytes=6),), microbatches=1)
+    assert seconds_by(SolverName.HIGHS, (choices, limits)) == pytest.approx(0.5)
 
 
 def test_the_docstring_lists_every_family_of_constraints() -> None:
