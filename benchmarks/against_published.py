@@ -54,7 +54,10 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=60.0, help="for one search")
     parser.add_argument("-o", "--output", type=Path)
     options = parser.parse_args()
-    rows = fastest(row for row in read_tables(options.tables) if _is_usable(row))
+    try:
+        rows = fastest(row for row in read_tables(options.tables) if _is_usable(row))
+    except AutoparError as error:
+        parser.error(str(error))
     lines = [
         "| model | devices | batch | published layout | predicted | chosen plan | predicted "
         "| ratio | gap |",
@@ -68,8 +71,8 @@ def main() -> None:
             line = f"| {row.model_name} | {row.gpus} × {row.gpu} | | {error.found} | | | | | |"
         lines.append(line)
         print(line, flush=True)
-    if options.output:
-        options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        if options.output:  # a long run that is stopped leaves what it has
+            options.output.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
 def _is_usable(row: Row) -> bool:
@@ -129,6 +132,8 @@ def compared(row: Row, most_seconds: float) -> Compared:
     published = _solved(explorer.judge.under(as_published), arrangement)
     began = time.perf_counter()
     outcome = explorer.explore(is_late=lambda: time.perf_counter() - began > most_seconds)
+    if not outcome.found:
+        raise explorer.refusal(outcome)
     return Compared(
         row=row,
         published=published,
