@@ -12,7 +12,7 @@ from autopar.planner.plan.explanation import MEMORY_CATEGORIES, TERM_PARTS, Part
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.words import (
     arrangement_words,
-    degrees_words,
+    other_words,
     recompute_words,
     unit_word,
     units_per_second,
@@ -101,7 +101,7 @@ def _why(plan: Plan) -> Iterator[str]:
     for other in plan.runners_up[:1]:
         slower = other.step_seconds / found.step_seconds - 1
         yield from _wrapped(
-            f"The next best, {degrees_words(other.arrangement)}, takes "
+            f"The next best, {other_words(other.arrangement, plan.arrangement)}, takes "
             f"{seconds_text(other.step_seconds)} ({slower:+.1%}): {other.difference}."
         )
 

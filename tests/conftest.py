@@ -9,8 +9,8 @@ import pytest
 import torch.distributed as dist
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
 
-# Tests that run on many processes at once. Two of them side by side take ten times as long on two
-# cores, so one worker gets them all; the others go by the file.
+# Tests that run on many processes at once. Two of them side by side get in each other's way on
+# few cores, so one worker gets them all; the others go by the file.
 ON_MANY_PROCESSES = (
     "tests/runtime/",
     "tests/codegen/forward/test_ranks.py",

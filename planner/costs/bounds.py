@@ -1,11 +1,11 @@
-"""Bounds of a step's time and memory that hold before anything is solved; the search prunes.
+"""A bound of a step's time that holds before anything is solved; the search prunes by it.
 
-They take totals over all layers and hold for every way to cut the layers into stages.
+It takes a total over all layers and holds for every way to cut the layers into stages.
 """
 
 from __future__ import annotations
 
-from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedule import ScheduleKind
 
 
@@ -27,25 +27,3 @@ def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float
     if arrangement.schedule in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B):
         return layers_seconds / (1.0 - (1.0 - 1.0 / microbatches) ** ranks)
     return max(layers_seconds, microbatches * layers_seconds / ranks)
-
-
-def least_memory_bytes(
-    *,
-    parameter_bytes: int,
-    gradient_bytes: int,
-    optimizer_bytes: int,
-    saved_bytes: int,
-    arrangement: Arrangement,
-) -> int:
-    """Return what the fullest rank holds at least, given totals over all layers.
-
-    An even share of the state, as far as ZeRO divides it, and of the activations of one microbatch,
-    which every stage holds at its peak. Leaves out transients, buffers, margin and context.
-    """
-    shard, zero = arrangement.shard, arrangement.zero
-    state = (
-        parameter_bytes / (shard if zero >= Zero.PARAMETERS else 1)
-        + gradient_bytes / (shard if zero >= Zero.GRADIENTS else 1)
-        + optimizer_bytes / (shard if zero >= Zero.OPTIMIZER else 1)
-    )
-    return int((state + saved_bytes) / arrangement.pipeline)

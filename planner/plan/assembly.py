@@ -86,7 +86,6 @@ def machines_of(cluster: Cluster, limit_bytes: int) -> Machines:
 def _proof(outcome: Outcome[Item, Candidate], counts: Counts) -> Proof:
     return Proof(
         enumerated=counts.enumerated,
-        refused=0,
         pruned=counts.enumerated - counts.solved - counts.infeasible,
         solved=counts.solved,
         infeasible=counts.infeasible,

@@ -7,9 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.planner.cluster.device import Device
 from autopar.planner.costs.framework import FrameworkConstants
-from autopar.planner.costs.memory import (
-    context_bytes,
-)
+from autopar.planner.costs.memory import context_bytes
 from autopar.planner.costs.pipeline import rank_of
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Prediction, Recompute, Zero
 from autopar.planner.costs.step import predict
@@ -19,9 +17,7 @@ from autopar.planner.plan.questions import CLOSE_BYTES, Demands, Questions, insi
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stage_memory import least_memory_bytes, with_memory
 from autopar.planner.programs.stage_plan import NoStages, StageAnswer, StagePlan, choose_stages
-from autopar.planner.programs.stage_problem import (
-    LayerChoices,
-)
+from autopar.planner.programs.stage_problem import LayerChoices
 
 _MOST_TRIES = 4  # to meet the memory limit where the program saw less than the prediction
 
@@ -40,15 +36,17 @@ class Candidate:
 class Answer:
     """What came of an arrangement; with no candidate, the bytes that every stage would need more.
 
-    None bytes: no memory helps.
+    None bytes: no memory helps. Layouts are left out where they cannot lead to the best plan.
     """
 
     candidate: Candidate | None
     shortfall_bytes: int | None
     report: SolverReport
+    leaves_out: bool = False
 
 
 NOTHING = Answer(candidate=None, shortfall_bytes=None, report=NOTHING_SOLVED)
+LEFT_OUT = replace(NOTHING, leaves_out=True)
 
 
 def _nothing(_: int) -> float:
@@ -103,26 +101,26 @@ class Judge:
         for number in sorted(range(1, len(solutions)), key=least):
             found_seconds = best.prediction.step_seconds if best else known_seconds
             if least(number) >= min(found_seconds, known_seconds):
+                if least(number) < float("inf"):  # endless: no memory suffices
+                    answers.append(LEFT_OUT)
                 break
             answers.append(self._solve(arrangement, number))
             found = [one.candidate for one in answers if one.candidate]
             best = min(found, key=lambda c: c.prediction.step_seconds, default=None)
-        report = sum((one.report for one in answers), NOTHING_SOLVED)
-        short = [one.shortfall_bytes for one in answers if one.shortfall_bytes is not None]
-        return Answer(candidate=best, shortfall_bytes=min(short, default=None), report=report)
+        return _together(answers, best)
 
     def solve_smallest(self, arrangement: Arrangement) -> Answer:
         """Return the candidate that needs least memory on its fullest rank, if that fits."""
         solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
-        answers = [NOTHING]
-        for number in range(len(solutions)):
-            if not self._wastes_ranks(arrangement, number):
-                answers.append(self._thriftiest(arrangement, number))
-        report = sum((one.report for one in answers), NOTHING_SOLVED)
+        answers = [
+            LEFT_OUT
+            if self._wastes_ranks(arrangement, number)
+            else self._thriftiest(arrangement, number)
+            for number in range(len(solutions))
+        ]
         found = [one.candidate for one in answers if one.candidate]
-        short = [one.shortfall_bytes for one in answers if one.shortfall_bytes is not None]
         best = min(found, key=lambda c: c.prediction.peak_memory.device_bytes, default=None)
-        return Answer(candidate=best, shortfall_bytes=min(short, default=None), report=report)
+        return _together(answers, best)
 
     def _solve(self, arrangement: Arrangement, solution: int) -> Answer:
         """Solve for one layout solution; what the prediction finds too big is asked for again.
@@ -131,7 +129,7 @@ class Judge:
         the thriftiest plan decides.
         """
         if self._wastes_ranks(arrangement, solution):
-            return NOTHING
+            return LEFT_OUT
         rows = self.questions.rows(arrangement, solution)
         choices = self.questions.choices(arrangement, solution, rows)
         spare, report = 0, NOTHING_SOLVED
@@ -250,6 +248,17 @@ class Judge:
             predicted.memory.device_bytes - self.demands.limit_bytes[devices[stage.rank].name]
             for stage, predicted in zip(candidate.stages, candidate.prediction.stages, strict=True)
         )
+
+
+def _together(answers: Sequence[Answer], best: Candidate | None) -> Answer:
+    """Return what came of all layouts of an arrangement."""
+    short = [one.shortfall_bytes for one in answers if one.shortfall_bytes is not None]
+    return Answer(
+        candidate=best,
+        shortfall_bytes=min(short, default=None),
+        report=sum((one.report for one in answers), NOTHING_SOLVED),
+        leaves_out=any(one.leaves_out for one in answers),
+    )
 
 
 def recomputes(candidate: Candidate) -> bool:

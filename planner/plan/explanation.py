@@ -13,7 +13,7 @@ from autopar.planner.costs.prediction import MemoryPrediction, Prediction
 from autopar.planner.layers import Layers
 from autopar.planner.plan.plan import Plan, Proof, RunnerUp
 from autopar.planner.plan.split_lines import ClassLayouts, class_layouts
-from autopar.planner.plan.words import degrees_words
+from autopar.planner.plan.words import other_words
 
 
 class Part(StrEnum):
@@ -167,7 +167,7 @@ def _against(plan: Plan, other: RunnerUp) -> str:
     share = slower / plan.prediction.step_seconds
     how = f"{abs(share):.1%} {'slower' if slower >= 0 else 'faster'}"
     return (
-        f"the next plan ({degrees_words(other.arrangement)}) takes "
+        f"the next plan ({other_words(other.arrangement, plan.arrangement)}) takes "
         f"{seconds_text(other.step_seconds)}, {how}: {other.difference}"
     )
 
@@ -175,7 +175,7 @@ def _against(plan: Plan, other: RunnerUp) -> str:
 def proof_line(proof: Proof) -> str:
     """Return what the search looked at, and how far the plan can be from the best."""
     counts = (
-        f"{proof.enumerated:,} arrangements: {proof.refused:,} refused, "
+        f"{proof.enumerated:,} arrangements: "
         f"{proof.pruned:,} pruned by bound, {proof.infeasible:,} too large, "
         f"{proof.solved:,} solved with {proof.programs:,} integer programs ({proof.solver})"
     )

@@ -58,10 +58,9 @@ class Proof:
     """How much of the space was looked at, and how far the choice can be from the best."""
 
     enumerated: int
-    refused: int  # by constraints, divisibility or the schedule
-    pruned: int  # by a bound worse than the best plan
+    pruned: int  # as no better than the best plan, or than one with fewer devices
     solved: int
-    infeasible: int
+    infeasible: int  # for memory
     programs: int  # integer programs
     solver: str
     bound_seconds: float

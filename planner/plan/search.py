@@ -244,7 +244,7 @@ class Explorer:
             )
         self.programs += answer.report.calls
         if answer.candidate is None:
-            self.infeasible += 1
+            self.infeasible += not answer.leaves_out
             return []
         self.solved += 1
         candidate = answer.candidate

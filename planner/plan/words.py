@@ -45,14 +45,26 @@ def schedule_words(arrangement: Arrangement) -> str:
 
 def arrangement_words(arrangement: Arrangement) -> str:
     """Return an arrangement in one line."""
-    parts = (
+    return ", ".join(part for part in _parts(arrangement) if part)
+
+
+def other_words(other: Arrangement, chosen: Arrangement) -> str:
+    """Return an arrangement by its degrees, and where these are the chosen ones by what differs."""
+    if degrees_words(other) != degrees_words(chosen):
+        return degrees_words(other)
+    degrees, *parts = _parts(other)
+    told = [part for part, same in zip(parts, _parts(chosen)[1:], strict=True) if part != same]
+    return ", ".join([degrees, *filter(None, told)])
+
+
+def _parts(arrangement: Arrangement) -> tuple[str, ...]:
+    return (
         degrees_words(arrangement),
         sharding_words(arrangement) if arrangement.data > 1 else "",
         schedule_words(arrangement),
         batch_words(arrangement),
         "16-bit gradient sums" if arrangement.compressed_gradients else "",
     )
-    return ", ".join(part for part in parts if part)
 
 
 def recompute_words(stages: Sequence[Stage]) -> str:

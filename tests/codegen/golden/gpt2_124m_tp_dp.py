@@ -23,9 +23,9 @@ Memory of the fullest device: 10.88 GiB of 76 GiB (14%)
       2.301 GiB, fragments 540.7 MiB, context 3.75 GiB
 
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 81% of its step.
-The next best, dp 4 · tp 2, takes 30.63 ms (+2.9%): +743.7 us optimizer.
+The next best, dp 4 · tp 2, no sharding, takes 30.63 ms (+2.9%): +743.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 2422460c59543673.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 4e645b4699648cc6.
 
 from __future__ import annotations
 

@@ -22,10 +22,10 @@ Memory of the fullest device: 76 GiB of 76 GiB (100%)
       5.296 GiB, context 4.5 GiB
 
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 70% of its step.
-The next best, pp 4 · dp 2 · tp 8, takes 18.72 s (+0.7%): +139.5 ms tensor communication, 940.5 MiB
-less memory.
+The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.72 s (+0.7%): +139.5 ms tensor
+communication, 940.5 MiB less memory.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a3ae638507a0586c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a1fc6c8b840b3805.
 
 from __future__ import annotations
 

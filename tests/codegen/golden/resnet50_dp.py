@@ -19,9 +19,9 @@ Memory of the fullest device: 6.346 GiB of 76 GiB (8%)
       3 GiB
 
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 89% of its step.
-The next best, dp 8, takes 18.06 ms (+1.0%): +239.7 us optimizer.
+The next best, dp 8, no sharding, takes 18.06 ms (+1.0%): +239.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 768e310cd0f40e6f.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a687be16a26841f1.
 
 from __future__ import annotations
 

@@ -124,7 +124,6 @@ def proof(**changes: Any) -> Proof:
     """A search that looked at everything, unless changed."""
     usual = Proof(
         enumerated=120,
-        refused=20,
         pruned=90,
         solved=10,
         infeasible=2,

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.costs.prediction import Provenance, TimeTerm
+from autopar.planner.costs.prediction import Provenance, TimeTerm, Zero
 from autopar.planner.layers import Layers
 from autopar.planner.plan.comparison import compare
 from autopar.planner.plan.constraints import Constraints, constraints_of
@@ -26,6 +26,7 @@ from autopar.planner.plan.why_not import why_not
 from autopar.planner.plan.words import (
     arrangement_words,
     degrees_words,
+    other_words,
     recompute_words,
 )
 from tests.planner.plan.plans import (
@@ -171,6 +172,14 @@ def test_words_leave_out_what_is_not_split() -> None:
     assert degrees_words(arrangement(data=1)) == "one device"
     assert degrees_words(arrangement(pipeline=2, tensor=4)) == "pp 2 · dp 2 · tp 4"
     assert "microbatch" in arrangement_words(arrangement())
+
+
+def test_another_plan_of_the_same_degrees_is_told_by_what_differs() -> None:
+    chosen = arrangement(data=2, shard=1, microbatches=8)
+    assert other_words(replace(chosen, data=1, tensor=2), chosen) == "tp 2"
+    sharded = replace(chosen, zero=Zero.OPTIMIZER, shard=2)
+    assert other_words(sharded, chosen) == "dp 2, ZeRO-1"
+    assert other_words(replace(sharded, microbatches=4), sharded).startswith("dp 2, 4 microbatches")
 
 
 def test_recompute_is_told_as_a_mix() -> None:

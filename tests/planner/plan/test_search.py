@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from itertools import count, pairwise
 from typing import Any
 
@@ -16,12 +17,14 @@ from autopar.planner.errors import ExitCode, InfeasibleError, InputError, TimeLi
 from autopar.planner.layouts import Kind
 from autopar.planner.plan.consistency import faults_of, layout_faults
 from autopar.planner.plan.constraints import Declared, RecomputePin, SplitRule, StagePin
+from autopar.planner.plan.costing import Subject
 from autopar.planner.plan.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.search import Explorer
 from autopar.planner.precision import Precision
 from autopar.planner.programs.layout_check import check
 from tests.planner.plan.plans import parts_of
-from tests.planner.plan.searches import TINY_GPT2, planned
+from tests.planner.plan.searches import TINY_GPT2, declared, planned
 from tests.planner.subjects import ZOO_MODELS
 
 
@@ -57,6 +60,21 @@ def test_a_pinned_tensor_degree_may_split_nothing() -> None:
     plan = tiny(2, pins__tp=2, pins__dp=1)
     assert plan.arrangement.tensor == 2
     assert not is_split(plan)
+
+
+@pytest.mark.parametrize(("least_seconds", "leaves_out"), [(1.0, True), (float("inf"), False)])
+def test_layouts_that_are_too_slow_are_left_out_and_not_called_too_large(
+    least_seconds: float, leaves_out: bool
+) -> None:
+    graph, axes, layers = parts_of(*TINY_GPT2)
+    subject = Subject(graph=graph, axes=axes, layers=layers)
+    judge = Explorer(subject, choose_cluster(2, "h100-sxm"), declared(global_batch=8)).judge
+    limits = dict.fromkeys(judge.demands.limit_bytes, 1)
+    split = tiny(2, pins__tp=2, pins__dp=1).arrangement
+    demands = replace(judge.demands, limit_bytes=limits, may_waste_ranks=True)
+    answer = judge.under(demands).solve(split, least=lambda _: least_seconds, known_seconds=0.5)
+    assert answer.candidate is None
+    assert answer.leaves_out == leaves_out
 
 
 def assert_sound(plan: Plan, model: tuple[str, ...]) -> None:
