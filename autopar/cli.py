@@ -2,42 +2,27 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from typing import Annotated
 
 import typer
 
 import autopar
-from autopar.commands.diff import diff
-from autopar.commands.doctor import doctor
-from autopar.commands.dryrun import dryrun
-from autopar.commands.emit import emit_script
-from autopar.commands.explain import explain_plan
-from autopar.commands.inspect import inspect
-from autopar.commands.plan import plan
-from autopar.commands.profile import profile
-from autopar.commands.validate import validate
-from autopar.commands.verify import verify_plan
 from autopar.console import tell_error
+from autopar.lazy_commands import LazyGroup
 from autopar.planner.errors import AutoparError, ExitCode
+
+_OBJECTS_BETWEEN_COLLECTIONS = 100_000  # torch makes so many that looking through them takes long
 
 app = typer.Typer(
     name="autopar",
+    cls=LazyGroup,
     help="Plans how to split the training of a PyTorch model, and writes the script.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
-app.command()(inspect)
-app.command()(plan)
-app.command("explain")(explain_plan)
-app.command()(diff)
-app.command("emit")(emit_script)
-app.command("verify")(verify_plan)
-app.command()(dryrun)
-app.command()(profile)
-app.command()(validate)
-app.command()(doctor)
 
 
 def _version(wanted: bool) -> None:
@@ -58,6 +43,7 @@ def autopar_options(
 
 def main() -> None:
     """Run the command line; every error of ours leaves with its documented exit code."""
+    gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     try:
         app()
     except AutoparError as error:

@@ -22,6 +22,9 @@ _HIGHS_OPTIONS = {
     "mip_feasibility_tolerance": _TOLERANCE,
     "primal_feasibility_tolerance": _TOLERANCE,
     "dual_feasibility_tolerance": _TOLERANCE,
+    # Programs are small and their relaxations close: preparing takes longer than it saves.
+    "presolve": "off",
+    "mip_heuristic_run_feasibility_jump": False,
 }
 
 

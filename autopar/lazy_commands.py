@@ -1,0 +1,56 @@
+"""The commands by name; each is imported when it is run: most need torch, which takes seconds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib import import_module
+from typing import Any
+
+import typer
+from typer.core import TyperGroup
+
+# The function of each command, in the module of its name.
+FUNCTIONS = {
+    "inspect": "inspect",
+    "plan": "plan",
+    "explain": "explain_plan",
+    "diff": "diff",
+    "emit": "emit_script",
+    "verify": "verify_plan",
+    "dryrun": "dryrun",
+    "profile": "profile",
+    "validate": "validate",
+    "doctor": "doctor",
+}
+
+
+class LazyCommands(Mapping[str, Any]):
+    """What a group looks its commands up in."""
+
+    def __getitem__(self, name: str) -> Any:
+        function_name = FUNCTIONS[name]
+        function = getattr(import_module(f"autopar.commands.{name}"), function_name)
+        alone = typer.Typer(
+            add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
+        )
+        alone.command(name)(function)
+        return typer.main.get_command(alone)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(FUNCTIONS)
+
+    def __len__(self) -> int:
+        return len(FUNCTIONS)
+
+
+class LazyGroup(TyperGroup):
+    """A group that knows the names of its commands, and imports them one by one."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(**settings)
+        self.commands: Any = LazyCommands()
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        """Return the names, none of them imported."""
+        del ctx
+        return list(self.commands)
