@@ -7,6 +7,7 @@ import re
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain, count
 
 from autopar.codegen.forward.expressions import Expression, Fact, Form, Held, Slot, pieces
 from autopar.codegen.forward.identifiers import identifier, is_identifier
@@ -135,7 +136,7 @@ class _Namer:
         stem = wishes[0] if wishes else "y"
         return next(
             name
-            for name in (f"{stem}{i}" for i in range(2, 10_000))
+            for name in (f"{stem}{i}" for i in count(2))
             if name not in busy and name not in self.reserved
         )
 
@@ -226,8 +227,8 @@ class _Namer:
         counts = Counter(fact.held for fact in facts)
         taken = set(arguments.values()) | {"self", "x", "q", "k", "v", "y"}
         sizes: dict[Wanted, str] = {}
-        for held, count in counts.items():
-            if count < 2:
+        for held, uses in counts.items():
+            if uses < 2:
                 continue
             used = {fact.what for fact in facts if fact.held == held}
             names, same = [], []
@@ -246,7 +247,7 @@ class _Namer:
 def _fresh(axis: str, taken: set[str]) -> str:
     name = identifier(re.sub(r"_\d+$", "", axis))
     stem = "size" if re.fullmatch(r"x?\d*", name) else name
-    return next(n for n in (stem, *(f"{stem}{i}" for i in range(2, 10_000))) if n not in taken)
+    return next(n for n in chain([stem], (f"{stem}{i}" for i in count(2))) if n not in taken)
 
 
 def is_tensor(expression: Expression, typed: set[Held] | frozenset[Held]) -> bool:

@@ -81,7 +81,7 @@ class Sizes:
         best: dict[Wanted, Fact] = {}
         todo = [size for size in sizes if size is not None and size.extent != ONE]
         usual = [size for size in todo if size.dim in self.known]
-        ranked = sorted(self.sources, key=lambda h: -len(self._read(h, usual)))  # stable: earliest
+        ranked = sorted(self.sources, key=lambda held: self._rank(held, usual))  # stable: earliest
         for held in ranked:
             for size, fact in self._read(held, usual).items():
                 best.setdefault(size, fact)
@@ -92,6 +92,11 @@ class Sizes:
             for size, fact in self._read(held, varying).items():
                 best.setdefault(size, fact)
         return [None if size is None else best.get(size) or self._product(size) for size in sizes]
+
+    def _rank(self, held: Held, sizes: Sequence[Wanted]) -> tuple[int, bool]:
+        """Return what is least for the value that tells most sizes, and that of the batch."""
+        told = self._read(held, sizes)
+        return -len(told), all(size.extent.is_constant for size in told)
 
     def _read(self, held: Held, sizes: Sequence[Wanted]) -> dict[Wanted, Fact]:
         found: dict[Wanted, Fact] = {}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from itertools import chain
 from textwrap import wrap
 
 from autopar.codegen.forward.expressions import (
@@ -44,24 +45,23 @@ def written(body: Body, owner: Owner, style: Style) -> list[str]:
     )
     rolled_body = replace(body, lines=lines_rolled)
     kept = values_to_keep(rolled_body.lines)
-    added: list[Held] = []
-    while True:
-        lines, too_long = _attempt(rolled_body, owner, style, kept.union(added))
-        if too_long is None:
-            break
-        added.append(too_long)
-    for held in tuple(added):  # an outer name may have become needless by an inner one
-        fewer = [other for other in added if other != held]
-        shorter, too_long = _attempt(rolled_body, owner, style, kept.union(fewer))
-        if too_long is None:
-            added, lines = fewer, shorter
+    rounds: list[list[Held]] = []
+    lines, too_long = _attempt(rolled_body, owner, style, kept)
+    while too_long:
+        rounds.append(too_long)
+        lines, too_long = _attempt(rolled_body, owner, style, kept.union(*rounds))
+    added = {held for some in rounds for held in some}
+    for held in chain(*rounds[:-1]):  # an outer name may have become needless by an inner one
+        shorter, too_long = _attempt(rolled_body, owner, style, kept | added - {held})
+        if not too_long:
+            added, lines = added - {held}, shorter
     return lines
 
 
 def _attempt(
     body: Body, owner: Owner, style: Style, kept: frozenset[Held]
-) -> tuple[list[str], Held | None]:
-    """Return the source with some values named, and one to name if a line is too long."""
+) -> tuple[list[str], list[Held]]:
+    """Return the source with some values named, and those to name where lines are too long."""
     found = statements(body, kept=kept)
     names = named(found, body.arguments, style.typed, owner.split)
     writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
@@ -83,7 +83,7 @@ class _Writer:
         self.declared: Statement | None = None
         made = {held for s in found for held in _held(s.results)}
         self.arguments = {name for held, name in names.names.items() if held not in made}
-        self.too_long: Held | None = None
+        self.too_long: list[Held] = []
         self.shapes: dict[Held, Shape] = {shape.held: shape for shape in names.shapes}
         self.known: Mapping[tuple[Held, str], str] = {
             (s.held, f"shape[{i}]"): s.name(i)
@@ -183,7 +183,7 @@ class _Writer:
 
     def _with_comment(self, source: str, statement: Statement, indent: int) -> list[str]:
         if indent + len(source) > WIDTH and statement.folded and not _breaks_well(statement):
-            self.too_long = self.too_long or _to_be_named(statement)
+            self.too_long.append(_to_be_named(statement))
         lines = wrapped(source, indent=indent)
         if not statement.reasons:
             return lines

@@ -23,6 +23,9 @@ from autopar.planner.programs.pricing import Pricer
 from autopar.planner.programs.slots import Slots, find_slots
 from autopar.planner.programs.strategies import strategies
 
+# A sum after the step is never dearer than one in every microbatch: where they cost alike it wins.
+ONCE_PER_STEP = 0.999
+
 Choices = Mapping[int, Sequence[Choice]]
 
 
@@ -198,7 +201,8 @@ class _Builder:
         """An R parameter's gradient is summed over the ranks, once for all microbatches."""
         if self.graph.tensors[tensor].origin is not Origin.PARAMETER or layout != REPLICATED:
             return 0.0
-        return self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
+        once = self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
+        return once * ONCE_PER_STEP
 
     def _demand(
         self, need: Need, edge: Edge, places: Mapping[tuple[int, int] | str, int], problem: Problem

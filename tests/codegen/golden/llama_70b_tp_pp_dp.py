@@ -5,27 +5,27 @@ The plan: pp 4 · dp 2 · tp 8, ZeRO-1, 1f1b, 64 microbatches of 1 row.
 Run it on each of 8 nodes; HOST is the first one's address, NODE 0 to 7:
     torchrun --nnodes 8 --nproc-per-node 8 --node-rank NODE --master-addr HOST llama_70b_tp_pp_dp.py
 
-Predicted on 64 × h100-sxm: 18.59 s per step, 56,416 tokens/s, 43.9% of the peak FLOPs
-    compute 12.94 s, tensor communication 4.698 s, pipeline bubble 857.3 ms
+Predicted on 64 × h100-sxm: 18.22 s per step, 57,545 tokens/s, 44.7% of the peak FLOPs
+    compute 12.94 s, tensor communication 4.344 s, pipeline bubble 842 ms
 Communication of the busiest rank in a step:
-    activations split over the tensor axis: over 8 ranks, 4.698 s, waits 4.698 s
+    activations split over the tensor axis: over 8 ranks, 4.344 s, waits 4.344 s
     parameters gathered from the ranks that share them: 21 × all-gather over 2 ranks, 4.758 GiB,
       56.61 ms, waits 14.53 ms
     gradients summed over the ranks that share the data: 21 × reduce-scatter over 2 ranks,
-      9.517 GiB, 111.4 ms, waits 28.88 ms
-    gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 8 ranks, 672 KiB,
-      34.77 us, waits 34.77 us
+      9.517 GiB, 111.4 ms, waits 33.45 ms
+    gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 8 ranks,
+      1.314 GiB, 5.352 ms, waits 5.352 ms
     activations and their gradients between stages: 128 × point-to-point over 2 ranks, 2 GiB,
       71.06 ms, waits 71.06 ms
 Memory of the fullest device: 76 GiB of 76 GiB (100%)
     parameters 4.323 GiB, gradients 8.647 GiB, optimizer 12.97 GiB, activations 39.69 GiB, fragments
       5.296 GiB, context 4.5 GiB
 
-Why this plan: of 15 ways to arrange the training none is faster; compute takes 70% of its step.
-The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.72 s (+0.7%): +139.5 ms tensor
-communication, 940.5 MiB less memory.
+Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
+The next best, pp 4 · dp 2 · tp 8, no sharding, takes 19.08 s (+4.7%): +1.616 s recompute, 56.65 MiB
+less memory.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a1fc6c8b840b3805.
+# Written by autopar 0.1.0, which never overwrites changes by hand: d0998b22a417ec4c.
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.runtime.collectives import exchange, gather, scatter_sum, sum_gradients
+from autopar.runtime.collectives import exchange, gather, scatter_sum
 from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batches
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
@@ -105,14 +105,11 @@ class TensorParallelBlock(Block):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Do what Block does, on this rank's share."""
-        # partial sums over kv_heads, added up into shards of seq
-        x = x + scatter_sum(self.self_attn(self.input_layernorm(x), cos, sin), 1, self.tensor)
-        y = F.rms_norm(
-            x, (8192,), sum_gradients(self.post_attention_layernorm.weight, self.tensor), eps=1e-05
-        )
+        x = x + self.self_attn(self.input_layernorm(x), cos, sin)
         # shards of seq gathered: split along ffn from here on
+        y = self.mlp(gather(self.post_attention_layernorm(x), 1, self.tensor))
         # partial sums over ffn, added up into shards of seq
-        return x + scatter_sum(self.mlp(gather(y, 1, self.tensor)), 1, self.tensor)
+        return x + scatter_sum(y, 1, self.tensor)
 
 
 class TensorParallelAttention(Attention):
@@ -122,22 +119,23 @@ class TensorParallelAttention(Attention):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Do what Attention does, on this rank's share."""
+        seq2 = x.shape[1]
         q = gather(x, 1, self.tensor)  # shards of seq gathered: split along kv_heads from here on
         batch, seq, _ = q.shape
         q = self.q_proj(q).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         # from shards of seq to shards of kv_heads
-        k = exchange(F.linear(x, sum_gradients(self.k_proj.weight, self.tensor)), 1, 2, self.tensor)
-        k = k.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        k = exchange(self.k_proj(x).view(batch, seq2, -1, self.head_dim), 1, 2, self.tensor)
+        k = k.transpose(1, 2)
         # from shards of seq to shards of kv_heads
-        v = exchange(F.linear(x, sum_gradients(self.v_proj.weight, self.tensor)), 1, 2, self.tensor)
-        v = v.view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        v = exchange(self.v_proj(x), 1, 2, self.tensor).view(batch, seq, -1, self.head_dim)
+        v = v.transpose(1, 2)
         q1, q2 = q.chunk(2, dim=-1)
         q = q * cos + torch.cat((-q2, q1), dim=-1) * sin
         k1, k2 = k.chunk(2, dim=-1)
         k = k * cos + torch.cat((-k2, k1), dim=-1) * sin
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
-        return out
+        # partial sums over kv_heads, added up into shards of seq
+        return scatter_sum(self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1)), 1, self.tensor)
 
 
 class FirstStage(Llama):
@@ -192,9 +190,8 @@ class LastStage(Llama):
         sin = y.sin().to(x.dtype)
         for block in self.layers[60:]:
             x = block(x, cos, sin)
-        x = F.rms_norm(x, (8192,), sum_gradients(self.norm.weight, self.tensor), eps=1e-05)
         # shards of seq gathered: split along vocab from here on
-        logits = self.lm_head(gather(x, 1, self.tensor)).flatten(0, 1)
+        logits = self.lm_head(gather(self.norm(x), 1, self.tensor)).flatten(0, 1)
         return vocab_parallel_cross_entropy(
             logits,
             labels.flatten(),
@@ -218,7 +215,13 @@ SPLITS = {
     "layers.*.mlp.down_proj.weight": Split(1, ((28672, 1),)),  # ffn
     "lm_head.weight": Split(0, ((128256, 1),)),  # vocab
 }
-SUMMED = ("layers.*.input_layernorm.weight",)
+SUMMED = (
+    "layers.*.input_layernorm.weight",
+    "layers.*.self_attn.k_proj.weight",
+    "layers.*.self_attn.v_proj.weight",
+    "layers.*.post_attention_layernorm.weight",
+    "norm.weight",
+)
 # what each stage gives to the next
 CROSSING = (Crossing((MICROBATCH, 8192, 8192), Split(1, ((8192, 1),))),)
 STAGES = (

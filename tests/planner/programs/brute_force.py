@@ -14,6 +14,7 @@ from autopar.planner.costs.op_shapes import OpSplit
 from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
 from autopar.planner.programs.conversions import Conversions
+from autopar.planner.programs.layout_building import ONCE_PER_STEP
 from autopar.planner.programs.slots import find_slots
 from autopar.planner.programs.strategies import strategies
 from tests.planner.programs.random_pricer import RandomPricer
@@ -166,7 +167,8 @@ class BruteForce:
                 return None
             seconds += cost
         if weights and layout == REPLICATED:
-            seconds += sum(self._conversion(n, WHOLE, REPLICATED) or 0.0 for n in weights)
+            sums = sum(self._conversion(n, WHOLE, REPLICATED) or 0.0 for n in weights)
+            seconds += sums * ONCE_PER_STEP
         return seconds, sum(self.pricer.tensor_bytes(n, layout, self.degree) for n in weights)
 
     def _conversion(self, name: str, before: Layout, after: Layout) -> float | None:
