@@ -65,6 +65,7 @@ class StageRoom:
 
     in_flight: int
     size_bytes: float
+    reserved_bytes: float = 0.0  # of these, for what a layer needs while it runs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,9 +194,10 @@ def _pieces(modes: Sequence[Mode], stage: StageRoom, room: Room) -> Iterator[tup
     A mix fills shares of the memory in each mode, so it lies below the hull of filling it in one.
     """
     corners = []
-    size = stage.size_bytes / (1.0 + room.margin) - room.unsharded_bytes
+    size, reserved = (one / (1.0 + room.margin) for one in (stage.size_bytes, stage.reserved_bytes))
     for mode in modes:
-        left = size - max(mode.transient_bytes, room.transient_bytes)
+        transient = max(mode.transient_bytes, room.transient_bytes) + room.unsharded_bytes
+        left = size - max(reserved, transient)
         each = room.state_bytes + stage.in_flight * mode.saved_bytes
         number = max(0.0, left) / max(1.0, each)
         corners.append((number * mode.seconds, number))

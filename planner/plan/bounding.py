@@ -32,7 +32,7 @@ from autopar.planner.plan.relaxed_memory import (
     lightest,
 )
 from autopar.planner.plan.step_bound import Pressed, StepBound, Totals
-from autopar.planner.programs.stage_memory import stage_memory_bytes
+from autopar.planner.programs.stage_shares import shares_of
 
 _ENDLESS = 1e30  # bytes
 _NEVER = Pressed(
@@ -175,10 +175,14 @@ class Bounds:
             in_flight = in_flight_by_rank(arrangement)
             return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
         choices, limits = self.questions.asked(arrangement, solution)
-        shares = stage_memory_bytes(choices, limits)
+        shares = shares_of(choices, limits)
         rooms: list[list[StageRoom]] = [[] for _ in range(arrangement.pipeline)]
         for stage, (limit, share) in enumerate(zip(limits.stages, shares, strict=True)):
-            one = StageRoom(in_flight=limit.in_flight, size_bytes=share)
+            one = StageRoom(
+                in_flight=limit.in_flight,
+                size_bytes=share.memory_bytes,
+                reserved_bytes=share.reserved_bytes or 0,
+            )
             rooms[limits.rank_of(stage)].append(one)
         return tuple(map(tuple, rooms))
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.planner.cluster.device import Device
@@ -93,21 +93,26 @@ class Judge:
         only where memory presses, the slower ones that need less of it are tried too, unless what
         they come to at `least` is no better than what was found, here or before.
         """
-        first = self._solve(arrangement, 0)
-        if first.candidate and not recomputes(first.candidate):
-            return first
-        solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
-        answers, best = [first], first.candidate
-        for number in sorted(range(1, len(solutions)), key=least):
+        answers: list[Answer] = []
+        best: Candidate | None = None
+        for number in self._in_turn(arrangement, least):
             found_seconds = best.prediction.step_seconds if best else known_seconds
             if least(number) >= min(found_seconds, known_seconds):
-                if least(number) < float("inf"):  # endless: no memory suffices
-                    answers.append(LEFT_OUT)
-                break
+                is_too_large = least(number) == float("inf")  # no memory suffices
+                answers.append(NOTHING if is_too_large else LEFT_OUT)
+                continue
             answers.append(self._solve(arrangement, number))
             found = [one.candidate for one in answers if one.candidate]
             best = min(found, key=lambda c: c.prediction.step_seconds, default=None)
+            if number == 0 and best and not recomputes(best):
+                break
         return _together(answers, best)
+
+    def _in_turn(self, arrangement: Arrangement, least: Callable[[int], float]) -> Iterator[int]:
+        """Yield the layout solutions: the fastest, then the others if they are asked for."""
+        yield 0
+        solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
+        yield from sorted(range(1, len(solutions)), key=least)
 
     def solve_smallest(self, arrangement: Arrangement) -> Answer:
         """Return the candidate that needs least memory on its fullest rank, if that fits."""

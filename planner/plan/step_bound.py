@@ -79,7 +79,7 @@ class StepBound:
         A stage waits for the longer of its computing and its collectives; where that are the
         collectives, other layers do not add what they compute, and are left out.
         """
-        if self.arrangement.zero is not Zero.PARAMETERS or self.arrangement.data == 1:
+        if not self._is_sharded:
             return repeated
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
         modes = tuple(
@@ -114,6 +114,11 @@ class StepBound:
         return layers_seconds + acting + (self._transfer() if self._is_on_demand else 0.0)
 
     @property
+    def _is_sharded(self) -> bool:
+        """Whether every pass gathers the parameters of each layer."""
+        return self.arrangement.zero is Zero.PARAMETERS and self.arrangement.data > 1
+
+    @property
     def _is_on_demand(self) -> bool:
         """Whether a rank waits while a tensor travels; each has one to receive, or two."""
         kinds = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
@@ -140,10 +145,23 @@ class StepBound:
         if self._is_on_demand:
             return max(least, least_step_seconds(alone, arrangement), self._in_turn(alone, slowest))
         waiting = _mean_wait_seconds(arrangement, repeated) if ranks > 1 else 0.0
-        through = self.totals.forward_seconds + self.totals.input_gradient_seconds
         even = microbatches * alone / ranks
         filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
-        return max(least, through, even + waiting, filling)
+        return max(least, self._through(pressed), even + waiting, filling)
+
+    def _through(self, pressed: Pressed) -> float:
+        """Return what one microbatch takes through all stages and back; split backwards wait."""
+        totals, kind = self.totals, self.arrangement.schedule
+        backward = totals.backward_seconds + pressed.recompute_seconds
+        forward = totals.forward_seconds
+        if self._is_sharded:
+            forward = self._sharded_forward(forward, totals.parameter_bytes)
+            backward = self._sharded_backward(
+                backward, totals.parameter_bytes, totals.gradient_bytes
+            )
+        if kind is not ScheduleKind.INTERLEAVED_1F1B:
+            backward -= totals.backward_seconds - totals.input_gradient_seconds
+        return forward + backward
 
     @property
     def _is_split_in_turn(self) -> bool:
@@ -213,7 +231,7 @@ class StepBound:
 
         Σ_r max(f_r, g_r) is at least max(Σ f, Σ g), so the greatest rank has a p-th of that.
         """
-        if self.arrangement.zero is not Zero.PARAMETERS or self.arrangement.data == 1:
+        if not self._is_sharded:
             return 0.0
         totals = self.totals
         forward = self._sharded_forward(totals.forward_seconds, totals.parameter_bytes)

@@ -15,7 +15,6 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.programs.stage_memory import stage_memory_bytes
 from autopar.planner.programs.stage_options import NEVER, Counts, StageMixes, Ticks
 from autopar.planner.programs.stage_problem import (
     LayerChoices,
@@ -24,6 +23,7 @@ from autopar.planner.programs.stage_problem import (
     StageLimits,
     boundary_windows,
 )
+from autopar.planner.programs.stage_shares import Share, shares_of
 
 _TICKS_OF_ALL_LAYERS = 1 << 48  # HiGHS refuses a program with a coefficient over 1e15
 
@@ -69,9 +69,9 @@ class StagePricing:
         self.windows = boundary_windows(choices, len(limits.stages))
         self._counts_before = _counts_before(choices)
         self._different_limits = tuple(set(limits.stages))
-        self._mixes: dict[tuple[int, int, int], StageMixes] = {}
-        memory = stage_memory_bytes(choices, limits)
-        self._stage_mixes = tuple(self._mixes_of(p, memory[p]) for p in range(len(memory)))
+        self._mixes: dict[tuple[int, int, Share], StageMixes] = {}
+        shares = shares_of(choices, limits)
+        self._stage_mixes = tuple(self._mixes_of(p, share) for p, share in enumerate(shares))
 
     def longest_that_matters(self, objective: float) -> int:
         """Return the most layers of a stage in a plan below an objective in ticks, times v.
@@ -130,13 +130,13 @@ class StagePricing:
         counts = self._counts_before[interval.stop] - self._counts_before[interval.first]
         return self._stage_mixes[interval.stage].uses(tuple(counts.tolist()), interval.mix)
 
-    def _mixes_of(self, stage: int, memory_bytes: int) -> StageMixes:
+    def _mixes_of(self, stage: int, share: Share) -> StageMixes:
         limit = self.limits.stages[stage]
-        key = (limit.device_class, limit.in_flight, memory_bytes)
+        key = (limit.device_class, limit.in_flight, share)
         if key not in self._mixes:
             self._mixes[key] = StageMixes(
                 self.choices.options[limit.device_class],
-                memory_bytes=memory_bytes,
+                share=share,
                 in_flight=limit.in_flight,
                 ticks_per_second=self.ticks_per_second,
             )

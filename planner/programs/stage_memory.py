@@ -1,70 +1,21 @@
-"""Divides the memory of each rank among its stages, and finds the least memory any plan needs.
+"""Finds the least memory that any plan needs, and what stages lack of it."""
 
-One stage per rank has all of it. With several, each gets its share before the search, so that
-stages stay independent of each other:
-
-    share of p  =  need of p  +  (memory − Σ need) · K_p / Σ K       sums over the rank's stages
-
-where the need is what an even split of the layers takes on p when every layer is as light as it can
-be. Plans that fit the shares fit the rank (a stage's transient memory counts in its own share,
-though only one stage runs at a time), so no plan is ever too big; one that fits the rank, but not
-the shares, is not searched.
-"""
-
-from collections import Counter
 from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.programs.stage_problem import (
-    LayerChoices,
-    LayerOption,
-    StageLimits,
-    boundary_windows,
+from autopar.planner.programs.stage_problem import LayerChoices, StageLimits, boundary_windows
+from autopar.planner.programs.stage_shares import (
+    levels_of,
+    lightest_bytes,
+    shares_of,
+    stages_by_rank,
 )
 
 Bytes = npt.NDArray[np.int64]
 
 _ENDLESS = 1 << 60
-
-
-def stage_memory_bytes(choices: LayerChoices, limits: StageLimits) -> tuple[int, ...]:
-    """Return the memory that each stage may use."""
-    if limits.stages_per_rank == 1:
-        return tuple(stage.memory_bytes for stage in limits.stages)
-    needs = [_even_need_bytes(choices, limits, stage) for stage in range(len(limits.stages))]
-    shares = list(needs)
-    for mine in _stages_by_rank(limits).values():
-        left = limits.stages[mine[0]].memory_bytes - sum(needs[p] for p in mine)
-        in_flight = sum(limits.stages[p].in_flight for p in mine)
-        for p in mine:
-            shares[p] += left * limits.stages[p].in_flight // in_flight
-    return tuple(shares)
-
-
-def _stages_by_rank(limits: StageLimits) -> dict[int, list[int]]:
-    found: dict[int, list[int]] = {}
-    for stage in range(len(limits.stages)):
-        found.setdefault(limits.rank_of(stage), []).append(stage)
-    return found
-
-
-def _even_need_bytes(choices: LayerChoices, limits: StageLimits, stage: int) -> int:
-    """Return the memory of a stage's part of an even split with the lightest options."""
-    limit, layers = limits.stages[stage], choices.layers
-    first, stop = (len(layers) * p // len(limits.stages) for p in (stage, stage + 1))
-    resident = transient = 0
-    for layer_class, number in Counter(layers[first:stop]).items():
-        options = choices.options[limit.device_class][layer_class]
-        lightest = min(options, key=lambda option: _alone_bytes(option, limit.in_flight))
-        resident += number * lightest.resident_bytes(limit.in_flight)
-        transient = max(transient, lightest.transient_bytes)
-    return resident + transient
-
-
-def _alone_bytes(option: LayerOption, in_flight: int) -> int:
-    return option.resident_bytes(in_flight) + option.transient_bytes
 
 
 def memory_shortfall_bytes(choices: LayerChoices, limits: StageLimits) -> int | None:
@@ -73,15 +24,16 @@ def memory_shortfall_bytes(choices: LayerChoices, limits: StageLimits) -> int | 
     The least maximum, over all ways to cut the layers, of what a stage needs beyond what it has.
     """
     windows = boundary_windows(choices, len(limits.stages))
-    has = stage_memory_bytes(choices, limits)
+    shares = shares_of(choices, limits)
     least = np.full(len(choices.boundaries), _ENDLESS)
     least[0] = -_ENDLESS
-    needs: dict[tuple[int, int], Bytes] = {}
-    for stage, limit in enumerate(limits.stages):
-        key = (limit.device_class, limit.in_flight)
+    needs: dict[tuple[int, int, tuple[int, ...]], Bytes] = {}
+    for stage, (limit, share) in enumerate(zip(limits.stages, shares, strict=True)):
+        levels = levels_of(choices.options[limit.device_class], share)
+        key = (limit.device_class, limit.in_flight, levels)
         if key not in needs:
             needs[key] = _lightest_bytes(choices, *key)
-        worst = np.maximum(least[:, None], needs[key] - has[stage]).min(axis=0)
+        worst = np.maximum(least[:, None], needs[key] - share.memory_bytes).min(axis=0)
         least = np.where(_is_legal(choices, windows[stage + 1]), worst, _ENDLESS)
     shortfall = int(least[-1])
     return shortfall if shortfall < _ENDLESS // 2 else None
@@ -91,19 +43,22 @@ def least_memory_bytes(choices: LayerChoices, limits: StageLimits) -> int | None
     """Return the least memory, the same for every rank, with which a plan exists; None: never.
 
     From nothing on, what the stages lack is added, by as much as cannot be too much: of what a
-    rank gets, a stage with K_p microbatches in flight has K_p / Σ K.
+    rank gets, a stage with K_p microbatches in flight has K_p / Σ K as long as an even split does
+    not fit; and at most all of it from then on.
     """
     in_flight = [
-        [limits.stages[stage].in_flight for stage in own]
-        for own in _stages_by_rank(limits).values()
+        [limits.stages[stage].in_flight for stage in own] for own in stages_by_rank(limits)
     ]
     sharing = min(sum(own) / max(own) for own in in_flight)
+    even = lightest_bytes(choices, limits)
     memory = 0
     while True:
         shortfall = memory_shortfall_bytes(choices, with_memory(limits, memory))
         if shortfall is None or shortfall <= 0:
             return None if shortfall is None else memory
-        memory += max(1, int(shortfall * sharing))
+        memory = max(
+            memory + max(1, shortfall), min(even, memory + max(1, int(shortfall * sharing)))
+        )
 
 
 def with_memory(limits: StageLimits, memory_bytes: int) -> StageLimits:
@@ -120,10 +75,11 @@ def _is_legal(choices: LayerChoices, window: tuple[int, int]) -> npt.NDArray[np.
     return is_allowed & (earliest <= places) & (places <= latest)
 
 
-def _lightest_bytes(choices: LayerChoices, device_class: int, in_flight: int) -> Bytes:
+def _lightest_bytes(
+    choices: LayerChoices, device_class: int, in_flight: int, levels: tuple[int, ...]
+) -> Bytes:
     """Return the least memory of the layers between each two boundaries; endless from behind."""
     groups = choices.options[device_class]
-    levels = sorted({option.transient_bytes for group in groups for option in group})
     count = len(choices.layers)
     least = np.full((count + 1, count + 1), _ENDLESS)
     for level in levels:

@@ -4,8 +4,9 @@ A mix says how many layers of each class use each option. It fits when
 
     Σ (fixed + K · saved)  +  max transient  ≤  memory of the stage
 
-so for every level X of transient memory that an option has, the options up to X are summed against
-the memory that X leaves: Pareto sums of (memory, time, time once per step), one layer at a time.
+so for every level X of transient memory that an option has (or for the one that the stage's share
+sets aside), the options up to X are summed against the memory that X leaves: Pareto sums of
+(memory, time, time once per step), one layer at a time.
 Equal layers are interchangeable: a sum depends on how many layers of each class there are, and each
 count is summed once. Sums are exact; only seconds are rounded, to ticks.
 
@@ -17,12 +18,12 @@ more than its time says: among equals the simpler mix wins.
 from bisect import bisect_right
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import chain
 
 import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.programs.stage_problem import Options
+from autopar.planner.programs.stage_shares import Share, levels_of
 
 Ticks = npt.NDArray[np.int64]
 Counts = tuple[int, ...]  # layers of each class
@@ -63,18 +64,20 @@ class StageMixes:
         self,
         options: tuple[Options, ...],
         *,
-        memory_bytes: int,
+        share: Share,
         in_flight: int,
         ticks_per_second: float,
     ) -> None:
-        self._memory_bytes = memory_bytes
+        self._share = share
         self._widths = tuple(map(len, options))
         self._transients = tuple(tuple(o.transient_bytes for o in group) for group in options)
-        self._levels = tuple(sorted(set(chain.from_iterable(self._transients))))
+        self._levels = levels_of(options, share)
         self._choices = tuple(
             tuple(_choices(group, level, in_flight, ticks_per_second) for group in options)
             for level in self._levels
         )
+        most = max(option.transient_bytes for group in options for option in group)
+        self._free = tuple(_choices(group, most, in_flight, ticks_per_second) for group in options)
         self._fronts: tuple[dict[Counts, _Front], ...] = tuple({} for _ in self._levels)
 
     def uses(self, counts: Counts, number: int) -> tuple[Counts, ...]:
@@ -106,6 +109,8 @@ class StageMixes:
         """Return the levels that an option of these layers has and that each layer can keep to."""
         own = [t for t, count in zip(self._transients, counts, strict=True) if count]
         least = max(min(transients) for transients in own)
+        if self._share.reserved_bytes is not None:
+            return [at for at, level in enumerate(self._levels) if level >= least]
         useful = {t for transients in own for t in transients if t >= least}
         return [at for at, level in enumerate(self._levels) if level in useful]
 
@@ -129,7 +134,7 @@ class StageMixes:
 
     def _fastest(self, kinds: Ticks) -> tuple[Ticks, Ticks]:
         """Return the times of each class's fastest option where nothing betters it and it fits."""
-        free = self._choices[-1]
+        free = self._free
         at = [int(np.argmin(group.ticks)) for group in free]
         pairs = list(zip(free, at, strict=True))
         memory = _column(group.memory[k] for group, k in pairs)
@@ -138,7 +143,7 @@ class StageMixes:
         transients = _column(group.transient[k] for group, k in pairs)
         least_steps = _column(group.steps.min() for group in free)
         transient = np.where(kinds > 0, transients, 0).max(axis=1)
-        settles = kinds @ memory + transient <= self._memory_bytes
+        settles = self._share.fits(kinds @ memory, transient)
         settles &= kinds @ (steps - least_steps) == 0
         return np.where(settles, kinds @ ticks, NEVER), np.where(settles, kinds @ steps, NEVER)
 
@@ -148,8 +153,9 @@ class StageMixes:
         for level, groups in zip(self._levels, self._choices, strict=True):
             lightest = _column(group.memory.min(initial=NEVER) for group in groups)
             is_missing = lightest == NEVER
-            memory = kinds @ np.where(is_missing, 0, lightest) + level
-            fits |= (memory <= self._memory_bytes) & ~kinds[:, is_missing].any(axis=1)
+            memory = kinds @ np.where(is_missing, 0, lightest)
+            room = self._share.room_bytes(level)
+            fits |= (memory <= room) & ~kinds[:, is_missing].any(axis=1)
         return fits
 
     def _front(self, level: int, counts: Counts) -> _Front:
@@ -160,7 +166,7 @@ class StageMixes:
             missing.append(counts)
             counts = _without_last(counts)
         front = known[counts] if any(counts) else _NO_LAYER
-        room = self._memory_bytes - self._levels[level]
+        room = self._share.room_bytes(self._levels[level])
         for counts in reversed(missing):
             front = _with_one_more(front, self._choices[level][_last(counts)], room)
             known[counts] = front

@@ -31,7 +31,8 @@ class PlannedStage:
     stop: int
     seconds: float  # forward, backward and cuts, per microbatch
     step_seconds: float
-    memory_bytes: int
+    resident_bytes: int
+    transient_bytes: int
     options: tuple[str, ...]
 
 
@@ -198,8 +199,8 @@ def _planned(pricing: StagePricing, interval: Interval) -> PlannedStage:
         stop=interval.stop,
         seconds=math.fsum([*(o.seconds for o in options), *_cut_seconds(pricing, interval)]),
         step_seconds=math.fsum(option.step_seconds for option in options),
-        memory_bytes=sum(option.resident_bytes(limit.in_flight) for option in options)
-        + max(option.transient_bytes for option in options),
+        resident_bytes=sum(option.resident_bytes(limit.in_flight) for option in options),
+        transient_bytes=max(option.transient_bytes for option in options),
         options=tuple(option.name for option in options),
     )
 

@@ -74,7 +74,7 @@ def decide(
     solver: SolverName | None,
 ) -> Decision:
     """Solve the program over some intervals and read the plan back."""
-    unit = float(max(table.ticks[at.place] for at in intervals)) or 1.0
+    unit = float(max(max(table.ticks[at.place], table.steps[at.place]) for at in intervals)) or 1.0
     columns = _columns(intervals, table, limits, unit)
     program = stage_program(columns, limits)
     outcome = solve(program, time_limit_seconds=time_limit_seconds, solver=solver)

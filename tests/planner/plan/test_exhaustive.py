@@ -72,13 +72,13 @@ def solved(case: Case) -> tuple[Solved, ...]:
 def _solved(every: Explorer) -> Iterator[Solved]:
     for point in every.points():
         for variant in every.allowed_variants(point):
-            found = every.solve(variant)
+            found = every.judge.solve(variant).candidate
             yield Solved(
                 arrangement=variant,
                 of_point=every.bounds.of_point(point),
                 without_memory=every.bounds.without_memory(variant),
                 of_variant=every.bounds.of_variant(variant),
-                value=found[0].value if found else inf,
+                value=found.prediction.step_seconds if found else inf,
             )
 
 

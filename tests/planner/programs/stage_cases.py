@@ -6,7 +6,6 @@ from collections.abc import Iterator
 
 from hypothesis import strategies as st
 
-from autopar.planner.programs.stage_memory import stage_memory_bytes
 from autopar.planner.programs.stage_problem import (
     Cut,
     LayerChoices,
@@ -16,6 +15,7 @@ from autopar.planner.programs.stage_problem import (
     StageLimit,
     StageLimits,
 )
+from autopar.planner.programs.stage_shares import Share, shares_of
 
 Case = tuple[LayerChoices, StageLimits]
 Stage = tuple[float, float]  # seconds, step seconds
@@ -28,9 +28,9 @@ def best_by_trying_all(choices: LayerChoices, limits: StageLimits) -> float | No
     the choices are tried interval by interval; nothing else is left out.
     """
     stages = len(limits.stages)
-    memory = stage_memory_bytes(choices, limits)
+    shares = shares_of(choices, limits)
     inside = {
-        (p, first, stop): _stage_times(choices, limits, (p, first, stop), memory[p])
+        (p, first, stop): _stage_times(choices, limits, (p, first, stop), shares[p])
         for p in range(stages)
         for first, stop in itertools.combinations(range(len(choices.layers) + 1), 2)
     }
@@ -60,7 +60,7 @@ def _ways_to_cut(choices: LayerChoices, stages: int) -> Iterator[tuple[int, ...]
 
 
 def _stage_times(
-    choices: LayerChoices, limits: StageLimits, at: tuple[int, int, int], memory: int
+    choices: LayerChoices, limits: StageLimits, at: tuple[int, int, int], share: Share
 ) -> set[Stage]:
     p, first, stop = at
     limit = limits.stages[p]
@@ -73,13 +73,16 @@ def _stage_times(
     return {
         (cuts + math.fsum(o.seconds for o in way), math.fsum(o.step_seconds for o in way))
         for way in itertools.product(*groups)
-        if _needed_bytes(way, limit.in_flight) <= memory
+        if _fits(way, limit.in_flight, share)
     }
 
 
-def _needed_bytes(way: tuple[LayerOption, ...], in_flight: int) -> int:
+def _fits(way: tuple[LayerOption, ...], in_flight: int, share: Share) -> bool:
     kept = sum(option.fixed_bytes + in_flight * option.saved_bytes for option in way)
-    return kept + max(option.transient_bytes for option in way)
+    transient = max(option.transient_bytes for option in way)
+    if share.reserved_bytes is not None and transient > share.reserved_bytes:
+        return False
+    return kept + max(transient, share.reserved_bytes or 0) <= share.memory_bytes
 
 
 def _objective(stages: tuple[Stage, ...], limits: StageLimits) -> float:
