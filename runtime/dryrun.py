@@ -22,6 +22,8 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autopar.runtime.data_parallel import buckets_of
+from autopar.runtime.dryrun_kernels import cuda_kernels
 from autopar.runtime.dryrun_memory import LiveMemory
 from autopar.runtime.dryrun_owners import owners_of
 
@@ -76,7 +78,8 @@ def recording() -> Iterator[Recording]:
     """Give every tensor made inside a shape and no values, and keep count of their memory."""
     memory = LiveMemory()
     record = Recording(memory)
-    with memory.watching_resizes(), FakeTensorMode(allow_non_fake_inputs=True), record:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with memory.watching_resizes(), cuda_kernels(), fake, record:
         yield record
 
 
@@ -99,6 +102,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         yield
         self._memory.stop_measuring()
         self._measures = False
+
+    @contextmanager
+    def second_step(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> Iterator[None]:
+        """Report on a step run inside, as if it were not the first."""
+        _leave_a_step_behind(modules, optimizer)
+        with self.measured(modules, [optimizer]):
+            yield
 
     def report(self) -> Report:
         """Return the peak and the collectives of the measured part."""
@@ -141,6 +151,19 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if group is not None:
             kind = func.name().removeprefix("c10d::").strip("_")
             self._calls[kind, group.size(), size] += 1
+
+
+def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    """Make what a first step leaves behind: the optimizer's states and the gradients' buffers."""
+    for module in modules:
+        buckets = buckets_of(module)
+        if buckets is not None:
+            buckets.allocate(module)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _as_group(value: torch.ScriptObject) -> dist.ProcessGroup | None:

@@ -107,6 +107,13 @@ class GradientBuckets:
         # Until the first forward, parameters may still be replaced (built on the meta device).
         self._first_forward = module.register_forward_pre_hook(self._attach)
 
+    def allocate(self, module: nn.Module) -> None:
+        """Make all buffers now; else each is made when the first gradient comes."""
+        if not self._buckets:
+            self._attach(module, None)
+        for bucket in self._buckets:
+            bucket.allocate()
+
     def _attach(self, module: nn.Module, _: object) -> None:
         """Watch the parameters that the module has now."""
         self._first_forward.remove()

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from autopar.planner.costs.layer_flow import LayerFlow, PlacedOp
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.costs.split_loss import CROSS_ENTROPY
+from autopar.planner.costs.split_loss import CROSS_ENTROPY, splits_classes
 from autopar.planner.graph import Origin
 from autopar.planner.layouts import Kind, Layout
 from autopar.planner.rules.rule import Traffic
@@ -104,7 +104,7 @@ def working_bytes(flow: LayerFlow) -> int:
 
 
 def _working(flow: LayerFlow, one: PlacedOp) -> int:
-    """A loss also has the gradient of its log-probabilities: the logits again, in fp32."""
+    """A loss also has the gradient of its log-probabilities, as large as the logits."""
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors
@@ -119,9 +119,21 @@ def _working(flow: LayerFlow, one: PlacedOp) -> int:
         if tensors[name].requires_grad and tensors[name].origin is Origin.OP
     )
     if one.op.target == CROSS_ENTROPY:
-        logits = one.op.inputs[0]
-        gradients += 4 * pricer.elements(logits, one.layout_of(logits), flow.degree)
+        gradients += _log_probability_bytes(flow, one)
     return results + gradients
+
+
+def _log_probability_bytes(flow: LayerFlow, one: PlacedOp) -> int:
+    """Return the log-probabilities of a loss: in the logits' dtype, unless it computes in fp32.
+
+    It does where it keeps them so, and where the classes are split (runtime/vocabulary.py).
+    """
+    logits = one.op.inputs[0]
+    layout = one.layout_of(logits)
+    if splits_classes(flow.pricer.shapes(one.op, one.split)):
+        return 4 * flow.pricer.elements(logits, layout, flow.degree)
+    made = one.kept.own_bytes(one.split)
+    return made or flow.pricer.tensor_bytes(logits, layout, flow.degree)
 
 
 def _own_places(one: PlacedOp) -> dict[Place, int]:

@@ -1,15 +1,17 @@
 """A dry run counts the memory and the messages of one rank of many."""
 
 import os
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.dryrun import CollectiveTotal, Report, dry_run_step, materialise
+from autopar.runtime.dryrun import CollectiveTotal, Report, dry_run_step, materialise, recording
 from autopar.runtime.initial_weights import record
 from autopar.runtime.mesh import start, stop
 from autopar.runtime.optimizer import build_optimizer
@@ -140,6 +142,48 @@ def test_the_whole_build_of_a_script_runs_under_fake_tensors(zero: int) -> None:
     ranks = {call.kind: call.ranks for call in report.collectives}
     assert ranks["allreduce"] == (3 if zero >= 2 else 6)
     assert all(ranks[kind] == 2 for kind in ranks if kind != "allreduce")
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_model_that_was_sharded_on_meta_gets_its_memory(zero: int) -> None:
+    """As scripts do it: recorded, wrapped, then made under fake tensors; one step tells all."""
+    with patch.dict(os.environ, AUTOPAR_DRYRUN="1/4"):
+        mesh = start(pipeline=1, data=4, tensor=1)
+    model, recipe = record(lambda: Stage(is_first=True, is_last=True), seed=0)
+    wrap(model, mesh, zero=zero, units=list(next(model.children()).children()))
+    with recording() as watched:
+        recipe.materialise(model, {}, mesh.tensor, mesh.device)
+        optimizer = build_optimizer(model.parameters(), None, zero=zero, mesh=mesh)
+        with watched.second_step([model], optimizer):
+            model(x=torch.zeros(ROWS, WIDTH)).backward()
+            optimizer.step()
+    found = watched.report().peak_bytes_by_category
+    stop(mesh)
+    assert found["parameters"] == LAYERS * LAYER // (1 if zero == 1 else 4)
+    steps = 4 * (LAYERS // 4 if zero == 1 else LAYERS)
+    assert found["optimizer"] == 2 * LAYERS * LAYER // 4 + steps
+
+
+def kept(function: Callable[[Tensor], Tensor]) -> int:
+    """Return the bytes that live once a function of ACTIVATION bytes has run."""
+    with recording() as watched:
+        x = torch.zeros(ROWS, WIDTH, requires_grad=True)
+        with watched.measured([], []):
+            result = function(x)
+            del result
+    return watched.report().peak_bytes - ACTIVATION
+
+
+def test_ops_keep_what_one_kernel_of_a_cuda_device_would() -> None:
+    # The result, and beside it a figure per row, or a byte of mask per element.
+    weight = torch.ones(WIDTH)
+    assert kept(lambda x: F.rms_norm(x, (WIDTH,), weight)) == ACTIVATION + 4 * ROWS
+    assert kept(lambda x: F.dropout(x, 0.1)) == ACTIVATION + ROWS * WIDTH
+    plain = kept(lambda x: F.scaled_dot_product_attention(*(x.view(1, 1, ROWS, WIDTH),) * 3))
+    dropped = kept(
+        lambda x: F.scaled_dot_product_attention(*(x.view(1, 1, ROWS, WIDTH),) * 3, dropout_p=0.1)
+    )
+    assert dropped == plain
 
 
 def test_recomputation_keeps_the_inputs_of_layers_alone() -> None:
