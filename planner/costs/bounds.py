@@ -44,7 +44,7 @@ def least_memory_bytes(
     """
     shard, zero = arrangement.shard, arrangement.zero
     state = (
-        parameter_bytes / (shard if zero >= Zero.PARAMETERS else 1)
+        (parameter_bytes if zero < Zero.PARAMETERS else 0)  # the optimizer's copies may be all
         + gradient_bytes / (shard if zero >= Zero.GRADIENTS else 1)
         + optimizer_bytes / (shard if zero >= Zero.OPTIMIZER else 1)
     )
