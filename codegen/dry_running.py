@@ -17,7 +17,8 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from autopar.codegen.emit import write_script
+from autopar.codegen.emit import script_text, write_text
+from autopar.codegen.subject import subject_of
 from autopar.codegen.verification import LAST_LINES, ScriptFailedError
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedule import ScheduleKind, in_flight_microbatches
@@ -54,11 +55,7 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
         raise InputError(f"there is no rank {rank}", expected=f"0 to {ranks - 1}")
     counts = microbatches_run(plan.arrangement)
     with TemporaryDirectory(prefix="autopar-dryrun-") as name:
-        places = [Path(name) / str(count) for count in counts]
-        scripts = [
-            _written(plan, place, folder, microbatches=count)
-            for place, count in zip(places, counts, strict=True)
-        ]
+        scripts = _written(plan, folder, Path(name).resolve(), counts)
         running = [_started(script, f"{rank}/{ranks}") for script in scripts]  # side by side
         reports = [_report(process, rank) for process in running]
     report = reports[-1]
@@ -115,11 +112,14 @@ def _key(collective: Mapping[str, Any]) -> tuple[Any, ...]:
     return collective["kind"], collective["ranks"], collective["bytes"]
 
 
-def _written(plan: Plan, place: Path, folder: Path, *, microbatches: int) -> Path:
-    """Write the script of the plan with so many microbatches in a step."""
-    place.mkdir()
-    short = replace(plan, arrangement=replace(plan.arrangement, microbatches=microbatches))
-    return write_script(short, place, model_folder=folder)
+def _written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> list[Path]:
+    """Write the script of the plan for each count of microbatches in a step."""
+    subject, scripts = subject_of(plan, folder), []
+    for count in counts:
+        scripts.append(place / f"train_{count}.py")
+        short = replace(plan, arrangement=replace(plan.arrangement, microbatches=count))
+        write_text(scripts[-1], script_text(short, subject, scripts[-1]))
+    return scripts
 
 
 def _started(script: Path, rank_of_world: str) -> subprocess.Popen[str]:

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -132,6 +132,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the op and account for it."""
         if DTensor in types:
             return NotImplemented  # its local ops come here next
+        if func is torch.ops.prim.device.default:  # more often than all others together
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d" and self._measures:
             self._count(func, args)

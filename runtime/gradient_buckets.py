@@ -135,6 +135,11 @@ class GradientBuckets:
         """The memory of the gradients, as far as there were any."""
         return tuple(b.buffer for b in self._buckets if b.buffer is not None)
 
+    def take_in(self) -> None:
+        """Move gradients that came past the hooks, as those of a split backward do, into place."""
+        for bucket in self._buckets:
+            bucket.adopt([n for n, p in enumerate(bucket.parameters) if p.grad is not None])
+
     def _watch(self, bucket: _Bucket, place: int) -> None:
         """Notice every new gradient; it moves into the bucket at once or with the whole bucket."""
 

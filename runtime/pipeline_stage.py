@@ -168,8 +168,11 @@ class Stage(PipelineStage):
             return _contiguous(stage_backward(**bwd_kwargs)), None
         if backward_type == "weight":
             self._split_backward.backward_weights(bwd_kwargs["param_groups"])
-            return (), None
-        gradients, groups = self._split_backward.backward_inputs(**bwd_kwargs)
+            gradients, groups = (), None
+        else:
+            gradients, groups = self._split_backward.backward_inputs(**bwd_kwargs)
+        if self._buckets is not None:
+            self._buckets.take_in()
         return _contiguous(gradients), groups
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:

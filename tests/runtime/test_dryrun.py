@@ -224,6 +224,24 @@ def test_a_stage_runs_its_schedule_without_its_neighbours() -> None:
     assert 2.5 < in_flight < 3.5
 
 
+def test_a_split_backward_leaves_each_gradient_in_its_bucket_alone() -> None:
+    with patch.dict(os.environ, AUTOPAR_DRYRUN="2/4"):
+        mesh = start(pipeline=2, data=2, tensor=1)
+    with torch.device("meta"):
+        model = wrap(Stage(is_first=False, is_last=True), mesh, zero=0)
+    stage = stage_of(model, mesh, index=1, stages=2, receives=[cut(ROWS, WIDTH)], sends=[])
+    schedule = build_schedule("interleaved-zero-bubble", [stage], 4)
+    with recording() as watched:
+        materialise(model)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with watched.second_step([model], optimizer):
+            schedule.step([{"x": torch.zeros(1)}] * 4, [1 / 4] * 4)
+            optimizer.step()
+    found = watched.report().peak_bytes_by_category
+    stop(mesh)
+    assert found["gradients"] == LAYERS * LAYER
+
+
 def test_a_report_reads_as_json() -> None:
     text = dry_run(0, 2, zero=0).to_json()
     assert '"kind": "allreduce"' in text
