@@ -122,8 +122,9 @@ def page(rows: Sequence[Row], refused: Sequence[str]) -> str:
 
 def table(rows: Iterable[Row]) -> Iterator[str]:
     """Yield the rows as a table in Markdown."""
-    yield "| case | plan | rank | state | activations | work space | in all | error | s | of processors |"
-    yield "|---|---|---:|---:|---:|---:|---:|---:|---:|---:|"
+    columns = "case|plan|rank|state|activations|work space|in all|error|s|of processors"
+    yield f"|{columns}|"
+    yield "|---|---" + "|---:" * (columns.count("|") - 1) + "|"
     for row in rows:
         plan, run = planned_gib(row.predicted), run_gib(row.run.peak_bytes_by_category)
         figures = " | ".join(f"{plan[name]:.2f}, {run[name]:.2f}" for name in plan)

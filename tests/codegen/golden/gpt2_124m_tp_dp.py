@@ -18,14 +18,14 @@ Communication of the busiest rank in a step:
       1.056 ms, waits 1.146 ms
     gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 2 ranks,
       243.4 MiB, 769.2 us, waits 769.2 us
-Memory of the fullest device: 10.05 GiB of 76 GiB (13%)
+Memory of the fullest device: 10.88 GiB of 76 GiB (14%)
     parameters 179.5 MiB, gradients 359 MiB, optimizer 269.3 MiB, activations 3.486 GiB, work space
-      1.534 GiB, fragments 477.8 MiB, context 3.75 GiB
+      2.301 GiB, fragments 540.7 MiB, context 3.75 GiB
 
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 81% of its step.
 The next best, dp 4 · tp 2, takes 30.63 ms (+2.9%): +743.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 6034a955201fd549.
+# Written by autopar 0.1.0, which never overwrites changes by hand: ec12ce74ff6fc9c3.
 
 from __future__ import annotations
 
