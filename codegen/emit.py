@@ -7,7 +7,7 @@ from pathlib import Path
 from autopar.codegen.check import check_script
 from autopar.codegen.checksum import is_unchanged, with_checksum
 from autopar.codegen.render import render
-from autopar.codegen.subject import subject_of
+from autopar.codegen.subject import Subject, subject_of
 from autopar.codegen.view import script_view
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
@@ -22,8 +22,12 @@ def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
     """
     place = destination.resolve()
     subject = subject_of(plan, place.parent if folder is None else folder)
-    view = script_view(plan, subject, place)
-    script = render(view)
+    return script_text(plan, subject, place)
+
+
+def script_text(plan: Plan, subject: Subject, place: Path) -> str:
+    """Return the script of a plan whose subject is known, as it will stand at `place`."""
+    script = render(script_view(plan, subject, place))
     check_script(script)
     return with_checksum(script, plan.autopar)
 

@@ -7,6 +7,7 @@ but leaves modules in place.
 from dataclasses import dataclass
 
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -60,9 +61,10 @@ def with_rows(chunks: Chunks, tensor: Tensor) -> Chunks:
     """Narrow the chunks of a whole shard to the rows that `fully_shard` left here."""
     if not isinstance(tensor, DTensor):
         return chunks
-    local, offsets = compute_local_shape_and_global_offset(
-        tensor.shape, tensor.device_mesh, tensor.placements
-    )
+    with unset_fake_temporarily():  # torch counts with tensors whose values it reads
+        local, offsets = compute_local_shape_and_global_offset(
+            tensor.shape, tensor.device_mesh, tensor.placements
+        )
     ranges = tuple(
         within(held, offset, offset + size)
         for held, offset, size in zip(chunks.ranges, offsets, local, strict=True)

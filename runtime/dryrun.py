@@ -16,12 +16,14 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autopar.runtime.data_parallel import buckets_of
+from autopar.runtime.dryrun_kernels import cuda_kernels
 from autopar.runtime.dryrun_memory import LiveMemory
 from autopar.runtime.dryrun_owners import owners_of
 
@@ -76,7 +78,8 @@ def recording() -> Iterator[Recording]:
     """Give every tensor made inside a shape and no values, and keep count of their memory."""
     memory = LiveMemory()
     record = Recording(memory)
-    with memory.watching_resizes(), FakeTensorMode(allow_non_fake_inputs=True), record:
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with memory.watching_resizes(), cuda_kernels(), fake, record:
         yield record
 
 
@@ -100,6 +103,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._memory.stop_measuring()
         self._measures = False
 
+    @contextmanager
+    def second_step(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> Iterator[None]:
+        """Report on a step run inside, as if it were not the first."""
+        _leave_a_step_behind(modules, optimizer)
+        with self.measured(modules, [optimizer]):
+            yield
+
     def report(self) -> Report:
         """Return the peak and the collectives of the measured part."""
         calls = sorted(self._calls.items(), key=lambda call: (call[0][0], -call[0][2]))
@@ -122,6 +132,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Run the op and account for it."""
         if DTensor in types:
             return NotImplemented  # its local ops come here next
+        if func is torch.ops.prim.device.default:  # more often than all others together
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d" and self._measures:
             self._count(func, args)
@@ -141,6 +153,19 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if group is not None:
             kind = func.name().removeprefix("c10d::").strip("_")
             self._calls[kind, group.size(), size] += 1
+
+
+def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    """Make what a first step leaves behind: the optimizer's states and the gradients' buffers."""
+    for module in modules:
+        buckets = buckets_of(module)
+        if buckets is not None:
+            buckets.allocate(module)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+    optimizer.step()
+    optimizer.zero_grad()
 
 
 def _as_group(value: torch.ScriptObject) -> dist.ProcessGroup | None:

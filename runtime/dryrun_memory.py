@@ -17,7 +17,7 @@ Owners: TypeAlias = Callable[[], Mapping[int, str]]  # storage -> category, of w
 
 # Who owns what is looked up again only when a new peak tops the last such by this much: it walks
 # over all that lives. What was made since then counts as owned by nobody.
-LOOK_UP_EVERY = 1.002
+LOOK_UP_EVERY = 1.005
 
 
 @dataclass(slots=True)

@@ -80,7 +80,7 @@ def _sharded_parameters(module: nn.Module) -> Iterator[Tensor]:
 
 def _waiting_result(group: FSDPParamGroup) -> Any:
     """Return the last gathered message, kept until the next copy out is over."""
-    state = group.comm_ctx.all_gather_state
+    state = getattr(group.comm_ctx, "all_gather_state", None)  # absent before the first forward
     return None if state is None else state.all_gather_result
 
 

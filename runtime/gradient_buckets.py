@@ -107,6 +107,13 @@ class GradientBuckets:
         # Until the first forward, parameters may still be replaced (built on the meta device).
         self._first_forward = module.register_forward_pre_hook(self._attach)
 
+    def allocate(self, module: nn.Module) -> None:
+        """Make all buffers now; else each is made when the first gradient comes."""
+        if not self._buckets:
+            self._attach(module, None)
+        for bucket in self._buckets:
+            bucket.allocate()
+
     def _attach(self, module: nn.Module, _: object) -> None:
         """Watch the parameters that the module has now."""
         self._first_forward.remove()
@@ -127,6 +134,11 @@ class GradientBuckets:
     def buffers(self) -> tuple[Tensor, ...]:
         """The memory of the gradients, as far as there were any."""
         return tuple(b.buffer for b in self._buckets if b.buffer is not None)
+
+    def take_in(self) -> None:
+        """Move gradients that came past the hooks, as those of a split backward do, into place."""
+        for bucket in self._buckets:
+            bucket.adopt([n for n, p in enumerate(bucket.parameters) if p.grad is not None])
 
     def _watch(self, bucket: _Bucket, place: int) -> None:
         """Notice every new gradient; it moves into the bucket at once or with the whole bucket."""

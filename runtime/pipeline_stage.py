@@ -168,9 +168,16 @@ class Stage(PipelineStage):
             return _contiguous(stage_backward(**bwd_kwargs)), None
         if backward_type == "weight":
             self._split_backward.backward_weights(bwd_kwargs["param_groups"])
+            self._take_in()
             return (), None
         gradients, groups = self._split_backward.backward_inputs(**bwd_kwargs)
+        self._take_in()
         return _contiguous(gradients), groups
+
+    def _take_in(self) -> None:
+        """Move gradients of weights that no hook saw to where they are summed."""
+        if self._buckets is not None:
+            self._buckets.take_in()
 
     def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
         """Run the module on one microbatch and return what can be sent."""

@@ -102,17 +102,19 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _statistics(logits: Tensor, local: Tensor, held: Tensor) -> Tensor:
-    """Say what the other ranks must know of this rank's logits, four numbers per target."""
-    if logits.dtype in (torch.bfloat16, torch.float16):
-        logits = logits.float()
-    lowest = torch.finfo(logits.dtype).min  # not −∞, whose difference to itself is not a number
+    """Say what the other ranks must know of this rank's logits, four numbers per target.
+
+    In fp32 where these have 16 bits, without a copy of them all that would be as large again.
+    """
+    wide = torch.promote_types(logits.dtype, torch.float32)
+    lowest = torch.finfo(wide).min  # not −∞, whose difference to itself is not a number
     if not logits.shape[-1]:
-        nothing = torch.zeros_like(held, dtype=logits.dtype)
+        nothing = torch.zeros_like(held, dtype=wide)
         return torch.stack((nothing + lowest, nothing, nothing, nothing))
-    highest = logits.amax(-1).clamp_(min=lowest)
+    highest = logits.amax(-1).to(wide).clamp_(min=lowest)
     exponentials = (logits - highest.unsqueeze(-1)).exp_().sum(-1)
-    own = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).masked_fill(~held, 0)
-    return torch.stack((highest, exponentials, own, logits.sum(-1)))
+    own = logits.gather(-1, local.unsqueeze(-1)).squeeze(-1).to(wide).masked_fill(~held, 0)
+    return torch.stack((highest, exponentials, own, logits.sum(-1, dtype=wide)))
 
 
 def _local_row(index: int | None, parts: Parts, axis: Axis) -> int | None:

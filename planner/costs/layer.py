@@ -82,6 +82,8 @@ def _cost(
         recompute_seconds=recompute,
         saved_bytes=memory.saved_bytes,
         transient_bytes=memory.transient_bytes,
+        learning_bytes=memory.learning_bytes,
+        deferred_bytes=memory.deferred_bytes,
         output_bytes=output_bytes,
         parameters=held.elements,
         trainable=held.trainable,

@@ -8,12 +8,12 @@ other. So every tensor is counted once, whichever recompute modes the layers hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.costs.layer_flow import LayerFlow, PlacedOp
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.costs.split_loss import CROSS_ENTROPY
+from autopar.planner.costs.split_loss import CROSS_ENTROPY, splits_classes
 from autopar.planner.graph import Origin
 from autopar.planner.layouts import Kind, Layout
 from autopar.planner.rules.rule import Traffic
@@ -24,10 +24,16 @@ Place = tuple[str, str]  # the root's name; the axis of its split, or ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayerMemory:
-    """What one layer keeps for its backward, and the most that it takes beside that."""
+    """What one layer keeps for its backward, and the most that it takes beside that.
+
+    `learning` is what it takes while ops with weights run, `deferred` the gradients of their
+    results: a split backward holds them, and all that is kept, from its first half to its second.
+    """
 
     saved_bytes: int
     transient_bytes: int
+    learning_bytes: int
+    deferred_bytes: int
 
 
 def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
@@ -37,22 +43,26 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
     selective:  saved = inputs + results of contractions;   transient = that + what is made again
     full:       saved = inputs;                             transient = that + what is made again
     """
-    everything, working = kept_places(flow), working_bytes(flow)
-    inputs = input_places(flow)
+    everything, inputs = kept_places(flow), input_places(flow)
+    learning = tuple(one for one in flow.ops if _learns(flow, one))
+    working, working_with_weights = (_most_working(flow, ops) for ops in (flow.ops, learning))
+    deferred = sum(_result_bytes(flow, one) for one in learning)
     costly = dict(inputs)
     for one in flow.ops:
         if one.is_contraction and one.is_differentiable:
             costly |= _own_places(one)
             costly |= dict(_places(flow, one, one.op.outputs))
     modes = {Recompute.NONE: everything, Recompute.SELECTIVE: costly, Recompute.FULL: inputs}
-    return {
-        mode: LayerMemory(
+    memory = {}
+    for mode, saved in modes.items():
+        again = sum(size for place, size in everything.items() if place not in saved)
+        memory[mode] = LayerMemory(
             saved_bytes=sum(saved.values()),
-            transient_bytes=working
-            + sum(size for place, size in everything.items() if place not in saved),
+            transient_bytes=working + again,
+            learning_bytes=working_with_weights + again,
+            deferred_bytes=deferred,
         )
-        for mode, saved in modes.items()
-    }
+    return memory
 
 
 def kept_places(flow: LayerFlow) -> dict[Place, int]:
@@ -98,19 +108,29 @@ def _lent(flow: LayerFlow) -> dict[Place, int]:
     return places
 
 
-def working_bytes(flow: LayerFlow) -> int:
+def _most_working(flow: LayerFlow, ops: Sequence[PlacedOp]) -> int:
     """Return the most that one op takes beside what is kept: gradients of results and inputs."""
-    return max((_working(flow, one) for one in flow.ops), default=0)
+    return max((_working(flow, one) for one in ops), default=0)
+
+
+def _learns(flow: LayerFlow, one: PlacedOp) -> bool:
+    """Whether an op has weights that are trained."""
+    parameters = flow.pricer.parameters
+    return any(name in parameters and parameters[name].trainable for name in one.op.inputs)
+
+
+def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
+    return sum(
+        flow.pricer.tensor_bytes(name, one.layout_of(name), flow.degree) for name in one.op.outputs
+    )
 
 
 def _working(flow: LayerFlow, one: PlacedOp) -> int:
-    """A loss also has the gradient of its log-probabilities: the logits again, in fp32."""
+    """A loss also has the gradient of its log-probabilities, as large as the logits."""
     if rule_of(one.op.target).traffic is Traffic.NONE:
         return 0
     pricer, tensors = flow.pricer, flow.pricer.graph.tensors
-    results = sum(
-        pricer.tensor_bytes(name, one.layout_of(name), flow.degree) for name in one.op.outputs
-    )
+    results = _result_bytes(flow, one)
     if not one.is_differentiable:
         return results
     gradients = sum(
@@ -119,9 +139,21 @@ def _working(flow: LayerFlow, one: PlacedOp) -> int:
         if tensors[name].requires_grad and tensors[name].origin is Origin.OP
     )
     if one.op.target == CROSS_ENTROPY:
-        logits = one.op.inputs[0]
-        gradients += 4 * pricer.elements(logits, one.layout_of(logits), flow.degree)
+        gradients += _log_probability_bytes(flow, one)
     return results + gradients
+
+
+def _log_probability_bytes(flow: LayerFlow, one: PlacedOp) -> int:
+    """Return the log-probabilities of a loss: in the logits' dtype, unless it computes in fp32.
+
+    It does where it keeps them so, and where the classes are split (runtime/vocabulary.py).
+    """
+    logits = one.op.inputs[0]
+    layout = one.layout_of(logits)
+    if splits_classes(flow.pricer.shapes(one.op, one.split)):
+        return 4 * flow.pricer.elements(logits, layout, flow.degree)
+    made = one.kept.own_bytes(one.split)
+    return made or flow.pricer.tensor_bytes(logits, layout, flow.degree)
 
 
 def _own_places(one: PlacedOp) -> dict[Place, int]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
 from autopar.planner.costs.stage_load import StageLoad
+from autopar.planner.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -16,6 +17,7 @@ class Held:
 
     load: StageLoad
     in_flight: int
+    deferred: int = 0  # microbatches at most whose weights' gradients are still to be made
 
 
 def memory_of(
@@ -24,19 +26,21 @@ def memory_of(
     """Return the peak of a rank.
 
     state        = Σ over its stages, each category divided by the shard ranks where ZeRO says so
-    activations  = Σ saved · in flight: every stage at its own peak at once, an upper bound
-    transient    = of the layer that needs most
-    unsharded    = ZeRO-3: parameters of two neighbours, one computing and one gathered ahead, and
-                   the whole gradient of one; ZeRO-2: the gradients of one bucket
-    buffers      = the buckets that a reduction fills and sends, one each
+    activations  = Σ saved · in flight + results' gradients · deferred: every stage at its own peak
+                   at once, an upper bound
+    work         = of the layer that needs most: transient + unsharded
+    unsharded    = ZeRO-3: parameters of the layer, and of the next that is gathered ahead;
+                   ZeRO-2 and 3: its whole gradient, from when its first weight's is made
+    buffers      = the bucket that a reduction fills and sends
     margin       = share · all of these
     """
     loads = [one.load for one in held]
-    zero, shard = arrangement.zero, arrangement.shard
-    activations = sum(one.load.saved_bytes * one.in_flight for one in held)
-    transient = max((load.transient_bytes for load in loads), default=0)
-    unsharded = _unsharded_bytes(loads, arrangement)
-    parameters, gradients, optimizer = _state(loads, zero, shard)
+    activations = sum(
+        one.load.saved_bytes * one.in_flight + one.load.deferred_bytes * one.deferred
+        for one in held
+    )
+    transient, unsharded = _work_bytes(loads, arrangement)
+    parameters, gradients, optimizer = _state(loads, arrangement)
     buckets = _bucket_bytes(loads, arrangement)
     everything = parameters + gradients + optimizer + activations + transient + unsharded + buckets
     return MemoryPrediction(
@@ -61,42 +65,67 @@ def layer_state_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
     """Return what a layer's parameters occupy on a rank, divided as ZeRO divides them."""
     zero, shard = arrangement.zero, arrangement.shard
     return (
-        _part(cost.parameter_bytes, shard, zero >= Zero.PARAMETERS)
+        _parameter_bytes(cost.parameter_bytes, cost.trainable, arrangement)
         + _part(cost.gradient_bytes, shard, zero >= Zero.GRADIENTS)
         + _part(cost.optimizer_bytes, shard, zero >= Zero.OPTIMIZER)
     )
 
 
 def layer_unsharded_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
-    """Return what a stage holds unsharded at least, because this layer is in it."""
+    """Return what a layer needs beyond its transient memory because its state is divided.
+
+    Its gradient comes whole only when what the ops after its last weights need is free again (the
+    loss behind the head), so that counts with what the ops with weights need.
+    """
     if arrangement.shard == 1 or arrangement.zero < Zero.GRADIENTS:
         return 0
     gathered = cost.parameter_bytes if arrangement.zero is Zero.PARAMETERS else 0
-    return gathered + cost.gradient_bytes
+    return gathered + max(0, cost.learning_bytes + cost.gradient_bytes - cost.transient_bytes)
 
 
-def _state(loads: Sequence[StageLoad], zero: Zero, shard: int) -> tuple[int, int, int]:
+def _state(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, int, int]:
     """Return parameters, gradients and optimizer state, divided as far as ZeRO does."""
+    zero, shard = arrangement.zero, arrangement.shard
     return (
-        _part(sum(load.parameter_bytes for load in loads), shard, zero >= Zero.PARAMETERS),
+        _parameter_bytes(
+            sum(load.parameter_bytes for load in loads),
+            sum(load.trainable for load in loads),
+            arrangement,
+        ),
         _part(sum(load.gradient_bytes for load in loads), shard, zero >= Zero.GRADIENTS),
         _part(sum(load.optimizer_bytes for load in loads), shard, zero >= Zero.OPTIMIZER),
     )
+
+
+def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
+    """Return parameters; ZeRO-2 and 3 hold parts of them in fp32, ZeRO-2 also the gathered ones.
+
+    Under bf16 the parts of what is trained are the fp32 copy that counts as the optimizer's.
+    """
+    if arrangement.zero < Zero.GRADIENTS or arrangement.shard == 1:
+        return size_bytes
+    is_bf16 = arrangement.precision is Precision.BF16
+    parts = 2 * max(0, size_bytes - 2 * trainable) if is_bf16 else size_bytes
+    gathered = size_bytes if arrangement.zero is Zero.GRADIENTS else 0
+    return gathered + _part(parts, arrangement.shard, is_divided=True)
 
 
 def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
     return -(-size_bytes // ranks) if is_divided else size_bytes
 
 
-def _unsharded_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> int:
-    if arrangement.shard == 1 or not loads:
-        return 0
-    if arrangement.zero is Zero.PARAMETERS:
-        return max(sum(load.unit_bytes) for load in loads)
-    if arrangement.zero is Zero.GRADIENTS:
-        whole = sum(load.gradient_bytes for load in loads)
-        return min(whole, max(arrangement.bucket_bytes, max(load.unit_bytes[1] for load in loads)))
-    return 0
+def _work_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, int]:
+    """Return transient and unsharded bytes of the layer that needs most of both together."""
+    ahead = arrangement.shard > 1 and arrangement.zero is Zero.PARAMETERS
+    every = (
+        (
+            work.cost.transient_bytes,
+            layer_unsharded_bytes(work.cost, arrangement) + ahead * work.next_parameter_bytes,
+        )
+        for load in loads
+        for work in load.works
+    )
+    return max(every, key=sum, default=(0, 0))
 
 
 def _bucket_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> int:

@@ -89,6 +89,8 @@ class LayerCost:
     replicated_gradient_bytes: int  # of R parameters: summed over the tensor axis once per step
     measured_seconds: float  # of both, as far as measured and not by formula
     trainable_tensors: int = 0  # that the elements with optimizer state lie in
+    learning_bytes: int = 0  # as transient, while ops with weights run
+    deferred_bytes: int = 0  # that a split backward holds from its first half to its second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,9 @@
 """The table of pipeline schedules: what each needs, builds, holds and is called in torch."""
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import StrEnum
+from functools import lru_cache
 from types import MappingProxyType
 
 from autopar.planner.costs.schedule_actions import Schedule
@@ -11,6 +12,7 @@ from autopar.planner.costs.schedule_in_flight import (
     interleaved_in_flight,
     interleaved_zero_bubble_in_flight,
     one_f_one_b_in_flight,
+    peak_deferred,
     zero_bubble_v_in_flight,
 )
 from autopar.planner.costs.schedule_orders import (
@@ -23,6 +25,8 @@ from autopar.planner.costs.schedule_orders import (
 )
 from autopar.planner.costs.schedule_simulation import Transfer
 from autopar.planner.errors import InputError
+
+SETTLED_ROUNDS = 3  # of as many microbatches as ranks: what is held at once grows no more
 
 
 class ScheduleKind(StrEnum):
@@ -77,6 +81,24 @@ def refusal(kind: ScheduleKind, shape: PipelineShape) -> str:
 def in_flight_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape) -> int:
     """Return the most microbatches whose activations a stage holds at once, by closed form."""
     return SCHEDULES[kind].in_flight(stage, shape)
+
+
+def deferred_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape) -> int:
+    """Return the most microbatches whose weights' gradients a stage has still to make.
+
+    The inputs of the first stage need no gradient, so it makes those of its weights at once.
+    """
+    if stage == 0 or not SCHEDULES[kind].splits_backward:
+        return 0
+    rounds, rest = divmod(shape.microbatches, shape.ranks)
+    if rest == 0 and rounds > SETTLED_ROUNDS:
+        shape = replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
+    return _deferred(kind, shape)[stage]
+
+
+@lru_cache(maxsize=1024)
+def _deferred(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
+    return peak_deferred(schedule_of(kind, shape))
 
 
 def _gpipe_refusal(shape: PipelineShape) -> str:

@@ -16,13 +16,18 @@ def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
     One of the rows' maxima, one of their sums of exponentials and their target's logit together.
     Source: Megatron-LM, section 3 (which sends the last two apart). Nothing for any other op.
     """
-    if shapes.op.target != CROSS_ENTROPY or shapes.split is None:
+    if not splits_classes(shapes):
         return 0.0
-    logits, classes = shapes.op.inputs[0], shapes.letters(("v",))
-    if classes == shapes.graph.tensors[logits].shape[1].at(shapes.batch):
-        return 0.0
-    rows = shapes.numel(logits) // max(1, classes)
+    rows = shapes.numel(shapes.op.inputs[0]) // max(1, shapes.letters(("v",)))
     return sum(
         collective_seconds(Collective.ALL_REDUCE, figures * rows * _ROW_BYTES, shape)
         for figures in (1, 2)
     )
+
+
+def splits_classes(shapes: LocalShapes) -> bool:
+    """Whether an op is a loss of whose classes each rank has a part."""
+    if shapes.op.target != CROSS_ENTROPY or shapes.split is None:
+        return False
+    logits = shapes.graph.tensors[shapes.op.inputs[0]]
+    return shapes.letters(("v",)) != logits.shape[1].at(shapes.batch)

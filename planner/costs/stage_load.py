@@ -20,6 +20,14 @@ class Repeated:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Work:
+    """What one layer takes while it runs; with ZeRO-3 the one before it is gathered already."""
+
+    cost: LayerCost
+    next_parameter_bytes: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class StageLoad:
     """One stage: the seconds of one microbatch, and what its parameters weigh on one rank."""
 
@@ -30,7 +38,6 @@ class StageLoad:
     recompute_seconds: float
     measured_seconds: float
     saved_bytes: int
-    transient_bytes: int  # of the layer that needs most
     output_bytes: int
     trainable: int
     trainable_tensors: int
@@ -38,7 +45,8 @@ class StageLoad:
     gradient_bytes: int
     optimizer_bytes: int
     replicated_gradient_bytes: int
-    unit_bytes: tuple[int, int]  # parameters of the two heaviest neighbours, gradient of the first
+    deferred_bytes: int
+    works: tuple[Work, ...]  # of the layers that differ
     layers: tuple[Repeated, ...]
 
     @property
@@ -83,7 +91,6 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
         recompute_seconds=seconds("recompute_seconds"),
         measured_seconds=seconds("measured_seconds"),
         saved_bytes=total("saved_bytes"),
-        transient_bytes=max((cost.transient_bytes for cost, _ in runs), default=0),
         output_bytes=layers[-1].output_bytes if layers else 0,
         trainable=total("trainable"),
         trainable_tensors=total("trainable_tensors"),
@@ -91,7 +98,8 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
         gradient_bytes=total("gradient_bytes"),
         optimizer_bytes=total("optimizer_bytes"),
         replicated_gradient_bytes=total("replicated_gradient_bytes"),
-        unit_bytes=_unit_bytes(runs),
+        deferred_bytes=total("deferred_bytes"),
+        works=tuple(_works(runs)),
         layers=tuple(Repeated(load=_load(cost), count=count) for cost, count in runs),
     )
 
@@ -102,11 +110,14 @@ def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
         yield alike[0], len(alike)
 
 
-def _unit_bytes(runs: Sequence[tuple[LayerCost, int]]) -> tuple[int, int]:
-    """Return the heaviest pair of neighbours' parameters, and the heaviest layer's gradient."""
-    sizes = [cost.parameter_bytes for cost, count in runs for _ in range(min(count, 2))]
-    pairs = [a + b for a, b in zip(sizes, [*sizes[1:], 0], strict=True)]
-    return max(pairs, default=0), max((cost.gradient_bytes for cost, _ in runs), default=0)
+def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[Work]:
+    before = 0
+    for cost, count in runs:
+        own = cost.parameter_bytes
+        yield Work(cost=cost, next_parameter_bytes=own if count > 1 else before)
+        if count > 1 and before > own:
+            yield Work(cost=cost, next_parameter_bytes=before)
+        before = own
 
 
 def _load(cost: LayerCost) -> LayerLoad:

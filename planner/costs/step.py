@@ -26,7 +26,11 @@ from autopar.planner.costs.prediction import (
     Zero,
 )
 from autopar.planner.costs.rank_groups import RankGroups, rank_groups, summed_seconds
-from autopar.planner.costs.schedule import PipelineShape, in_flight_microbatches
+from autopar.planner.costs.schedule import (
+    PipelineShape,
+    deferred_microbatches,
+    in_flight_microbatches,
+)
 from autopar.planner.costs.stage_load import StageLoad, stage_load
 from autopar.planner.costs.step_terms import Step, communication_terms, time_terms
 from autopar.planner.precision import Precision
@@ -212,6 +216,7 @@ def _stage_predictions(
             in_flight=in_flight_microbatches(arrangement.schedule, stage, shape)
             if arrangement.pipeline > 1
             else 1,
+            deferred=_deferred(load, stage, step),
         )
         for stage, load in enumerate(step.loads)
     ]
@@ -228,6 +233,14 @@ def _stage_predictions(
         for stage, one in enumerate(held)
         for rank in [_rank(stage, arrangement)]
     )
+
+
+def _deferred(load: StageLoad, stage: int, step: Step) -> int:
+    """Return the microbatches between two halves of a backward; recomputing stages split none."""
+    arrangement = step.arrangement
+    if arrangement.pipeline == 1 or load.recompute_seconds:
+        return 0
+    return deferred_microbatches(arrangement.schedule, stage, pipeline_shape(arrangement))
 
 
 def _rank_sums(rank: int, held: Sequence[Held], step: Step) -> _RankSums:

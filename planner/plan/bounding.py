@@ -196,7 +196,7 @@ class Bounds:
         """Return the bytes of all parameters' state, split evenly over the tensor axis."""
         held, shard, zero = self.held, arrangement.shard, arrangement.zero
         return (
-            held.parameter_bytes // (shard if zero >= Zero.PARAMETERS else 1)
+            (held.parameter_bytes if zero < Zero.PARAMETERS else 0)  # bf16: the optimizer's copies
             + held.gradient_bytes // (shard if zero >= Zero.GRADIENTS else 1)
             + held.optimizer_bytes // (shard if zero >= Zero.OPTIMIZER else 1)
         ) // arrangement.tensor

@@ -16,7 +16,11 @@ from autopar.planner.costs.memory import (
 from autopar.planner.costs.pipeline import rank_of
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.rank_groups import rank_groups
-from autopar.planner.costs.schedule import ScheduleKind, in_flight_microbatches
+from autopar.planner.costs.schedule import (
+    ScheduleKind,
+    deferred_microbatches,
+    in_flight_microbatches,
+)
 from autopar.planner.costs.step import pipeline_shape
 from autopar.planner.plan.costing import Costing, Inside, Modes
 from autopar.planner.programs.stage_problem import (
@@ -130,11 +134,13 @@ class Questions:
             if mode not in allowed or amounts in seen:
                 continue
             seen.add(amounts)
+            deferred = 0 if cost.recompute_seconds else cost.deferred_bytes  # is it split at all?
             yield LayerOption(
                 name=mode.value,
                 seconds=cost.forward_seconds + cost.backward_seconds,
                 fixed_bytes=int(layer_state_bytes(cost, arrangement) * margin) + 1,
                 saved_bytes=int(cost.saved_bytes * margin) + 1,
+                deferred_bytes=int(deferred * margin) + 1,
                 transient_bytes=int((cost.transient_bytes + unsharded) * margin) + 1,
             )
 
@@ -162,15 +168,15 @@ class Questions:
         stages = []
         for stage in range(shape.stages):
             device = devices[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
-            in_flight = (
-                in_flight_microbatches(arrangement.schedule, stage, shape)
-                if arrangement.pipeline > 1
-                else 1
-            )
+            in_flight, deferred = 1, 0
+            if arrangement.pipeline > 1:
+                in_flight = in_flight_microbatches(arrangement.schedule, stage, shape)
+                deferred = deferred_microbatches(arrangement.schedule, stage, shape)
             stages.append(
                 StageLimit(
                     memory_bytes=memory[device.name],
                     in_flight=in_flight,
+                    deferred=deferred,
                     device_class=classes.index(device),
                 )
             )

@@ -69,7 +69,7 @@ class StagePricing:
         self.windows = boundary_windows(choices, len(limits.stages))
         self._counts_before = _counts_before(choices)
         self._different_limits = tuple(set(limits.stages))
-        self._mixes: dict[tuple[int, int, Share], StageMixes] = {}
+        self._mixes: dict[tuple[int, int, int, Share], StageMixes] = {}
         shares = shares_of(choices, limits)
         self._stage_mixes = tuple(self._mixes_of(p, share) for p, share in enumerate(shares))
 
@@ -84,7 +84,7 @@ class StagePricing:
         fastest = self._least_before(lambda option, _: option.seconds * self.ticks_per_second)
         room = objective - fastest[-1] + 2 * count  # rounding
         most_ticks = room / weight if weight else np.inf
-        lightest = self._least_before(lambda o, limit: o.resident_bytes(limit.in_flight))
+        lightest = self._least_before(lambda o, limit: limit.resident_bytes(o))
         most_bytes = max(stage.memory_bytes for stage in stages)
         within = min(_most_within(fastest, most_ticks), _most_within(lightest, most_bytes))
         return max(1, min(count - len(stages) + 1, within))
@@ -132,12 +132,12 @@ class StagePricing:
 
     def _mixes_of(self, stage: int, share: Share) -> StageMixes:
         limit = self.limits.stages[stage]
-        key = (limit.device_class, limit.in_flight, share)
+        key = (limit.device_class, limit.in_flight, limit.deferred, share)
         if key not in self._mixes:
             self._mixes[key] = StageMixes(
                 self.choices.options[limit.device_class],
                 share=share,
-                in_flight=limit.in_flight,
+                limit=limit,
                 ticks_per_second=self.ticks_per_second,
             )
         return self._mixes[key]

@@ -5,7 +5,12 @@ from dataclasses import replace
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.programs.stage_problem import LayerChoices, StageLimits, boundary_windows
+from autopar.planner.programs.stage_problem import (
+    LayerChoices,
+    StageLimit,
+    StageLimits,
+    boundary_windows,
+)
 from autopar.planner.programs.stage_shares import (
     levels_of,
     lightest_bytes,
@@ -27,12 +32,12 @@ def memory_shortfall_bytes(choices: LayerChoices, limits: StageLimits) -> int | 
     shares = shares_of(choices, limits)
     least = np.full(len(choices.boundaries), _ENDLESS)
     least[0] = -_ENDLESS
-    needs: dict[tuple[int, int, tuple[int, ...]], Bytes] = {}
+    needs: dict[tuple[int, int, int, tuple[int, ...]], Bytes] = {}
     for stage, (limit, share) in enumerate(zip(limits.stages, shares, strict=True)):
         levels = levels_of(choices.options[limit.device_class], share)
-        key = (limit.device_class, limit.in_flight, levels)
+        key = (limit.device_class, limit.in_flight, limit.deferred, levels)
         if key not in needs:
-            needs[key] = _lightest_bytes(choices, *key)
+            needs[key] = _lightest_bytes(choices, limit, levels)
         worst = np.maximum(least[:, None], needs[key] - share.memory_bytes).min(axis=0)
         least = np.where(_is_legal(choices, windows[stage + 1]), worst, _ENDLESS)
     shortfall = int(least[-1])
@@ -75,17 +80,15 @@ def _is_legal(choices: LayerChoices, window: tuple[int, int]) -> npt.NDArray[np.
     return is_allowed & (earliest <= places) & (places <= latest)
 
 
-def _lightest_bytes(
-    choices: LayerChoices, device_class: int, in_flight: int, levels: tuple[int, ...]
-) -> Bytes:
+def _lightest_bytes(choices: LayerChoices, limit: StageLimit, levels: tuple[int, ...]) -> Bytes:
     """Return the least memory of the layers between each two boundaries; endless from behind."""
-    groups = choices.options[device_class]
+    groups = choices.options[limit.device_class]
     count = len(choices.layers)
     least = np.full((count + 1, count + 1), _ENDLESS)
     for level in levels:
         lightest = [
             min(
-                (o.resident_bytes(in_flight) for o in group if o.transient_bytes <= level),
+                (limit.resident_bytes(o) for o in group if o.transient_bytes <= level),
                 default=None,
             )
             for group in groups

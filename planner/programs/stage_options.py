@@ -2,7 +2,7 @@
 
 A mix says how many layers of each class use each option. It fits when
 
-    Σ (fixed + K · saved)  +  max transient  ≤  memory of the stage
+    Σ (fixed + K · saved + D · deferred)  +  max transient  ≤  memory of the stage
 
 so for every level X of transient memory that an option has (or for the one that the stage's share
 sets aside), the options up to X are summed against the memory that X leaves: Pareto sums of
@@ -22,7 +22,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.programs.stage_problem import Options
+from autopar.planner.programs.stage_problem import Options, StageLimit
 from autopar.planner.programs.stage_shares import Share, levels_of
 
 Ticks = npt.NDArray[np.int64]
@@ -65,7 +65,7 @@ class StageMixes:
         options: tuple[Options, ...],
         *,
         share: Share,
-        in_flight: int,
+        limit: StageLimit,
         ticks_per_second: float,
     ) -> None:
         self._share = share
@@ -73,11 +73,11 @@ class StageMixes:
         self._transients = tuple(tuple(o.transient_bytes for o in group) for group in options)
         self._levels = levels_of(options, share)
         self._choices = tuple(
-            tuple(_choices(group, level, in_flight, ticks_per_second) for group in options)
+            tuple(_choices(group, level, limit, ticks_per_second) for group in options)
             for level in self._levels
         )
         most = max(option.transient_bytes for group in options for option in group)
-        self._free = tuple(_choices(group, most, in_flight, ticks_per_second) for group in options)
+        self._free = tuple(_choices(group, most, limit, ticks_per_second) for group in options)
         self._fronts: tuple[dict[Counts, _Front], ...] = tuple({} for _ in self._levels)
 
     def uses(self, counts: Counts, number: int) -> tuple[Counts, ...]:
@@ -184,14 +184,14 @@ class StageMixes:
 
 
 def _choices(
-    group: Options, transient_bytes: int, in_flight: int, ticks_per_second: float
+    group: Options, transient_bytes: int, limit: StageLimit, ticks_per_second: float
 ) -> _Choices:
     """Return the options of a class up to a level of transient memory, as columns."""
     kept = [
         (k, option) for k, option in enumerate(group) if option.transient_bytes <= transient_bytes
     ]
     return _Choices(
-        memory=_column(option.resident_bytes(in_flight) for _, option in kept),
+        memory=_column(limit.resident_bytes(option) for _, option in kept),
         ticks=_column(round(option.seconds * ticks_per_second) + k for k, option in kept),
         steps=_column(round(option.step_seconds * ticks_per_second) for _, option in kept),
         transient=_column(option.transient_bytes for _, option in kept),

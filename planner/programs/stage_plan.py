@@ -191,7 +191,7 @@ def _planned(pricing: StagePricing, interval: Interval) -> PlannedStage:
     for number, uses in enumerate(pricing.uses(interval)):
         pairs = zip(groups[number], uses, strict=True)
         used = [option for option, use in pairs for _ in range(use)]
-        used.sort(key=lambda option: -option.resident_bytes(limit.in_flight))
+        used.sort(key=lambda option: -limit.resident_bytes(option))
         queues[number] = iter(used)
     options = [next(queues[c]) for c in choices.layers[interval.first : interval.stop]]
     return PlannedStage(
@@ -199,7 +199,7 @@ def _planned(pricing: StagePricing, interval: Interval) -> PlannedStage:
         stop=interval.stop,
         seconds=math.fsum([*(o.seconds for o in options), *_cut_seconds(pricing, interval)]),
         step_seconds=math.fsum(option.step_seconds for option in options),
-        resident_bytes=sum(option.resident_bytes(limit.in_flight) for option in options),
+        resident_bytes=sum(map(limit.resident_bytes, options)),
         transient_bytes=max(option.transient_bytes for option in options),
         options=tuple(option.name for option in options),
     )

@@ -21,11 +21,8 @@ class LayerOption:
     step_seconds: float = 0.0  # once per step: optimizer, gradient sums that nothing hides
     fixed_bytes: int = 0  # weights, gradients, optimizer state
     saved_bytes: int = 0  # kept for every microbatch in flight
+    deferred_bytes: int = 0  # beside these, for every one between the halves of its backward
     transient_bytes: int = 0  # while the layer runs; layers run one after the other
-
-    def resident_bytes(self, in_flight: int) -> int:
-        """Return what stays in memory: fixed + K · saved."""
-        return self.fixed_bytes + in_flight * self.saved_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -96,8 +93,14 @@ class StageLimit:
 
     memory_bytes: int  # of the rank, whichever stages it holds
     in_flight: int = 1  # microbatches whose saved tensors it holds at once
+    deferred: int = 0  # of these, how many are between the halves of their backward
     device_class: int = 0
     cut_scale: float = 1.0  # factor on the cut before it: a boundary that crosses nodes costs more
+
+    def resident_bytes(self, option: LayerOption) -> int:
+        """Return what stays in its memory of a layer: fixed + K · saved + D · deferred."""
+        flying = self.in_flight * option.saved_bytes + self.deferred * option.deferred_bytes
+        return option.fixed_bytes + flying
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,6 +175,7 @@ def _is_sane(option: LayerOption) -> bool:
         option.step_seconds,
         option.fixed_bytes,
         option.saved_bytes,
+        option.deferred_bytes,
         option.transient_bytes,
     )
     return all(0 <= amount < float("inf") for amount in amounts)

@@ -27,6 +27,7 @@ from autopar.planner.programs.stage_problem import (
     LayerChoices,
     LayerOption,
     Options,
+    StageLimit,
     StageLimits,
 )
 
@@ -135,32 +136,32 @@ def _even_ranks(
         for number in numbers:
             limit = limits.stages[number]
             layers = choices.layers[count * number // stages : count * (number + 1) // stages]
-            key = limit.device_class, limit.in_flight, layers
+            key = limit.device_class, limit.in_flight, limit.deferred, layers
             if key not in known:
                 groups = choices.options[limit.device_class]
-                known[key] = _stage([groups[c] for c in layers], limit.in_flight)
+                known[key] = _stage([groups[c] for c in layers], limit)
             own.append(known[key])
         yield numbers, tuple(own)
 
 
-def _stage(layers: list[Options], in_flight: int) -> _Stage:
+def _stage(layers: list[Options], limit: StageLimit) -> _Stage:
     """Return a stage whose layers are made lighter one after the other, way by way."""
-    ways = [_ways(group, in_flight) for group in layers]
-    held = [own[0].resident_bytes(in_flight) for own in ways]
+    ways = [_ways(group, limit) for group in layers]
+    held = [limit.resident_bytes(own[0]) for own in ways]
     sizes = [sum(held)]
     for level in range(1, max(map(len, ways), default=1)):
         for place, own in enumerate(ways):
             if level < len(own):
-                held[place] = own[level].resident_bytes(in_flight)
+                held[place] = limit.resident_bytes(own[level])
                 sizes.append(sum(held))
     transient = max((option.transient_bytes for own in ways for option in own), default=0)
-    return _Stage(in_flight=in_flight, resident_bytes=tuple(sizes), transient_bytes=transient)
+    return _Stage(in_flight=limit.in_flight, resident_bytes=tuple(sizes), transient_bytes=transient)
 
 
-def _ways(options: Options, in_flight: int) -> tuple[LayerOption, ...]:
+def _ways(options: Options, limit: StageLimit) -> tuple[LayerOption, ...]:
     """Return the options of a layer, the fastest first, each lighter than all that are faster."""
     ways: list[LayerOption] = []
-    for option in sorted(options, key=lambda one: (one.seconds, one.resident_bytes(in_flight))):
-        if not ways or option.resident_bytes(in_flight) < ways[-1].resident_bytes(in_flight):
+    for option in sorted(options, key=lambda one: (one.seconds, limit.resident_bytes(one))):
+        if not ways or limit.resident_bytes(option) < limit.resident_bytes(ways[-1]):
             ways.append(option)
     return tuple(ways)

@@ -1,15 +1,17 @@
 """A dry run counts the memory and the messages of one rank of many."""
 
 import os
+from collections.abc import Callable
 from unittest.mock import patch
 
 import pytest
 import torch
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.dryrun import CollectiveTotal, Report, dry_run_step, materialise
+from autopar.runtime.dryrun import CollectiveTotal, Report, dry_run_step, materialise, recording
 from autopar.runtime.initial_weights import record
 from autopar.runtime.mesh import start, stop
 from autopar.runtime.optimizer import build_optimizer
@@ -142,6 +144,48 @@ def test_the_whole_build_of_a_script_runs_under_fake_tensors(zero: int) -> None:
     assert all(ranks[kind] == 2 for kind in ranks if kind != "allreduce")
 
 
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_a_model_that_was_sharded_on_meta_gets_its_memory(zero: int) -> None:
+    """As scripts do it: recorded, wrapped, then made under fake tensors; one step tells all."""
+    with patch.dict(os.environ, AUTOPAR_DRYRUN="1/4"):
+        mesh = start(pipeline=1, data=4, tensor=1)
+    model, recipe = record(lambda: Stage(is_first=True, is_last=True), seed=0)
+    wrap(model, mesh, zero=zero, units=list(next(model.children()).children()))
+    with recording() as watched:
+        recipe.materialise(model, {}, mesh.tensor, mesh.device)
+        optimizer = build_optimizer(model.parameters(), None, zero=zero, mesh=mesh)
+        with watched.second_step([model], optimizer):
+            model(x=torch.zeros(ROWS, WIDTH)).backward()
+            optimizer.step()
+    found = watched.report().peak_bytes_by_category
+    stop(mesh)
+    assert found["parameters"] == LAYERS * LAYER // (1 if zero == 1 else 4)
+    steps = 4 * (LAYERS // 4 if zero == 1 else LAYERS)
+    assert found["optimizer"] == 2 * LAYERS * LAYER // 4 + steps
+
+
+def kept(function: Callable[[Tensor], Tensor]) -> int:
+    """Return the bytes that live once a function of ACTIVATION bytes has run."""
+    with recording() as watched:
+        x = torch.zeros(ROWS, WIDTH, requires_grad=True)
+        with watched.measured([], []):
+            result = function(x)
+            del result
+    return watched.report().peak_bytes - ACTIVATION
+
+
+def test_ops_keep_what_one_kernel_of_a_cuda_device_would() -> None:
+    # The result, and beside it a figure per row, or a byte of mask per element.
+    weight = torch.ones(WIDTH)
+    assert kept(lambda x: F.rms_norm(x, (WIDTH,), weight)) == ACTIVATION + 4 * ROWS
+    assert kept(lambda x: F.dropout(x, 0.1)) == ACTIVATION + ROWS * WIDTH
+    plain = kept(lambda x: F.scaled_dot_product_attention(*(x.view(1, 1, ROWS, WIDTH),) * 3))
+    dropped = kept(
+        lambda x: F.scaled_dot_product_attention(*(x.view(1, 1, ROWS, WIDTH),) * 3, dropout_p=0.1)
+    )
+    assert dropped == plain
+
+
 def test_recomputation_keeps_the_inputs_of_layers_alone() -> None:
     kept = dry_run(0, 1, zero=0).peak_bytes
     recomputed = dry_run(0, 1, zero=0, mode="full").peak_bytes
@@ -178,6 +222,24 @@ def test_a_stage_runs_its_schedule_without_its_neighbours() -> None:
     per_microbatch = 2 * LAYERS * ACTIVATION + ACTIVATION  # what is kept, and the output
     in_flight = report.peak_bytes_by_category["activations"] / per_microbatch
     assert 2.5 < in_flight < 3.5
+
+
+def test_a_split_backward_leaves_each_gradient_in_its_bucket_alone() -> None:
+    with patch.dict(os.environ, AUTOPAR_DRYRUN="2/4"):
+        mesh = start(pipeline=2, data=2, tensor=1)
+    with torch.device("meta"):
+        model = wrap(Stage(is_first=False, is_last=True), mesh, zero=0)
+    stage = stage_of(model, mesh, index=1, stages=2, receives=[cut(ROWS, WIDTH)], sends=[])
+    schedule = build_schedule("interleaved-zero-bubble", [stage], 4)
+    with recording() as watched:
+        materialise(model)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        with watched.second_step([model], optimizer):
+            schedule.step([{"x": torch.zeros(1)}] * 4, [1 / 4] * 4)
+            optimizer.step()
+    found = watched.report().peak_bytes_by_category
+    stop(mesh)
+    assert found["gradients"] == LAYERS * LAYER
 
 
 def test_a_report_reads_as_json() -> None:

@@ -25,6 +25,8 @@ LAYER = LayerCost(
     optimizer_bytes=12_000_000,
     replicated_gradient_bytes=0,
     measured_seconds=0.0,
+    learning_bytes=40,
+    deferred_bytes=30,
 )
 ARRANGEMENT = Arrangement(
     pipeline=1,

@@ -193,10 +193,10 @@ def test_only_the_residual_stream_crosses_behind_a_block() -> None:
 
 
 def test_the_loss_needs_its_logits_gradient_twice() -> None:
-    # logits' gradient in bf16 and their log-probabilities' in fp32, and the loss itself
+    # logits' gradient and their log-probabilities', both in bf16, and the loss itself
     prices = pricer()
     cost = alone(prices, prices.layers.layers[-1])[Recompute.NONE]
-    assert cost.transient_bytes == B * S * 50257 * (2 + 4) + 2
+    assert cost.transient_bytes == B * S * 50257 * (2 + 2) + 2
 
 
 def test_measured_seconds_are_told_apart() -> None:

@@ -73,12 +73,17 @@ def _stage_times(
     return {
         (cuts + math.fsum(o.seconds for o in way), math.fsum(o.step_seconds for o in way))
         for way in itertools.product(*groups)
-        if _fits(way, limit.in_flight, share)
+        if _fits(way, limit, share)
     }
 
 
-def _fits(way: tuple[LayerOption, ...], in_flight: int, share: Share) -> bool:
-    kept = sum(option.fixed_bytes + in_flight * option.saved_bytes for option in way)
+def _fits(way: tuple[LayerOption, ...], limit: StageLimit, share: Share) -> bool:
+    kept = sum(
+        option.fixed_bytes
+        + limit.in_flight * option.saved_bytes
+        + limit.deferred * option.deferred_bytes
+        for option in way
+    )
     transient = max(option.transient_bytes for option in way)
     if share.reserved_bytes is not None and transient > share.reserved_bytes:
         return False
@@ -129,6 +134,7 @@ def _options(draw: st.DrawFn, position: int) -> LayerOption:
         step_seconds=draw(st.sampled_from([0.0, 0.0, 0.5, 2.0])),
         fixed_bytes=draw(st.integers(0, 8)),
         saved_bytes=draw(st.integers(0, 8)),
+        deferred_bytes=draw(st.integers(0, 3)),
         transient_bytes=draw(st.integers(0, 8)),
     )
 
@@ -172,6 +178,7 @@ def _limits(
             StageLimit(
                 memory_bytes=memory[shape.rank_of(p)],
                 in_flight=draw(st.integers(1, 3)),
+                deferred=draw(st.sampled_from([0, 0, 1])),
                 device_class=draw(st.integers(0, devices - 1)),
                 cut_scale=draw(st.sampled_from([1.0, 1.0, 3.0])),
             )

@@ -1,0 +1,45 @@
+"""The memory that plans predict is what their scripts hold, on models of seconds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.codegen.dry_running import dry_run
+from autopar.commands.plan import make_plan
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.plan.constraints_options import gathered_constraints
+
+MODEL = Path(__file__).parents[2] / "models_zoo" / "llama.py"
+SHAPE = (
+    "dim=256",
+    "heads=4",
+    "kv_heads=2",
+    "ffn=768",
+    "layers=4",
+    "vocab_size=4096",
+    "seq_len=512",
+)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pins", "batch", "rank"),
+    [
+        ("dp=4,zero=2,microbatch=1", 8, 1),
+        ("dp=4,zero=3,microbatch=1", 8, 0),
+        ("pp=2,tp=2,schedule=1f1b,microbatch=1", 3, 3),
+        ("pp=4,schedule=interleaved-zero-bubble,microbatch=1", 8, 2),
+    ],
+)
+def test_a_rank_holds_what_the_plan_says(pins: str, batch: int, rank: int) -> None:
+    plan = make_plan(
+        str(MODEL),
+        SHAPE,
+        choose_cluster(4, "a100-80gb"),
+        gathered_constraints([pins], {"global_batch": str(batch)}, None),
+        time_limit_seconds=None,
+    )
+    found = dry_run(plan, MODEL.parent, rank=rank)
+    assert found.error == pytest.approx(0, abs=0.05), found
