@@ -20,11 +20,13 @@ from autopar.codegen.forward.losses import printed_loss
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
 from autopar.codegen.forward.opening import Opening, open_calls
 from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import valid_targets
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
+from autopar.planner.graph import refs
 from autopar.planner.plan.plan import Plan
 
 
@@ -87,13 +89,7 @@ class _State:
 
 
 def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -> Opened:
-    opening = open_calls(
-        split,
-        tree,
-        opened=sorted(state.opened),
-        inlined=sorted(state.inlined),
-        called=state.called - state.inlined,
-    )
+    opening = _opening(split, tree, state)
     printed = {
         call: printed_forward(opening, call)
         for call in tree.chains
@@ -103,7 +99,9 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     stages: tuple[Stage, ...] = ()
     if ROOT in opening.opened:
         stages = printed_stages(opening, places)
-    needs_loss = LOSS in opening.opened and not (stages and stages[-1].returns_loss)
+    result = split.graph.calls[ROOT].result
+    sees_to_loss = stages and (stages[-1].returns_loss or split.graph.loss in refs(result))
+    needs_loss = LOSS in opening.opened and not sees_to_loss
     loss = printed_loss(opening) if needs_loss else None
     classes = tuple(_classes(printed, opening))
     counts = valid_targets(split, tree)
@@ -117,6 +115,22 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         imports=imports_of(sources),
         inlined=opening.inlined,
     )
+
+
+def _opening(split: Split, tree: CallTree, state: _State) -> Opening:
+    """Return what is opened; a loss that takes an object has to stand in the root's code."""
+    opening = open_calls(
+        split,
+        tree,
+        opened=sorted(state.opened),
+        inlined=sorted(state.inlined),
+        called=state.called - state.inlined,
+    )
+    takes_object = not is_plain(split.graph.calls[ROOT].result)
+    if LOSS in opening.opened and takes_object and ROOT not in opening.opened:
+        state.opened.add(ROOT)
+        return _opening(split, tree, state)
+    return opening
 
 
 def _agree(printed: dict[str, Printed], opening: Opening) -> None:

@@ -29,7 +29,8 @@ from autopar.codegen.forward.modules import Module
 from autopar.codegen.forward.opened import Crossing, OpenedClass, Stage
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError, Owner
-from autopar.planner.graph import Origin, refs
+from autopar.codegen.forward.results import is_plain
+from autopar.planner.graph import Origin
 from autopar.planner.layouts import WHOLE
 
 _POSITIONAL = ("x", "y", "z", "u", "v", "w")
@@ -37,9 +38,13 @@ _BOUNDS = "self.first : self.end"
 
 
 def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[Stage, ...]:
-    """Return the root's classes: one where nothing is cut, else one for each stage."""
+    """Return the root's classes: one where nothing is cut, else one for each stage.
+
+    A result that cannot be printed, such as a dataclass, is not needed: the one stage returns the
+    loss.
+    """
     last = max(places.values())
-    if last == 0:
+    if last == 0 and is_plain(opening.split.graph.calls[ROOT].result):
         return (_whole(opening),)
     printer = _Printer(opening, Cutter(opening, places, last))
     drafts = [printer.draft(number) for number in range(last + 1)]
@@ -54,8 +59,7 @@ def _whole(opening: Opening) -> Stage:
     """Return the whole root with its own signature."""
     printed = printed_forward(opening, ROOT)
     module = opening.split.modules[ROOT]
-    base = base_name(module)
-    name = f"TensorParallel{base}" if opening.split.degree > 1 else f"Opened{base}"
+    base, name = base_name(module), _whole_name(opening)
     paths = tuple(path for path in opening.split.modules if path)
     cls = OpenedClass(
         name=name,
@@ -66,9 +70,12 @@ def _whole(opening: Opening) -> Stage:
     )
     names = tuple(p.name for p in opening.split.graph.parameters)
     names += tuple(b.name for b in opening.split.graph.buffers)
-    result = opening.split.graph.calls[ROOT].result
-    is_loss = opening.split.graph.loss in refs(result)
-    return Stage(cls=cls, takes=(), gives=(), returns_loss=is_loss, modules=paths, parameters=names)
+    return Stage(cls=cls, takes=(), gives=(), returns_loss=False, modules=paths, parameters=names)
+
+
+def _whole_name(opening: Opening) -> str:
+    prefix = "TensorParallel" if opening.split.degree > 1 else "Opened"
+    return f"{prefix}{base_name(opening.split.modules[ROOT])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +129,8 @@ class _Printer:
         bounds: tuple[tuple[str, int], ...] = ()
         printed, name = draft.printed, self._name(draft.number)
         title = f"Stage {draft.number + 1} of {self.last + 1} of {base}."
+        if not self.last:
+            title = described(self.opening, ROOT)
         if is_shared and draft.form is not None and draft.bounds is not None:
             printed, name, title = draft.form, "MiddleStage", f"Some layers of {base}."
             bounds = (("first", draft.bounds[0]), ("end", draft.bounds[1]))
@@ -144,6 +153,8 @@ class _Printer:
         )
 
     def _name(self, number: int) -> str:
+        if not self.last:
+            return _whole_name(self.opening)
         names = {0: "FirstStage", self.last: "LastStage"}
         return names.get(number, f"Stage{number + 1}")
 
