@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from autopar.planner.axes.terms import UNIT, Dim, product
 from autopar.planner.extent import ONE, Extent, numel
@@ -24,6 +25,24 @@ def aligned(dims: Dims, shape: Sequence[Extent]) -> Dims:
     """Return the dims that a shape has, aligned on the right; sizes of one are broadcast."""
     tail = dims[len(dims) - len(shape) :]
     return tuple(UNIT if size == ONE else dim for dim, size in zip(tail, shape, strict=True))
+
+
+def paired(case: Case) -> Signature:
+    """Operands of one shape, or broadcast to one, compared; the result has it, or is one number."""
+    letters = Letters()
+    shapes = [case.shape(name) for name in case.op.inputs]
+    sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=ONE)
+    dims = letters.of(tuple(next((s for s in own if s != ONE), ONE) for own in sizes)[::-1])
+    operands = tuple((name, aligned(dims, case.shape(name))) for name in case.op.inputs)
+    out = dims if case.shape(case.result) else ()
+    return Signature(operands=operands, results=((case.result, out),))
+
+
+def broadcast(case: Case) -> Signature:
+    """Each tensor of a list gets the shape of all of them together."""
+    out = Letters().of(case.shape(case.result))
+    operands = tuple((name, aligned(out, case.shape(name))) for name in case.op.inputs)
+    return Signature(operands=operands, results=tuple((name, out) for name in case.op.outputs))
 
 
 def over(*names: str) -> ShapeFunction:
