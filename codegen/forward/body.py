@@ -14,6 +14,7 @@ from autopar.codegen.forward.expressions import (
     Level,
     binary,
     joined,
+    method,
     text,
 )
 from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
@@ -192,6 +193,8 @@ class BodyBuilder:
             maker = self.tree.maker[held.tensor]
             bias = self.owner.tensor(self.late_biases[held.tensor], maker, self)
             converted = binary(converted, "+", bias, Level.SUM)
+        if any(wanted.tensor in op.writes for op in users):  # never into what others still read
+            converted = method(converted, "clone")
         return Line(
             results=wanted,
             expression=converted,
@@ -265,6 +268,8 @@ class BodyBuilder:
 
     def result(self, value: Value) -> Expression:
         """Return what a call returns, in the layouts in which it leaves."""
+        if isinstance(value, Ref) and value.tensor not in self.graph.tensors:
+            return literal(None)  # nothing that the loss depends on
         if isinstance(value, Ref):
             left = self.opening.leaves.get(value.tensor)
             layout = self.have.get(value.tensor, self.split.made(value.tensor))

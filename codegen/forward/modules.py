@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -49,6 +50,7 @@ class Module:
     returns: str
     container: Container
     numbers: tuple[tuple[str, int | float], ...]
+    checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
 
     @property
     def is_torch(self) -> bool:
@@ -62,11 +64,12 @@ Modules = Mapping[str, Module]
 def modules_of(model: nn.Module) -> Modules:
     """Return what is known of every module of a model, by path; the root's path is ""."""
     signatures: dict[type, tuple[tuple[Argument, ...], str]] = {}
+    checks: dict[type, bool] = {}
     found: dict[str, Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         if kind not in signatures:
-            signatures[kind] = _signature(kind)
+            signatures[kind], checks[kind] = _signature(kind), _checks_sizes(kind)
         arguments, returns = signatures[kind]
         found[path] = Module(
             path=path,
@@ -76,8 +79,21 @@ def modules_of(model: nn.Module) -> Modules:
             returns=returns,
             container=_container(module),
             numbers=tuple(_numbers(module)),
+            checks_sizes=checks[kind],
         )
     return found
+
+
+def _checks_sizes(kind: type[nn.Module]) -> bool:
+    """Whether a class that is not PyTorch's reads sizes in its forward, and may raise an error."""
+    if kind.__module__.startswith("torch."):
+        return False
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):  # made by exec, or in C
+        return False
+    raises = re.search(r"^\s*(raise|assert)\b", source, flags=re.M) is not None
+    return raises and re.search(r"\.(shape|size)\b|\blen\(", source) is not None
 
 
 def _signature(kind: type[nn.Module]) -> tuple[tuple[Argument, ...], str]:
