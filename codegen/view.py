@@ -39,6 +39,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         plan=lines(planned(plan)),
         classes=_classes(plan, opened, calls),
         counting=Source("" if opened.valid_targets is None else opened.valid_targets.strip("\n")),
+        weighs_terms=opened.weighs_terms,
         tables=_tables(
             _opened_table(plan, subject),
             parameters.splits,
@@ -61,7 +62,9 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         recomputations=recomputations(plan),
         wrapping=Source(call("wrap", *_wrap_arguments(plan)).laid_out(before=4, indent=4)),
         model_arguments=model_arguments(
-            plan.graph, takes_all=not plan.model.has_loss or _returns_loss(opened)
+            plan.graph,
+            takes_all=not plan.model.has_loss or _returns_loss(opened),
+            has_weights=opened.weighs_terms,
         ),
         axis_argument=Source(", tensor: Axis" if splits_loss else ""),
         axis_value=Source(", mesh.tensor" if splits_loss else ""),

@@ -94,7 +94,8 @@ class Cutter:
         """Whether the last stage returns the loss: it must where the root's result is not plain."""
         has_own_loss = any(op.call == LOSS for op in self.graph.ops)
         plain = is_plain(self.graph.calls[ROOT].result)
-        return not (has_own_loss and plain) or LOSS in self.opening.opened
+        is_opened = LOSS in self.opening.opened or bool(self.split.weighed)
+        return not (has_own_loss and plain) or is_opened
 
     def _results(self) -> tuple[str, ...]:
         if self.returns_loss:

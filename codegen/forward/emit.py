@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, call_tree
 from autopar.codegen.forward.classes import (
@@ -23,7 +23,7 @@ from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.stages import printed_stages
-from autopar.codegen.forward.targets import valid_targets
+from autopar.codegen.forward.targets import valid_targets, weighed_terms
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.graph import refs
@@ -33,6 +33,8 @@ from autopar.planner.plan.plan import Plan
 def opened_classes(plan: Plan, split: Split) -> Opened:
     """Return the classes, stages and functions that the script of a plan defines."""
     stages = sorted(plan.stages, key=lambda stage: stage.first)
+    if plan.arrangement.data * plan.arrangement.microbatches > 1:
+        split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
 
 
@@ -50,9 +52,11 @@ def open_split(
     """Return the same for a split graph, whose stages hold so many layers each."""
     tree = call_tree(split.graph)
     places = stage_of_ops(split, stages)
+    weighed = [tree.chain(op) for op in split.graph.ops if op.name in split.weighed]
+    holders = {ROOT if ROOT in chain else LOSS for chain in weighed}
     state = _State(
-        opened={*opened} | ({ROOT} if len(stages) > 1 else set()),
-        inlined=set(cut_calls(tree, places)),
+        opened={*opened} | holders | ({ROOT} if len(stages) > 1 else set()),
+        inlined={*cut_calls(tree, places), *(call for chain in weighed for call in chain[2:])},
         called=frozenset(called),
     )
     while True:
@@ -112,6 +116,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         stages=stages,
         loss=loss,
         valid_targets=counts,
+        weighs_terms=bool(split.weighed),
         imports=imports_of(sources),
         inlined=opening.inlined,
     )

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.codegen.forward.body import BodyBuilder
+from autopar.codegen.forward.body import LOSS_WEIGHTS, BodyBuilder
 from autopar.codegen.forward.calls import LOSS, ROOT
 from autopar.codegen.forward.classes import (
     Printed,
@@ -44,7 +44,7 @@ def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[Stage, 
     loss.
     """
     last = max(places.values())
-    if last == 0 and is_plain(opening.split.graph.calls[ROOT].result):
+    if last == 0 and _keeps_signature(opening):
         return (_whole(opening),)
     printer = _Printer(opening, Cutter(opening, places, last))
     drafts = [printer.draft(number) for number in range(last + 1)]
@@ -53,6 +53,13 @@ def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[Stage, 
         printer.stage(draft, is_shared=draft.form is not None and forms[draft.form] > 1)
         for draft in drafts
     )
+
+
+def _keeps_signature(opening: Opening) -> bool:
+    """Whether the root takes what it took and returns what it returned."""
+    graph, weighed = opening.split.graph, opening.split.weighed
+    weighs = any(op.name in weighed and op.call != LOSS for op in graph.ops)
+    return is_plain(graph.calls[ROOT].result) and not weighs
 
 
 def _whole(opening: Opening) -> Stage:
@@ -179,7 +186,10 @@ class _Printer:
         used = {name for op in part.ops for name in op.inputs}
         read = [n for n in self.graph.inputs if n in used or self._is_read(n, builder)]
         batch = [f"{name}: Tensor" for name in read]
-        rest = ["**_: Tensor"] if len(batch) < len(self.graph.inputs) else []
+        weighs = any(op.name in self.split.weighed for op in part.ops)
+        is_all = len(read) == len(self.graph.inputs) and weighs == bool(self.split.weighed)
+        batch += [f"{LOSS_WEIGHTS}: Tensor"] if weighs else []
+        rest = [] if is_all else ["**_: Tensor"]
         return [*positional, *(["*"] if batch else []), *batch, *rest]
 
     def _is_read(self, name: str, builder: BodyBuilder) -> bool:

@@ -16,6 +16,7 @@ ONCE_WRONG = {
     ("dataclass", "tp 2"): "a result that is an object, and a loss of the user's own",
     ("arguments", "tp 2"): "arguments that are no tensors",
     ("several losses", "tp 2"): "a mean over pairs of numbers",
+    ("several losses", "dp 2"): "means over unequal numbers of targets, added up",
     ("ResNet", "tp 2"): "a module that refuses another number of channels",
 }
 
@@ -24,5 +25,4 @@ ONCE_WRONG = {
 def test_what_once_was_wrong_is_equal(subject: str, kind: str) -> None:
     found = cell(SUBJECTS[subject], KINDS[kind])
     assert found.verdict is Verdict.EQUAL, found.detail
-    assert found.divided is not None
-    assert found.divided > 0.6
+    assert found.divided is None or found.divided > 0.6
