@@ -1,6 +1,6 @@
 """Takes models that nobody here wrote through plan, script and training, and draws what became.
 
-`python -m benchmarks.field_trial [SUBJECT…] [--kinds KIND…]`: patterns; without them, everything.
+`python -m benchmarks.field_trial [SUBJECT…] [--kinds KIND…] [--missing]`, where names are patterns.
 Every cell is kept as it comes, so that a part of the trial can be run again after a mend.
 """
 
@@ -27,9 +27,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("subjects", nargs="*", help="patterns, as in `Falcon*`")
     parser.add_argument("--kinds", nargs="+", default=["*"], help="patterns, as in `tp*`")
+    parser.add_argument("--missing", action="store_true", help="only cells that are not kept yet")
     options = parser.parse_args(argv)
     for subject in _matching(SUBJECTS, options.subjects or ["*"]):
         for kind in _matching(KINDS, options.kinds):
+            if options.missing and (subject, kind) in kept_cells():
+                continue
             began = time.perf_counter()
             found = cell(SUBJECTS[subject], KINDS[kind])
             seconds = time.perf_counter() - began

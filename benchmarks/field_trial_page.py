@@ -20,7 +20,7 @@ def page(cells: Cells) -> str:
     lines = [
         "# Field trial: models that nobody here wrote",
         "",
-        f"Every model goes through plan, script and {STEPS} steps in float64 on gloo processes; their",
+        f"Every model goes through plan, script, {STEPS} steps in float64 on gloo processes; their",
         "number ends the name of a kind, beside one process of plain PyTorch. Shown is the largest",
         "difference of a loss, a clipped gradient, a parameter or a running statistic; equal is",
         f"{TOLERANCE:g} or less. Percentages are shares of matrix FLOPs that tensor ranks divide.",
