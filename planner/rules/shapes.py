@@ -101,10 +101,15 @@ def regrouped(case: Case, before: Sequence[Extent], after: Sequence[Extent]) -> 
             continue
         shared = _shared(rest_left, rest_right)
         if shared is None:  # the borders do not meet: nothing here can be told apart
-            left[i].append(letters.new(rest_left))
-            right[j].append(letters.new(rest_right))
-            whole |= names_of(left[i][-1], right[j][-1])
-            i, j, rest_left, rest_right = _after_mismatch(before, after, i, j)
+            next_i, next_j, next_left, next_right = _after_mismatch(before, after, i, j)
+            passed_left = letters.of((rest_left, *before[i + 1 : next_i]))
+            passed_right = letters.of((rest_right, *after[j + 1 : next_j]))
+            for dims, letter in zip(left[i:next_i], passed_left, strict=True):
+                dims.append(letter)
+            for dims, letter in zip(right[j:next_j], passed_right, strict=True):
+                dims.append(letter)
+            whole |= names_of(*passed_left, *passed_right)
+            i, j, rest_left, rest_right = next_i, next_j, next_left, next_right
             continue
         letter = letters.new(shared)
         left[i].append(letter)

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.axes.terms import Dim, leaves
+from autopar.planner.axes.terms import Dim, leaves, size_of
 from autopar.planner.graph import Op
 from autopar.planner.rules.signature import Signature
 from autopar.planner.trace import trace
@@ -73,3 +73,16 @@ def test_tensors_that_are_broadcast_have_the_dims_of_all() -> None:
 
     _, signature = signature_in(calculate, "broadcast_tensors")
     assert signature.operands[1][1] == signature.results[1][1][-1:]
+
+
+def test_every_dim_of_a_view_whose_borders_do_not_meet_has_a_letter_of_its_own() -> None:
+    def calculate(x: Tensor, weight: Tensor) -> Tensor:
+        return (x @ weight).transpose(1, 2).reshape(-1, 9, 2).reshape(-1, 2, 9) * 2
+
+    graph = trace(file_of(calculate))
+    op = [op for op in graph.ops if op.target == "aten.reshape.default"][-1]
+    signature = infer_axes(graph).ops[op.name].signature
+    (_, taken), (_, given) = signature.operands[0], signature.results[0]
+    assert [size_of(dim).at(0) for dim in (*taken[1:], *given[1:])] == [9, 2, 2, 9]
+    assert taken[0] == given[0]
+    assert letters(taken[1]) | letters(taken[2]) | letters(given[2]) <= signature.whole
