@@ -158,6 +158,8 @@ def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedCl
     alike: dict[tuple[str, Printed], list[str]] = defaultdict(list)
     for call, forward in printed.items():
         path = calls[call].path
+        if not modules[path].is_importable:
+            raise NeedsInlineError(call, calls[call], reason="its class was made at run time")
         paths = alike[modules[path].import_path, forward]
         if path not in paths:
             paths.append(path)

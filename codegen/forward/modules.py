@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -50,6 +51,7 @@ class Module:
     returns: str
     container: Container
     numbers: tuple[tuple[str, int | float], ...]
+    is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
 
     @property
@@ -79,9 +81,20 @@ def modules_of(model: nn.Module) -> Modules:
             returns=returns,
             container=_container(module),
             numbers=tuple(_numbers(module)),
+            is_importable=_is_importable(kind),
             checks_sizes=checks[kind],
         )
     return found
+
+
+def _is_importable(kind: type[nn.Module]) -> bool:
+    """Whether a class is found where it says that it is; one in a function says so itself."""
+    holder: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        if name == "<locals>":
+            return True
+        holder = getattr(holder, name, None)
+    return holder is kind
 
 
 def _checks_sizes(kind: type[nn.Module]) -> bool:

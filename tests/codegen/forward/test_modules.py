@@ -22,3 +22,9 @@ class Reading(nn.Module):
 def test_a_forward_that_may_raise_over_sizes_is_known() -> None:
     found = modules_of(nn.Sequential(Checking(), Reading(), nn.MultiheadAttention(4, 2)))
     assert [found[path].checks_sizes for path in "012"] == [True, False, False]
+
+
+def test_a_class_that_was_made_at_run_time_is_known() -> None:
+    convolution = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 3))
+    found = modules_of(nn.Sequential(convolution, nn.Conv1d(2, 2, 3)))
+    assert [found[path].is_importable for path in ("", "0", "1")] == [True, False, True]
