@@ -24,7 +24,7 @@ def page(cells: Cells) -> str:
         "number ends the name of a kind, beside one process of plain PyTorch. Shown is the largest",
         "difference of a loss, a clipped gradient, a parameter or a running statistic; equal is",
         f"{TOLERANCE:g} or less. Percentages are shares of matrix FLOPs that tensor ranks divide.",
-        "Why plans are refused stands below.",
+        "Why plans are refused stands below; cells that were not run are empty.",
     ]
     for title, subjects in (("Families of Hugging Face", FAMILIES), ("Awkward shapes", AWKWARD)):
         there = [subject for subject in subjects if any(s == subject for s, _ in cells)]

@@ -80,7 +80,7 @@ def cell(subject: Subject, kind: Kind) -> Cell:
 def cause_of(failure: Exception) -> str:
     """Return the first error of a chain, which a rank tells as text."""
     text = f"{type(failure).__name__}: {failure}"
-    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b: .*", str(failure), flags=re.M)
+    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b(?:: .*)?$", str(failure), flags=re.M)
     return found[0] if found else text
 
 
