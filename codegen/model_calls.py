@@ -44,12 +44,12 @@ def model_calls(file: ModelFile, bases: Iterable[str], destination: Path) -> Mod
     )
 
 
-def model_arguments(graph: Graph, *, has_loss: bool) -> Source:
+def model_arguments(graph: Graph, *, takes_all: bool, has_weights: bool) -> Source:
     """Return the arguments that a script passes to the model: all of the batch, or parts of it."""
     keywords = graph.calls[""].keywords
     names = [name for name, value in keywords if isinstance(value, Ref)]
     plain = [f"{identifier(n)}={literal(v)}" for n, v in keywords if not isinstance(v, Ref)]
-    if not has_loss or set(names) == set(graph.inputs):
+    if takes_all or (set(names) == set(graph.inputs) and not has_weights):
         parts = ["**batch"]
     else:
         parts = [f"{identifier(name)}=batch[{literal(name)}]" for name in names]

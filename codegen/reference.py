@@ -9,11 +9,11 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import AdamW
-from torch.overrides import TorchFunctionMode
 
+from autopar.codegen.exactness import Exactly
 from autopar.codegen.settings_lines import has_batch_norm
+from autopar.planner.graph import Ref
 from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.data import dataset_batches, placed, synthetic_batches
@@ -31,6 +31,7 @@ class Task:
     spec: str
     arguments: tuple[str, ...]
     keys: tuple[str, ...]  # of the batch, that the model takes
+    plain: tuple[tuple[str, Any], ...]  # arguments that are no tensors, the same for every batch
     block: int  # rows of one microbatch of all data ranks
     blocks: int
     joins_blocks: bool  # into one batch; not where batch norm gives each statistics of its own
@@ -52,11 +53,12 @@ def task_of(
     plan: Plan, spec: str, *, steps: int, uses_dataset: bool = True, dtype: str = "float64"
 ) -> Task:
     """Return the training of a plan as one process can do it; `spec` is where the model lies."""
-    arranged = plan.arrangement
+    arranged, keywords = plan.arrangement, plan.graph.calls[""].keywords
     return Task(
         spec=spec,
         arguments=tuple(f"{key}={value}" for key, value in plan.model.arguments),
-        keys=tuple(name for name, _ in plan.graph.calls[""].keywords),
+        keys=tuple(name for name, value in keywords if isinstance(value, Ref)),
+        plain=tuple((name, value) for name, value in keywords if not isinstance(value, Ref)),
         block=arranged.microbatch * arranged.data,
         blocks=arranged.microbatches,
         joins_blocks=not has_batch_norm(plan.graph),
@@ -85,7 +87,7 @@ def train_alone(task: Task) -> Trained:
     losses, gradients = [], dict[str, Tensor]()
     for _ in range(task.steps):
         blocks = [placed(batch, mesh, dtype) for batch in islice(batches, task.blocks)]
-        with WithoutDropout():
+        with Exactly():
             losses.append(_accumulate(model, file.loss, blocks, task))
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         gradients = gradients or _gradients(model)
@@ -109,7 +111,8 @@ def _accumulate(
         blocks = [{key: torch.cat([block[key] for block in blocks]) for key in blocks[0]}]
     total = 0.0
     for block in blocks:
-        outputs = model(**{key: block[key] for key in task.keys if key in block})
+        tensors = {key: block[key] for key in task.keys if key in block}
+        outputs = model(**tensors, **dict(task.plain))
         loss = loss_in(outputs) if loss_function is None else loss_function(outputs, block)
         (loss / len(blocks)).backward()
         total += loss.item() / len(blocks)
@@ -132,33 +135,3 @@ def trained_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:
         if name.endswith(("running_mean", "running_var"))
     ]
     return [*model.named_parameters(remove_duplicate=False), *statistics]
-
-
-class WithoutDropout(TorchFunctionMode):
-    """Leaves out dropout, whose masks no two ways of splitting a training share."""
-
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
-        """Call a function of torch with a dropout of zero."""
-        del types
-        kwargs = dict(kwargs or {})
-        if func in (functional.dropout, torch.dropout):
-            return args[0] if args else kwargs["input"]
-        if func is functional.scaled_dot_product_attention:
-            args, kwargs["dropout_p"] = _without_fifth(args), 0.0
-        if func is functional.multi_head_attention_forward:
-            args = (*args[:_MHA_DROPOUT], 0.0, *args[_MHA_DROPOUT + 1 :])
-        return func(*args, **kwargs)
-
-
-_MHA_DROPOUT = 10  # where F.multi_head_attention_forward takes dropout_p
-
-
-def _without_fifth(args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Drop dropout_p where it stands in its place, behind query, key, value and mask."""
-    return args[:4] if len(args) == 5 else args

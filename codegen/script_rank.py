@@ -17,7 +17,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.codegen.reference import WithoutDropout, trained_tensors
+from autopar.codegen.exactness import Exactly
+from autopar.codegen.reference import trained_tensors
 from autopar.runtime.chunks import Chunks, chunks_by_name
 from autopar.runtime.optimizer_pieces import local_tensor
 
@@ -37,6 +38,7 @@ def run_script(path: str, arguments: Sequence[str]) -> RankTrained:
     """Run a script's main here; gradients are those of the first step, clipped."""
     script: Any = imported(Path(path))
     clip, gradients = script.clip_by_global_norm, dict[str, tuple[Chunks, Tensor]]()
+    train_step = script.train_step
 
     def clip_and_keep(parts: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Tensor:
         norm: Tensor = clip(parts, *args, **kwargs)
@@ -44,9 +46,13 @@ def run_script(path: str, arguments: Sequence[str]) -> RankTrained:
             gradients.update(_held(parts, of_gradients=True))
         return norm
 
-    script.clip_by_global_norm = clip_and_keep
-    with WithoutDropout():
-        parts, losses = script.main(arguments)
+    def train_exactly(*args: Any) -> Tensor:
+        with Exactly():
+            loss: Tensor = train_step(*args)
+        return loss
+
+    script.clip_by_global_norm, script.train_step = clip_and_keep, train_exactly
+    parts, losses = script.main(arguments)
     return RankTrained(
         losses=tuple(losses), gradients=gradients, parameters=_held(parts, of_gradients=False)
     )

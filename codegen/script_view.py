@@ -26,6 +26,7 @@ class ScriptView:
     plan: Source
     classes: Source  # opened modules, stages, and a loss that is split
     counting: Source  # the function that counts the targets of a batch
+    weighs_terms: bool  # of a loss that adds several means up
     tables: Source  # data that names those classes
     is_pipelined: bool
     opened: bool

@@ -39,6 +39,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         plan=lines(planned(plan)),
         classes=_classes(plan, opened, calls),
         counting=Source("" if opened.valid_targets is None else opened.valid_targets.strip("\n")),
+        weighs_terms=opened.weighs_terms,
         tables=_tables(
             _opened_table(plan, subject),
             parameters.splits,
@@ -60,7 +61,11 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_scheduler=plan.model.has_scheduler,
         recomputations=recomputations(plan),
         wrapping=Source(call("wrap", *_wrap_arguments(plan)).laid_out(before=4, indent=4)),
-        model_arguments=model_arguments(plan.graph, has_loss=plan.model.has_loss),
+        model_arguments=model_arguments(
+            plan.graph,
+            takes_all=not plan.model.has_loss or _returns_loss(opened),
+            has_weights=opened.weighs_terms,
+        ),
         axis_argument=Source(", tensor: Axis" if splits_loss else ""),
         axis_value=Source(", mesh.tensor" if splits_loss else ""),
         loss=_loss(opened, calls),
@@ -79,7 +84,14 @@ def _bases(opened: Opened) -> Iterator[str]:
 
 
 def _loss(opened: Opened, calls: ModelCalls) -> Source:
-    return Source("split_loss(outputs, batch, tensor)") if opened.loss is not None else calls.loss
+    if opened.loss is not None:
+        return Source("split_loss(outputs, batch, tensor)")
+    return Source("loss_in(outputs)") if _returns_loss(opened) else calls.loss
+
+
+def _returns_loss(opened: Opened) -> bool:
+    """Whether the model's code, as the script has it, takes the whole batch to the loss."""
+    return bool(opened.stages) and opened.stages[-1].returns_loss
 
 
 def _stages(plan: Plan, subject: Subject) -> StageTables:
@@ -109,7 +121,8 @@ def _classes(plan: Plan, opened: Opened, calls: ModelCalls) -> Source:
     """Return all that is printed from the graph, two empty lines between."""
     sources = [one.source for one in opened.classes]
     stages = dict.fromkeys(stage.cls.source for stage in opened.stages)
-    sources += map(_overriding, stages) if _is_pipelined(plan) else stages
+    has_own_arguments = _is_pipelined(plan) or _returns_loss(opened)
+    sources += map(_overriding, stages) if has_own_arguments else stages
     sources += [opened.loss] if opened.loss is not None else []
     if _is_pipelined(plan) and not opened.stages[-1].returns_loss:
         sources.append(_loss_stage(opened.stages[-1].cls.name, _loss(opened, calls)))

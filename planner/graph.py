@@ -98,6 +98,7 @@ class Call:
     `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
     own, so it is called as it is and never opened.
     Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>".
+    `has_unused` marks a call that computes with activations what the loss does not depend on.
     """
 
     key: str
@@ -108,6 +109,7 @@ class Call:
     arguments: tuple[Value, ...]
     keywords: tuple[tuple[str, Value], ...]
     result: Value
+    has_unused: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -117,10 +117,8 @@ def _shard_mesh(mesh: Mesh) -> DeviceMesh:
 
 
 def _shared_parameters(module: nn.Module) -> set[int]:
-    """Return the ids of parameters that are registered in more than one place."""
-    places = Counter(
-        id(p) for m in module.modules() for p in m._parameters.values() if p is not None
-    )
+    """Return the ids of parameters that have more than one name, as those of a shared module do."""
+    places = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in places.items() if count > 1}
 
 

@@ -4,12 +4,13 @@ A mean over valid targets (ignore_index) is not the mean of the microbatches' me
 with few valid targets would count too much.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
 
+from autopar.runtime.data import Batch
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.transport import ComingSum, summed
 
@@ -37,6 +38,21 @@ def loss_scales(counts: Tensor, mesh: Mesh) -> tuple[LossWeight, ...]:
     """
     total = ComingSum(counts.sum(), mesh.data)
     return tuple(LossWeight(count, total, mesh.data.size) for count in counts.unbind())
+
+
+def weighed(microbatches: Sequence[Batch], counts: Tensor, mesh: Mesh) -> list[Batch]:
+    """Return the microbatches of a rank with weights of the means that their losses add up.
+
+    `counts[m, k]` are the valid targets of mean k. The average over microbatches and data ranks of
+    w_mk · mean_k is the mean over all valid targets: w_mk = count_mk · M · data_size / Σ counts_k.
+    """
+    own = counts.sum(0)
+    total = (own if mesh.data.size == 1 else summed(own, mesh.data)).clamp(min=1)
+    weights = counts.double() * (len(microbatches) * mesh.data.size) / total
+    return [
+        {**batch, "loss_weights": own}
+        for batch, own in zip(microbatches, weights.unbind(), strict=True)
+    ]
 
 
 def scale_loss(loss: Tensor, scale: LossWeight | Tensor) -> Tensor:

@@ -75,10 +75,13 @@ def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
 def keep_only(model: nn.Module, held: Collection[str]) -> None:
     """Let go of all parameters and buffers but those that are held, or lie in what is held.
 
-    Modules stay, so that names and positions in lists are those of the whole model.
+    Modules stay, so that names and positions in lists are those of the whole model. A module that
+    stands in several places is held where one of them is.
     """
-    for place in list(places(model)):
-        if not _is_held(place.name, held):
+    found = list(places(model))
+    kept = {(place.module, place.attribute) for place in found if _is_held(place.name, held)}
+    for place in found:
+        if (place.module, place.attribute) not in kept:
             registry = place.module._parameters
             own = registry if place.attribute in registry else place.module._buffers
             own[place.attribute] = None

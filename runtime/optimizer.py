@@ -38,9 +38,18 @@ def build_optimizer(
     trainable = [parameter for parameter in parameters if parameter.requires_grad]
     optimizer = AdamW(trainable) if factory is None else factory(trainable)
     _prefer_fused(optimizer)
+    _use_pieces(optimizer, trainable, zero=zero, mesh=mesh)
+    optimizer.register_step_pre_hook(_lay_gradients_like_parameters)
+    return optimizer
+
+
+def _use_pieces(
+    optimizer: Optimizer, trainable: list[nn.Parameter], *, zero: int, mesh: Mesh
+) -> None:
+    """Have the optimizer step pieces where it cannot step the parameters themselves."""
     shards_states = zero == 1 and mesh.shard.size > 1
     if not shards_states and all(_is_plain(parameter) for parameter in trainable):
-        return optimizer
+        return
     if type(optimizer).__name__ in NEED_WHOLE_PARAMETERS and (
         shards_states or any(isinstance(parameter, DTensor) for parameter in trainable)
     ):
@@ -55,7 +64,19 @@ def build_optimizer(
         optimizer.register_step_post_hook(lambda *_: gather_parameters(shards))
     else:
         _exchange(optimizer, trainable, local_pieces(trainable))
-    return optimizer
+
+
+def _lay_gradients_like_parameters(optimizer: Optimizer, *_: Any) -> None:
+    """Copy gradients that lie in memory in another order than their parameters.
+
+    torch's fused kernels walk both from the first byte to the last: the gradient of a convolution
+    over channels-last pictures would reach the wrong weights (torch 2.13, AdamW and SGD on a CPU).
+    """
+    for group in optimizer.param_groups:
+        for parameter in group["params"] if group.get("fused") else ():
+            gradient = parameter.grad
+            if gradient is not None and gradient.stride() != parameter.stride():
+                parameter.grad = torch.empty_like(parameter).copy_(gradient)
 
 
 def _is_plain(parameter: nn.Parameter) -> bool:

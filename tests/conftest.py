@@ -17,6 +17,7 @@ ON_MANY_PROCESSES = (
     "tests/codegen/test_equality.py",
     "tests/codegen/test_equality_matrix.py",
     "tests/codegen/test_run.py",
+    "tests/field/",
 )
 
 

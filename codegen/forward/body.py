@@ -13,7 +13,9 @@ from autopar.codegen.forward.expressions import (
     Held,
     Level,
     binary,
+    call,
     joined,
+    method,
     text,
 )
 from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
@@ -28,6 +30,8 @@ from autopar.planner.extent import Extent
 from autopar.planner.graph import Op, Origin, Ref, Value
 from autopar.planner.layouts import WHOLE, Layout
 
+LOSS_WEIGHTS = "loss_weights"  # the name that a microbatch has for them
+
 
 class BodyBuilder:
     """Builds the body of one call from its ops; values that come in are bound first."""
@@ -37,6 +41,7 @@ class BodyBuilder:
         self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
         self.owner = Owner(self.split, "" if scope == LOSS else self.graph.calls[scope].path)
         self.axis = text(axis)
+        self.loss_weights = f'batch["{LOSS_WEIGHTS}"]' if scope == LOSS else LOSS_WEIGHTS
         self.sizes = Sizes(self.split, self.axis)
         self.have: dict[str, Layout] = {}
         self.same: dict[Held, Held] = {}  # results of ops that do nothing
@@ -116,6 +121,10 @@ class BodyBuilder:
             return
         rewritten = special.rewritten(op, self)
         expression = rewritten if rewritten is not None else printed(op, self.place(op))
+        if op.name in self.split.weighed:
+            number = self.split.weighed.index(op.name)
+            expression = call("scale_loss", expression, text(f"{self.loss_weights}[{number}]"))
+            self.unpacked.add(LOSS_WEIGHTS)
         made = tuple(map(self._made, op.outputs))
         self.lines.append(
             Line(
@@ -192,6 +201,8 @@ class BodyBuilder:
             maker = self.tree.maker[held.tensor]
             bias = self.owner.tensor(self.late_biases[held.tensor], maker, self)
             converted = binary(converted, "+", bias, Level.SUM)
+        if any(wanted.tensor in op.writes for op in users):  # never into what others still read
+            converted = method(converted, "clone")
         return Line(
             results=wanted,
             expression=converted,
@@ -265,6 +276,8 @@ class BodyBuilder:
 
     def result(self, value: Value) -> Expression:
         """Return what a call returns, in the layouts in which it leaves."""
+        if isinstance(value, Ref) and value.tensor not in self.graph.tensors:
+            return literal(None)  # nothing that the loss depends on
         if isinstance(value, Ref):
             left = self.opening.leaves.get(value.tensor)
             layout = self.have.get(value.tensor, self.split.made(value.tensor))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from autopar.codegen.forward.split import Split
+from autopar.planner.axes.terms import Leaf
 from autopar.planner.graph import Op, Origin, Value
 from autopar.planner.layouts import Kind, Layout
 
@@ -93,7 +94,10 @@ def has_local_groups(op: Op, split: Split) -> bool:
         return False
     if op.target == "aten.group_norm.default":
         return True
-    return op.target in CONVOLUTIONS and argument(op, "groups") != 1
+    # Channels may be split inside of every group instead: then a rank has as many groups.
+    groups = split.axes.ops[op.name].signature.letters.get("g")
+    is_of_groups = isinstance(groups, Leaf) and split.ops[op.name].letter == groups.name
+    return op.target in CONVOLUTIONS and is_of_groups
 
 
 def _has_local_size(op: Op, split: Split) -> bool:

@@ -15,6 +15,7 @@ from autopar.codegen.forward.lines import Body, Pattern, tuple_of
 from autopar.codegen.forward.modules import Argument, Module
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.codegen.forward.results import is_mapping
 from autopar.codegen.forward.wrapping import wrapped_definition
 from autopar.codegen.forward.writer import Style, written
 from autopar.planner.errors import InputError
@@ -46,23 +47,12 @@ def printed_forward(opening: Opening, call: str) -> Printed:
 
 def returned(builder: BodyBuilder, value: Value) -> Expression:
     """Return the result of a call; a tuple stands in a return without brackets."""
-    if _is_mapping(value):
+    if is_mapping(value):
         record = builder.graph.calls[builder.scope]
         raise NeedsInlineError(builder.scope, record, reason="its result is no plain tuple")
     if isinstance(value, tuple) and len(value) > 1:
         return tuple_of([builder.result(item) for item in value])
     return builder.result(value)
-
-
-def _is_mapping(value: Value) -> bool:
-    return (
-        isinstance(value, tuple)
-        and bool(value)
-        and all(
-            isinstance(item, tuple) and len(item) == 2 and isinstance(item[0], str)
-            for item in value
-        )
-    )
 
 
 def forward(
@@ -89,7 +79,8 @@ def forward(
     lines = written(body, builder.owner, style)
     text = "\n".join(lines)
     names = [argument for argument in (_name(s) for s in signature) if argument]
-    bound_names = {*body.arguments.values(), *builder.unpacked}
+    sources = (*body.arguments.values(), *builder.unpacked)  # a name, or kwargs["name"]
+    bound_names = {source.partition("[")[0] for source in sources}
     used = [n for n in names if n in bound_names and re.search(rf"\b{n}\b", text)]
     unused = [name for name in names if name not in used and name != "_"]
     maybe = [name for name in used if annotations.get(name, "").endswith(" | None")]
@@ -166,7 +157,7 @@ def _bind(builder: BodyBuilder, name: str, value: Value) -> None:
             return  # nothing that the loss depends on
         builder.bind(Held(tensor, builder.opening.entry(builder.scope, tensor)), name)
     elif isinstance(value, tuple) and any(refs(value)):
-        if _is_mapping(value):
+        if is_mapping(value):
             record = builder.graph.calls[builder.scope]
             raise NeedsInlineError(builder.scope, record, reason=f"{name} is a mapping")
         builder.bind_pattern(_pattern(builder, value), name)

@@ -14,6 +14,7 @@ from autopar.codegen.forward.calls import LOSS, ROOT, CallTree
 from autopar.codegen.forward.changes import is_random
 from autopar.codegen.forward.expressions import Held
 from autopar.codegen.forward.opening import Opening
+from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.split import Split
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Op, refs
@@ -90,16 +91,11 @@ class Cutter:
         return found
 
     def _returns_loss(self) -> bool:
-        """Whether the last stage returns the loss: it must where the root's result is no tuple."""
+        """Whether the last stage returns the loss: it must where the root's result is not plain."""
         has_own_loss = any(op.call == LOSS for op in self.graph.ops)
-        result = self.graph.calls[ROOT].result
-        is_plain = not (
-            isinstance(result, tuple)
-            and any(
-                isinstance(item, str) for pair in result if isinstance(pair, tuple) for item in pair
-            )
-        )
-        return not (has_own_loss and is_plain) or LOSS in self.opening.opened
+        plain = is_plain(self.graph.calls[ROOT].result)
+        is_opened = LOSS in self.opening.opened or bool(self.split.weighed)
+        return not (has_own_loss and plain) or is_opened
 
     def _results(self) -> tuple[str, ...]:
         if self.returns_loss:

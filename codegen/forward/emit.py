@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, call_tree
 from autopar.codegen.forward.classes import (
@@ -20,17 +20,21 @@ from autopar.codegen.forward.losses import printed_loss
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
 from autopar.codegen.forward.opening import Opening, open_calls
 from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.stages import printed_stages
-from autopar.codegen.forward.targets import valid_targets
+from autopar.codegen.forward.targets import valid_targets, weighed_terms
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
+from autopar.planner.graph import refs
 from autopar.planner.plan.plan import Plan
 
 
 def opened_classes(plan: Plan, split: Split) -> Opened:
     """Return the classes, stages and functions that the script of a plan defines."""
     stages = sorted(plan.stages, key=lambda stage: stage.first)
+    if plan.arrangement.data * plan.arrangement.microbatches > 1:
+        split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
 
 
@@ -48,9 +52,11 @@ def open_split(
     """Return the same for a split graph, whose stages hold so many layers each."""
     tree = call_tree(split.graph)
     places = stage_of_ops(split, stages)
+    weighed = [tree.chain(op) for op in split.graph.ops if op.name in split.weighed]
+    holders = {ROOT if ROOT in chain else LOSS for chain in weighed}
     state = _State(
-        opened={*opened} | ({ROOT} if len(stages) > 1 else set()),
-        inlined=set(cut_calls(tree, places)),
+        opened={*opened} | holders | ({ROOT} if len(stages) > 1 else set()),
+        inlined={*cut_calls(tree, places), *(call for chain in weighed for call in chain[2:])},
         called=frozenset(called),
     )
     while True:
@@ -87,13 +93,7 @@ class _State:
 
 
 def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -> Opened:
-    opening = open_calls(
-        split,
-        tree,
-        opened=sorted(state.opened),
-        inlined=sorted(state.inlined),
-        called=state.called - state.inlined,
-    )
+    opening = _opening(split, tree, state)
     printed = {
         call: printed_forward(opening, call)
         for call in tree.chains
@@ -103,7 +103,9 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     stages: tuple[Stage, ...] = ()
     if ROOT in opening.opened:
         stages = printed_stages(opening, places)
-    needs_loss = LOSS in opening.opened and not (stages and stages[-1].returns_loss)
+    result = split.graph.calls[ROOT].result
+    sees_to_loss = stages and (stages[-1].returns_loss or split.graph.loss in refs(result))
+    needs_loss = LOSS in opening.opened and not sees_to_loss
     loss = printed_loss(opening) if needs_loss else None
     classes = tuple(_classes(printed, opening))
     counts = valid_targets(split, tree)
@@ -114,9 +116,26 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         stages=stages,
         loss=loss,
         valid_targets=counts,
+        weighs_terms=bool(split.weighed),
         imports=imports_of(sources),
         inlined=opening.inlined,
     )
+
+
+def _opening(split: Split, tree: CallTree, state: _State) -> Opening:
+    """Return what is opened; a loss that takes an object has to stand in the root's code."""
+    opening = open_calls(
+        split,
+        tree,
+        opened=sorted(state.opened),
+        inlined=sorted(state.inlined),
+        called=state.called - state.inlined,
+    )
+    takes_object = not is_plain(split.graph.calls[ROOT].result)
+    if LOSS in opening.opened and takes_object and ROOT not in opening.opened:
+        state.opened.add(ROOT)
+        return _opening(split, tree, state)
+    return opening
 
 
 def _agree(printed: dict[str, Printed], opening: Opening) -> None:
@@ -139,6 +158,8 @@ def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedCl
     alike: dict[tuple[str, Printed], list[str]] = defaultdict(list)
     for call, forward in printed.items():
         path = calls[call].path
+        if not modules[path].is_importable:
+            raise NeedsInlineError(call, calls[call], reason="its class was made at run time")
         paths = alike[modules[path].import_path, forward]
         if path not in paths:
             paths.append(path)

@@ -19,6 +19,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "Axis": "autopar.runtime.mesh",
         "split_randomness": "autopar.runtime.randomness",
         "local_size": "autopar.runtime.shards",
+        "scale_loss": "autopar.runtime.loss",
         "vocab_parallel_cross_entropy": "autopar.runtime.vocabulary",
         "vocab_parallel_embedding": "autopar.runtime.vocabulary",
     }

@@ -10,7 +10,6 @@ from autopar.codegen.forward.lines import Pattern
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.wrapping import wrapped_definition
 from autopar.codegen.forward.writer import Style, written
-from autopar.planner.errors import InputError
 from autopar.planner.graph import Ref, Value, refs
 from autopar.planner.layouts import WHOLE
 
@@ -46,10 +45,5 @@ def _pattern(opening: Opening, value: Value) -> Pattern:
     if isinstance(value, Ref):
         return Held(value.tensor, opening.arrives(value.tensor, LOSS))
     if isinstance(value, tuple):
-        if any(isinstance(item, str) for item in value):
-            raise InputError(
-                "the model returns a mapping to a loss function that must be split",
-                fix="have the model return a tensor or a tuple, or pin the vocabulary whole",
-            )
         return tuple(_pattern(opening, item) for item in value)
     return None

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import inspect
+import re
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -49,6 +51,8 @@ class Module:
     returns: str
     container: Container
     numbers: tuple[tuple[str, int | float], ...]
+    is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
+    checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
 
     @property
     def is_torch(self) -> bool:
@@ -62,11 +66,12 @@ Modules = Mapping[str, Module]
 def modules_of(model: nn.Module) -> Modules:
     """Return what is known of every module of a model, by path; the root's path is ""."""
     signatures: dict[type, tuple[tuple[Argument, ...], str]] = {}
+    checks: dict[type, bool] = {}
     found: dict[str, Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         if kind not in signatures:
-            signatures[kind] = _signature(kind)
+            signatures[kind], checks[kind] = _signature(kind), _checks_sizes(kind)
         arguments, returns = signatures[kind]
         found[path] = Module(
             path=path,
@@ -76,8 +81,32 @@ def modules_of(model: nn.Module) -> Modules:
             returns=returns,
             container=_container(module),
             numbers=tuple(_numbers(module)),
+            is_importable=_is_importable(kind),
+            checks_sizes=checks[kind],
         )
     return found
+
+
+def _is_importable(kind: type[nn.Module]) -> bool:
+    """Whether a class is found where it says that it is; one in a function says so itself."""
+    holder: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        if name == "<locals>":
+            return True
+        holder = getattr(holder, name, None)
+    return holder is kind
+
+
+def _checks_sizes(kind: type[nn.Module]) -> bool:
+    """Whether a class that is not PyTorch's reads sizes in its forward, and may raise an error."""
+    if kind.__module__.startswith("torch."):
+        return False
+    try:
+        source = inspect.getsource(inspect.unwrap(kind.forward))
+    except (OSError, TypeError):  # made by exec, or in C
+        return False
+    raises = re.search(r"^\s*(raise|assert)\b", source, flags=re.M) is not None
+    return raises and re.search(r"\.(shape|size)\b|\blen\(", source) is not None
 
 
 def _signature(kind: type[nn.Module]) -> tuple[tuple[Argument, ...], str]:

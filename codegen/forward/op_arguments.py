@@ -134,7 +134,8 @@ def function_call(arguments: Arguments, function: table.Function) -> Form:
             positional += [p.expression for p in inner.parts if isinstance(p, Slot)]
         else:
             positional.append(arguments[name])
-    while arguments.raw.get(function.positional[len(positional) - 1], 0) is None:
+    absent = [arguments.raw.get(name, 0) is None for name in function.positional]
+    while absent and absent.pop():
         positional.pop()
     keywords = [
         (keyword, arguments[name])

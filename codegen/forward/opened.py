@@ -60,7 +60,9 @@ class Opened:
     `stages` is empty where the root is called as it is. `loss` is the source of a function
     `split_loss(outputs, batch, tensor)` where the loss must be split, None where the user's own
     (or the model's) is right. `valid_targets` is the source of a function of the batch that counts
-    the targets in the mean of the loss, None where every row counts alike. `imports` are lines.
+    the targets in the mean of the loss, None where every row counts alike; `weighs_terms` where
+    these are several means, and the code here multiplies each by its own weight. `imports` are
+    lines.
     `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
     """
 
@@ -68,6 +70,7 @@ class Opened:
     stages: tuple[Stage, ...]
     loss: str | None
     valid_targets: str | None
+    weighs_terms: bool
     imports: tuple[str, ...]
     inlined: frozenset[str]
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, common
-from autopar.codegen.forward.changes import is_changed, is_random, is_split_random
+from autopar.codegen.forward.changes import is_changed, is_random, is_split, is_split_random
 from autopar.codegen.forward.split import Split
 from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import WHOLE, Layout
@@ -114,6 +114,9 @@ class _Opener:
         for op in self.tree.graph.ops:
             if is_changed(op, self.split):
                 self._open(op.call)
+        for call in self.tree.chains:
+            if call != LOSS and self._does_unseen(call) and self._has_split(call):
+                self._open(call)
         loss = self.tree.graph.loss
         if self.split.made(loss) != WHOLE:
             self._open(self.tree.maker[loss].call)
@@ -131,6 +134,23 @@ class _Opener:
             inlined=frozenset(self.inlined),
             places=MappingProxyType(self.places),
             leaves=MappingProxyType(self.leaves),
+        )
+
+    def _does_unseen(self, call: str) -> bool:
+        """Whether a call runs what the graph does not show: checks of sizes, unused results."""
+        record = self.tree.graph.calls[call]
+        module = self.split.modules.get(record.path)
+        return record.has_unused or (module is not None and module.checks_sizes)
+
+    def _has_split(self, call: str) -> bool:
+        """Whether a rank has only a share of something in a call."""
+        return any(
+            is_split(layout)
+            for op in self.tree.ops.get(call, ())
+            for layout in (
+                *(self.split.need(op, i) for i in range(len(op.inputs))),
+                *map(self.split.made, op.outputs),
+            )
         )
 
     def _open(self, call: str) -> None:

@@ -33,7 +33,7 @@ class NeedsInlineError(Exception):
         key = body.scope
         if body.scope in chain:
             below = chain[chain.index(body.scope) + 1 :]
-            key = next(c for c in below if c not in body.opening.inlined)
+            key = next((c for c in below if c not in body.opening.inlined), LOSS)
         if key == LOSS or not key:
             raise InputError(f"{tensor} is not at hand where the code of the model needs it")
         return NeedsInlineError(key, body.graph.calls[key])

@@ -64,6 +64,8 @@ def _embedding(op: Op, body: BodyBuilder) -> Form:
 
 def _loss(op: Op, body: BodyBuilder) -> Form:
     logits, target, *_ = body.inputs(op)
+    if len(body.graph.tensors[op.inputs[0]].shape) > 2:  # classes stand behind the rows
+        logits = method(logits, "movedim", literal(1), literal(-1))
     reduction = op.argument("reduction")
     assert isinstance(reduction, int)
     keywords: list[tuple[str, Expression]] = [("parts", _parts(op, 0, body))]

@@ -21,7 +21,8 @@ class Split:
     """A graph with the layouts of its tensors on a tensor axis of `degree` ranks.
 
     `crossing` holds the layouts in which tensors pass from one layer to others, where that is not
-    how they are made.
+    how they are made. `weighed` are ops that are terms of the loss: each is multiplied by a weight
+    of the microbatch, in this order.
     """
 
     graph: Graph
@@ -34,6 +35,7 @@ class Split:
     gives: Mapping[str, Layout]
     crossing: Mapping[str, Layout]
     layer_of: Mapping[str, int]  # of an op, and of a tensor that an op makes
+    weighed: tuple[str, ...] = ()
 
     def need(self, op: Op, position: int) -> Layout:
         """Return the layout that an op needs of its input at a position."""

@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from autopar.codegen.forward.body import BodyBuilder
+from autopar.codegen.forward.body import LOSS_WEIGHTS, BodyBuilder
 from autopar.codegen.forward.calls import LOSS, ROOT
 from autopar.codegen.forward.classes import (
     Printed,
@@ -29,7 +29,8 @@ from autopar.codegen.forward.modules import Module
 from autopar.codegen.forward.opened import Crossing, OpenedClass, Stage
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError, Owner
-from autopar.planner.graph import Origin, refs
+from autopar.codegen.forward.results import is_plain
+from autopar.planner.graph import Origin
 from autopar.planner.layouts import WHOLE
 
 _POSITIONAL = ("x", "y", "z", "u", "v", "w")
@@ -37,9 +38,13 @@ _BOUNDS = "self.first : self.end"
 
 
 def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[Stage, ...]:
-    """Return the root's classes: one where nothing is cut, else one for each stage."""
+    """Return the root's classes: one where nothing is cut, else one for each stage.
+
+    A result that cannot be printed, such as a dataclass, is not needed: the one stage returns the
+    loss.
+    """
     last = max(places.values())
-    if last == 0:
+    if last == 0 and _keeps_signature(opening):
         return (_whole(opening),)
     printer = _Printer(opening, Cutter(opening, places, last))
     drafts = [printer.draft(number) for number in range(last + 1)]
@@ -50,12 +55,18 @@ def printed_stages(opening: Opening, places: Mapping[str, int]) -> tuple[Stage, 
     )
 
 
+def _keeps_signature(opening: Opening) -> bool:
+    """Whether the root takes what it took and returns what it returned."""
+    graph, weighed = opening.split.graph, opening.split.weighed
+    weighs = any(op.name in weighed and op.call != LOSS for op in graph.ops)
+    return is_plain(graph.calls[ROOT].result) and not weighs
+
+
 def _whole(opening: Opening) -> Stage:
     """Return the whole root with its own signature."""
     printed = printed_forward(opening, ROOT)
     module = opening.split.modules[ROOT]
-    base = base_name(module)
-    name = f"TensorParallel{base}" if opening.split.degree > 1 else f"Opened{base}"
+    base, name = base_name(module), _whole_name(opening)
     paths = tuple(path for path in opening.split.modules if path)
     cls = OpenedClass(
         name=name,
@@ -66,9 +77,12 @@ def _whole(opening: Opening) -> Stage:
     )
     names = tuple(p.name for p in opening.split.graph.parameters)
     names += tuple(b.name for b in opening.split.graph.buffers)
-    result = opening.split.graph.calls[ROOT].result
-    is_loss = opening.split.graph.loss in refs(result)
-    return Stage(cls=cls, takes=(), gives=(), returns_loss=is_loss, modules=paths, parameters=names)
+    return Stage(cls=cls, takes=(), gives=(), returns_loss=False, modules=paths, parameters=names)
+
+
+def _whole_name(opening: Opening) -> str:
+    prefix = "TensorParallel" if opening.split.degree > 1 else "Opened"
+    return f"{prefix}{base_name(opening.split.modules[ROOT])}"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -122,6 +136,8 @@ class _Printer:
         bounds: tuple[tuple[str, int], ...] = ()
         printed, name = draft.printed, self._name(draft.number)
         title = f"Stage {draft.number + 1} of {self.last + 1} of {base}."
+        if not self.last:
+            title = described(self.opening, ROOT)
         if is_shared and draft.form is not None and draft.bounds is not None:
             printed, name, title = draft.form, "MiddleStage", f"Some layers of {base}."
             bounds = (("first", draft.bounds[0]), ("end", draft.bounds[1]))
@@ -144,6 +160,8 @@ class _Printer:
         )
 
     def _name(self, number: int) -> str:
+        if not self.last:
+            return _whole_name(self.opening)
         names = {0: "FirstStage", self.last: "LastStage"}
         return names.get(number, f"Stage{number + 1}")
 
@@ -168,7 +186,10 @@ class _Printer:
         used = {name for op in part.ops for name in op.inputs}
         read = [n for n in self.graph.inputs if n in used or self._is_read(n, builder)]
         batch = [f"{name}: Tensor" for name in read]
-        rest = ["**_: Tensor"] if len(batch) < len(self.graph.inputs) else []
+        weighs = any(op.name in self.split.weighed for op in part.ops)
+        is_all = len(read) == len(self.graph.inputs) and weighs == bool(self.split.weighed)
+        batch += [f"{LOSS_WEIGHTS}: Tensor"] if weighs else []
+        rest = [] if is_all else ["**_: Tensor"]
         return [*positional, *(["*"] if batch else []), *batch, *rest]
 
     def _is_read(self, name: str, builder: BodyBuilder) -> bool:

@@ -90,6 +90,8 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         "bmm": _function("torch.bmm", "self mat2"),
         "where": _function("torch.where", "condition self other"),
         "einsum": _function("torch.einsum", "equation *tensors"),
+        "broadcast_tensors": _function("torch.broadcast_tensors", "*tensors"),
+        "meshgrid": _function("torch.meshgrid", "*tensors", "indexing"),
         "to.dtype": _function("to", "self dtype", "copy"),
     }
 )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.planner.axes.terms import Dim, Leaf, Product, leaves
+from autopar.planner.axes.terms import Concat, Dim, Leaf, Product, leaves
 from autopar.planner.axes.unify import Unifier
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Graph, Op, Origin
@@ -138,6 +138,9 @@ def _propose(
             chosen[open_[0].name] = name
         elif len(open_) == 2 and name == "heads" and whole:
             chosen[open_[0].name], chosen[open_[1].name] = "kv_heads", "group"
+        joined = [f for f in map(unifier.structure, top.factors) if isinstance(f, Concat)]
+        if not open_ and len(joined) == 1:  # heads whose slopes were laid end to end
+            wholes.setdefault(unifier.resolved(joined[0]), name)
     elif name in _MADE_OF_ALIKE:
         for part in top.parts:
             _propose(part, name, unifier, chosen, wholes)

@@ -95,7 +95,9 @@ def _contradiction(
         return InfeasibleError(f"{found}: the model fixes its batch to {fixed_batch}", fix=fix)
     if "global_batch" in fields:
         near = _nearest_batches(devices, conflict, fixed_batch=fixed_batch)
-        return InfeasibleError(found, fix=f"the nearest global batch that fits is {near}")
+        why = "" if fixed_batch is None else f": the model fixes its batch to {fixed_batch}"
+        fix = f"the nearest global batch that fits is {near}"
+        return InfeasibleError(f"{found}{why}", fix=fix)
     rest = constraints_of(one for one in constraints.declared if one not in conflict)
     legal = legal_degrees(devices, rest) or legal_degrees(devices, Constraints())
     wanted = (constraints.pipeline, constraints.data, constraints.tensor)

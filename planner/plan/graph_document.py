@@ -90,6 +90,7 @@ class CallRow(NamedTuple):
     arguments: tuple[JsonValue, ...]
     keywords: tuple[tuple[str, JsonValue], ...]
     result: JsonValue
+    has_unused: bool = False
 
 
 class ConstantRow(NamedTuple):
@@ -208,6 +209,7 @@ def _call_row(call: Call) -> CallRow:
         tuple(map(value_document, call.arguments)),
         tuple((name, value_document(value)) for name, value in call.keywords),
         value_document(call.result),
+        call.has_unused,
     )
 
 

@@ -1,11 +1,11 @@
-"""Signatures of contractions that no single pattern tells: attention and einsum."""
+"""Signatures of contractions that no single pattern tells: attention, einsum, sums to products."""
 
 from __future__ import annotations
 
 from autopar.planner.axes.terms import UNIT, Dim, product
 from autopar.planner.extent import ONE
 from autopar.planner.graph import refs
-from autopar.planner.rules.shapes import aligned, opaque
+from autopar.planner.rules.shapes import ShapeFunction, aligned, opaque
 from autopar.planner.rules.signature import Case, Dims, Letters, Signature, names_of
 
 
@@ -44,6 +44,30 @@ def attention(case: Case) -> Signature:
         whole=names_of(t, e, f),
         letters={name: dim for name, dim in named.items() if dim != UNIT},
     )
+
+
+def added_product(first: str, second: str) -> ShapeFunction:
+    """Self + first (b) m k · second (b) k n -> (b) m n; self may be broadcast over any of them."""
+
+    def signature(case: Case) -> Signature:
+        left, right = case.tensor(first) or "", case.tensor(second) or ""
+        letters = Letters()
+        *lead, m, k = letters.of(case.shape(left))
+        n = letters.new(case.shape(right)[-1])
+        out = (*lead, m, n)
+        added = case.tensor("self") or ""
+        named = {"m": m, "k": k, "n": n} | dict(zip("b", lead, strict=False))
+        return Signature(
+            operands=(
+                (added, aligned(out, case.shape(added))),
+                (left, (*lead, m, k)),
+                (right, (*lead, k, n)),
+            ),
+            results=((case.result, out),),
+            letters={name: dim for name, dim in named.items() if dim != UNIT},
+        )
+
+    return signature
 
 
 def einsum(case: Case) -> Signature:

@@ -31,17 +31,24 @@ def split(case: Case) -> Signature:
 
 
 def cat(case: Case) -> Signature:
-    """The result's dim is the concatenation of the inputs'."""
+    """The result's dim is the concatenation of the inputs'; an empty input has the other dims."""
     letters = Letters()
-    names = [n for n in refs(case.argument("tensors")) if numel(case.shape(n)) != Extent(())]
-    dim = case.number("dim") % len(case.shape(case.result))
+    rank = len(case.shape(case.result))
+    dim = case.number("dim") % rank
     out = list(letters.of(case.shape(case.result)))
-    parts = [letters.new(case.shape(name)[dim]) for name in names]
+    names = [name for name in refs(case.argument("tensors")) if len(case.shape(name)) == rank]
+    pieces = [letters.new(case.shape(name)[dim]) for name in names]
     operands = tuple(
-        (name, (*out[:dim], part, *out[dim + 1 :])) for name, part in zip(names, parts, strict=True)
+        (name, (*out[:dim], piece, *out[dim + 1 :]))
+        for name, piece in zip(names, pieces, strict=True)
     )
-    out[dim] = concat(parts)
-    return Signature(operands=operands, results=((case.result, tuple(out)),))
+    is_empty = [numel(case.shape(name)) == Extent(()) for name in names]
+    out[dim] = concat([piece for piece, empty in zip(pieces, is_empty, strict=True) if not empty])
+    return Signature(
+        operands=operands,
+        results=((case.result, tuple(out)),),
+        whole=names_of(*(piece for piece, empty in zip(pieces, is_empty, strict=True) if empty)),
+    )
 
 
 def stack(case: Case) -> Signature:

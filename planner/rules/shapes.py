@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import zip_longest
 
 from autopar.planner.axes.terms import UNIT, Dim, product
 from autopar.planner.extent import ONE, Extent, numel
@@ -24,6 +25,24 @@ def aligned(dims: Dims, shape: Sequence[Extent]) -> Dims:
     """Return the dims that a shape has, aligned on the right; sizes of one are broadcast."""
     tail = dims[len(dims) - len(shape) :]
     return tuple(UNIT if size == ONE else dim for dim, size in zip(tail, shape, strict=True))
+
+
+def paired(case: Case) -> Signature:
+    """Operands of one shape, or broadcast to one, compared; the result has it, or is one number."""
+    letters = Letters()
+    shapes = [case.shape(name) for name in case.op.inputs]
+    sizes = zip_longest(*(reversed(shape) for shape in shapes), fillvalue=ONE)
+    dims = letters.of(tuple(next((s for s in own if s != ONE), ONE) for own in sizes)[::-1])
+    operands = tuple((name, aligned(dims, case.shape(name))) for name in case.op.inputs)
+    out = dims if case.shape(case.result) else ()
+    return Signature(operands=operands, results=((case.result, out),))
+
+
+def broadcast(case: Case) -> Signature:
+    """Each tensor of a list gets the shape of all of them together."""
+    out = Letters().of(case.shape(case.result))
+    operands = tuple((name, aligned(out, case.shape(name))) for name in case.op.inputs)
+    return Signature(operands=operands, results=tuple((name, out) for name in case.op.outputs))
 
 
 def over(*names: str) -> ShapeFunction:
@@ -82,10 +101,15 @@ def regrouped(case: Case, before: Sequence[Extent], after: Sequence[Extent]) -> 
             continue
         shared = _shared(rest_left, rest_right)
         if shared is None:  # the borders do not meet: nothing here can be told apart
-            left[i].append(letters.new(rest_left))
-            right[j].append(letters.new(rest_right))
-            whole |= names_of(left[i][-1], right[j][-1])
-            i, j, rest_left, rest_right = _after_mismatch(before, after, i, j)
+            next_i, next_j, next_left, next_right = _after_mismatch(before, after, i, j)
+            passed_left = letters.of((rest_left, *before[i + 1 : next_i]))
+            passed_right = letters.of((rest_right, *after[j + 1 : next_j]))
+            for dims, letter in zip(left[i:next_i], passed_left, strict=True):
+                dims.append(letter)
+            for dims, letter in zip(right[j:next_j], passed_right, strict=True):
+                dims.append(letter)
+            whole |= names_of(*passed_left, *passed_right)
+            i, j, rest_left, rest_right = next_i, next_j, next_left, next_right
             continue
         letter = letters.new(shared)
         left[i].append(letter)

@@ -20,10 +20,16 @@ _NO, _JOINTLY, _EACH = Linear.NO, Linear.JOINTLY, Linear.EACH
 
 
 def _contraction(
-    targets: str, pattern: str, *, contracts: str, saves: str, names: str = "", **given: str
+    targets: str,
+    pattern: str | ShapeFunction,
+    *,
+    contracts: str,
+    saves: str,
+    names: str = "",
+    **given: str,
 ) -> list[Rule]:
     """Matrix products, convolutions, attention: 2·∏(letters) FLOPs for each group of letters."""
-    shape = Pattern.parse(pattern, **given)
+    shape = Pattern.parse(pattern, **given) if isinstance(pattern, str) else pattern
     groups = tuple(contracts.split(","))
     return _lines(targets, shape, saves, linear=_EACH, names=names, contracts=groups)
 
@@ -71,7 +77,7 @@ _RULES = (
         saves="input if weight, weight if input",
     ),
     *_contraction(
-        "addmm", "self? … n, mat1 m k, mat2 k n -> m n", contracts="m k n",
+        "addmm", contractions.added_product("mat1", "mat2"), contracts="m k n",
         saves="mat1 if mat2, mat2 if mat1",
     ),
     *_contraction("mm", "self m k, mat2 k n -> m n", contracts="m k n",
@@ -81,7 +87,7 @@ _RULES = (
         saves="self if mat2, mat2 if self", names="b=heads k=head_dim n=head_dim",
     ),
     *_contraction(
-        "baddbmm", "self? … m n, batch1 b m k, batch2 b k n -> b m n", contracts="b m k n",
+        "baddbmm", contractions.added_product("batch1", "batch2"), contracts="b m k n",
         saves="batch1 if batch2, batch2 if batch1", names="b=heads k=head_dim n=head_dim",
     ),
     *_contraction(
@@ -128,8 +134,8 @@ _RULES = (
             "self(n v …), target",
             names="v=classes"),
     *_lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target"),
-    *_lines("mse_loss smooth_l1_loss l1_loss huber_loss", s.elementwise, "self, target"),
-    *_lines("binary_cross_entropy_with_logits", s.elementwise, "self, target"),
+    *_lines("mse_loss smooth_l1_loss l1_loss huber_loss", s.paired, "self, target"),
+    *_lines("binary_cross_entropy_with_logits", s.paired, "self, target"),
     # --- elementwise
     *_elementwise("add.Tensor add_.Tensor sub.Tensor sub_.Tensor rsub.Scalar", linear=_JOINTLY),
     *_elementwise("add.Scalar sub.Scalar"),
@@ -164,6 +170,7 @@ _RULES = (
     *_views("permute", s.permuted(s.permute_order)),
     *_views("t numpy_T mT", s.permuted(s.reversed_order)),
     *_views("expand expand_as broadcast_to", s.expanded),
+    *_views("broadcast_tensors", s.broadcast),
     *_views("chunk split.Tensor split.sizes split_with_sizes tensor_split.sections", cuts.split),
     *_views("slice.Tensor narrow", cuts.sliced),
     *_views("select.int unbind.int", cuts.selected),

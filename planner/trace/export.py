@@ -40,7 +40,7 @@ def export(subject: Subject, *, fold: bool) -> Exported:
             _quiet(),
             no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
-            _ListIndices(),
+            _KnownNumbers(),
         ):
             program = torch.export.export(
                 _traced(subject.step, tensors, constants, recording),
@@ -56,20 +56,26 @@ def export(subject: Subject, *, fold: bool) -> Exported:
     return Exported(program=program, recording=recording, subject=subject)
 
 
-class _ListIndices(TorchFunctionMode):
-    """Keeps the numbers in `x[..., [-2], :]`: on the meta device torch would forget them."""
+class _KnownNumbers(TorchFunctionMode):
+    """Keeps the numbers in `x[..., [-2], :]` and `torch.tensor(0.5, device=x.device)`.
+
+    On the meta device torch would forget them.
+    """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Turn lists among the indices into tensors with values."""
+        """Make tensors of plain numbers on the CPU."""
         del types
+        kwargs = kwargs or {}
+        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
+            return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             index = tuple(
                 torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in args[1]
             )
             args = (args[0], index)
-        return func(*args, **(kwargs or {}))
+        return func(*args, **kwargs)
 
 
 def _traced(

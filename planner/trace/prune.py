@@ -1,4 +1,4 @@
-"""Drops the ops that neither the loss nor a buffer depends on."""
+"""Drops the ops that neither the loss nor a buffer depends on, and marks the calls they ran in."""
 
 from __future__ import annotations
 
@@ -13,12 +13,24 @@ def pruned(graph: Graph) -> Graph:
     buffers = {t.name for t in graph.tensors.values() if t.origin is Origin.BUFFER}
     live, live_storages = {graph.loss}, set(buffers)
     kept: list[Op] = []
+    unused: set[str] = set()
     for op in reversed(graph.ops):
         writes = any(graph.tensors[name].storage in live_storages for name in op.writes)
         if writes or not live.isdisjoint(op.outputs):
             kept.append(op)
             live.update(op.inputs, op.outputs)
             live_storages.update(graph.tensors[name].storage for name in op.inputs)
+        elif any(graph.tensors[name].requires_grad for name in op.inputs):
+            unused.add(op.call)
     outside = {t.name for t in graph.tensors.values() if t.origin is not Origin.OP}
     tensors = {name: t for name, t in graph.tensors.items() if name in live or name in outside}
-    return replace(graph, ops=tuple(reversed(kept)), tensors=MappingProxyType(tensors))
+    calls = {
+        key: replace(call, has_unused=True) if key in unused else call
+        for key, call in graph.calls.items()
+    }
+    return replace(
+        graph,
+        ops=tuple(reversed(kept)),
+        tensors=MappingProxyType(tensors),
+        calls=MappingProxyType(calls),
+    )

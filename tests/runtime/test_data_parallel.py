@@ -166,3 +166,16 @@ def _sum_of(model: nn.Sequential) -> Tensor:
     for hook in list(model._forward_pre_hooks.values()):
         hook(model, ())
     return sum((parameter.sum() for parameter in model.parameters()), torch.zeros(()))
+
+
+def sharded_names() -> list[str]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    shared = nn.Linear(4, 4)
+    model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared))
+    wrap(model, mesh, zero=3, units=list(model))
+    model(torch.ones(2, 4)).sum().backward()
+    return [name for name, one in model.named_modules() if hasattr(one, "unshard")]
+
+
+def test_units_that_share_a_module_are_sharded_with_what_is_around_them() -> None:
+    assert run_on_ranks(sharded_names, 2) == [[""], [""]]

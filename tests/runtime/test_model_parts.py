@@ -57,3 +57,10 @@ def test_a_split_tensor_crosses_as_the_shard_that_a_rank_has() -> None:
     assert split.described(TENSOR, torch.float64).shape == (4, 3)
     whole = Crossing((4, 7), dtype=torch.float16).described(TENSOR, torch.float64)
     assert (whole.shape, whole.dtype, whole.requires_grad) == ((4, 7), torch.float16, True)
+
+
+def test_a_module_in_two_places_is_held_where_one_of_them_is() -> None:
+    shared = nn.Linear(2, 2)
+    found = nn.Sequential(nn.Sequential(shared), nn.Sequential(shared), nn.Linear(2, 2))
+    keep_only(found, ["1.0"])
+    assert list(found.state_dict()) == ["0.0.weight", "0.0.bias", "1.0.weight", "1.0.bias"]

@@ -1,6 +1,6 @@
 """The user's optimizer works on this rank's pieces and stays the user's own."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import partial
 
 import pytest
@@ -155,3 +155,20 @@ def gradient_after_zero(set_to_none: bool) -> float:
     step(model, optimizer, data())
     optimizer.zero_grad(set_to_none=set_to_none)
     return sum(p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("make", [torch.optim.AdamW, SGD_OF_TENTHS])
+def test_a_gradient_in_another_memory_order_reaches_its_own_weights(
+    make: Callable[..., Optimizer],
+) -> None:
+    torch.manual_seed(0)
+    weight, gradient = torch.randn(6, 4, 2, 2), torch.randn(6, 4, 2, 2)
+    mesh = start(pipeline=1, data=1, tensor=1)
+    found = []
+    for order in (torch.contiguous_format, torch.channels_last):
+        parameter = nn.Parameter(weight.clone())
+        optimizer = build_optimizer([parameter], make, zero=0, mesh=mesh)
+        parameter.grad = gradient.clone(memory_format=order)
+        optimizer.step()
+        found.append(parameter.detach())
+    assert torch.equal(*found)

@@ -8,12 +8,14 @@ import pytest
 import torch
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.modules import modules_of
+from autopar.codegen.forward.modules import Modules, modules_of
+from autopar.codegen.forward.opened import Opened
 from autopar.codegen.forward.split import split_graph
 from autopar.planner.model_file import ModelFile
 from autopar.planner.trace.build import checked_loss
 from tests.codegen.forward.running import namespace, stage_modules, staged_loss, take_classes
 from tests.planner.huggingface.families import FAMILIES
+from tests.planner.huggingface.family import Family
 from tests.planner.subjects import family_graph, zoo_file
 
 CHOSEN = ("GPT-2", "Llama", "Mistral", "BERT", "T5", "ViT", "SegFormer")
@@ -22,25 +24,47 @@ CHOSEN = ("GPT-2", "Llama", "Mistral", "BERT", "T5", "ViT", "SegFormer")
 @pytest.mark.parametrize("name", CHOSEN)
 @pytest.mark.parametrize("stages", [2, 3])
 def test_stages_of_a_family_compute_its_loss(name: str, stages: int) -> None:
-    family = next(family for family in FAMILIES if family.name == name)
+    check_loss(name, stages, opened=[])
+
+
+@pytest.mark.parametrize("name", CHOSEN)
+def test_an_opened_root_and_its_layers_compute_the_loss_of_a_family(name: str) -> None:
+    graph = family_graph(name)
+    layers = {layer.call for layer in split_graph(graph, modules(name)).layers.layers}
+    opened = check_loss(name, 1, opened=["", *sorted(layers & graph.calls.keys())])
+    assert opened.stages[0].returns_loss  # as the result, an object, cannot be printed
+
+
+def check_loss(name: str, stages: int, *, opened: list[str]) -> Opened:
+    """Compare the loss of so many stages with that of the model."""
     torch.manual_seed(0)
-    model = family.build_model().double().train()
+    model = family_named(name).build_model().double().train()
     split = split_graph(family_graph(name), modules_of(model))
     layers = len(split.layers.layers)
     counts = [layers // stages] * (stages - 1)
-    opened = open_split(split, [*counts, layers - sum(counts)])
+    result = open_split(split, [*counts, layers - sum(counts)], opened=opened)
     torch.manual_seed(1)
     batch = {
         key: value.double() if value.is_floating_point() else value
-        for key, value in family.example_batch(4).items()
+        for key, value in family_named(name).example_batch(4).items()
     }
     torch.manual_seed(2)  # dropout draws the same numbers in the same order
     expected = checked_loss(copy.deepcopy(model)(**batch))
-    found = namespace(opened)
-    take_classes(model, opened.classes, found)
+    found = namespace(result)
+    take_classes(model, result.classes, found)
     torch.manual_seed(2)
-    loss = staged_loss(no_loss(), stage_modules(model, opened, found), opened, batch)
+    loss = staged_loss(no_loss(), stage_modules(model, result, found), result, batch)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
+    return result
+
+
+def family_named(name: str) -> Family:
+    return next(family for family in FAMILIES if family.name == name)
+
+
+def modules(name: str) -> Modules:
+    with torch.device("meta"):
+        return modules_of(family_named(name).build_model())
 
 
 def no_loss() -> ModelFile:

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.split import split_graph
+from autopar.codegen.forward.targets import weighed_terms
 from autopar.planner.trace import trace
-from tests.codegen.forward.running import namespace, zoo_modules
+from tests.codegen.forward.running import namespace, take_classes, zoo_modules
 from tests.codegen.forward.small_models import Shifted, file_of
 from tests.planner.subjects import zoo_graph
 
@@ -40,3 +43,33 @@ def test_targets_that_the_model_shifts_are_counted_behind_the_shift() -> None:
     count = namespace(opened)["valid_targets"]
     batch = {"ids": torch.tensor([[7, 3, 0, 0], [7, 3, 2, 1]])}
     assert count(batch) == (batch["ids"][:, 1:] != 0).sum() == 4
+
+
+class TwoMeans(nn.Module):
+    """Predicts the token and, from the first one, whether it is odd."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        logits = self.embed(ids)
+        by_token = functional.cross_entropy(logits.flatten(0, 1), ids.flatten() % 4, ignore_index=0)
+        return by_token + 0.5 * functional.cross_entropy(logits[:, 0], ids[:, 0] % 2)
+
+
+def test_a_loss_of_several_means_counts_and_weighs_each() -> None:
+    file = file_of(TwoMeans)
+    split = split_graph(trace(file), modules_of(file.build_model()))
+    terms = tuple(op.name for op in weighed_terms(split.graph))
+    opened = open_split(replace(split, weighed=terms), [len(split.layers.layers)])
+    found = namespace(opened)
+    ids = torch.tensor([[7, 3, 0, 4], [7, 3, 2, 1]])
+    assert found["valid_targets"]({"ids": ids}).tolist() == [6, 2]
+    model = file.build_model()
+    take_classes(model, [stage.cls for stage in opened.stages], found)
+    weights = torch.tensor([3.0, 5.0])
+    logits = model.embed(ids)
+    by_token = functional.cross_entropy(logits.flatten(0, 1), ids.flatten() % 4, ignore_index=0)
+    expected = 3 * by_token + 2.5 * functional.cross_entropy(logits[:, 0], ids[:, 0] % 2)
+    torch.testing.assert_close(model(ids=ids, loss_weights=weights), expected)

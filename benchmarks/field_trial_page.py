@@ -1,0 +1,73 @@
+"""Turns the cells of the field trial into its page: two tables, counts, reasons."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from tests.field.cells import AWKWARD, FAMILIES, KINDS
+from tests.field.trial import STEPS, TOLERANCE, Cell, Verdict
+
+Cells = Mapping[tuple[str, str], Cell]
+
+REAL_SPLIT = 0.6  # of the matrix FLOPs
+
+
+def page(cells: Cells) -> str:
+    """Return the page of the cells that are there."""
+    reasons = list(
+        dict.fromkeys(c.detail for c in cells.values() if c.verdict is not Verdict.EQUAL)
+    )
+    lines = [
+        "# Field trial: models that nobody here wrote",
+        "",
+        f"Every model goes through plan, script, {STEPS} steps in float64 on gloo processes; their",
+        "number ends the name of a kind, beside one process of plain PyTorch. Shown is the largest",
+        "difference of a loss, a clipped gradient, a parameter or a running statistic; equal is",
+        f"{TOLERANCE:g} or less. Percentages are shares of matrix FLOPs that tensor ranks divide.",
+        "Why plans are refused stands below; cells that were not run are empty.",
+    ]
+    for title, subjects in (("Families of Hugging Face", FAMILIES), ("Awkward shapes", AWKWARD)):
+        there = [subject for subject in subjects if any(s == subject for s, _ in cells)]
+        if there:
+            lines += ["", f"## {title}", "", *_table(there, cells, reasons)]
+            lines += ["", *_counts(there, cells)]
+    lines += ["", "## Reasons", ""]
+    lines += [f"{n}. {' '.join(text.split())}" for n, text in enumerate(reasons, start=1)]
+    return "\n".join(lines) + "\n"
+
+
+def _table(subjects: Sequence[str], cells: Cells, reasons: Sequence[str]) -> Iterator[str]:
+    yield "| model | " + " | ".join(KINDS) + " |"
+    yield "|---|" + "---|" * len(KINDS)
+    for subject in subjects:
+        row = [_shown(cells.get((subject, kind)), reasons) for kind in KINDS]
+        yield f"| {subject} | " + " | ".join(row) + " |"
+
+
+def _shown(cell: Cell | None, reasons: Sequence[str]) -> str:
+    if cell is None:
+        return ""
+    if cell.verdict is not Verdict.EQUAL:
+        return f"{cell.verdict} {reasons.index(cell.detail) + 1}"
+    share = "" if cell.divided is None else f" ({cell.divided:.0%})"
+    return f"{cell.detail}{share}"
+
+
+def _counts(subjects: Sequence[str], cells: Cells) -> Iterator[str]:
+    yield "| | equal | refused | wrong | really split |"
+    yield "|---|--:|--:|--:|--:|"
+    totals = dict.fromkeys(Verdict, 0)
+    for kind in KINDS:
+        own = [cells[s, kind] for s in subjects if (s, kind) in cells]
+        counts = {verdict: sum(c.verdict is verdict for c in own) for verdict in Verdict}
+        totals = {verdict: totals[verdict] + count for verdict, count in counts.items()}
+        split = ""
+        if KINDS[kind].tensor is not None and own:
+            real = [c for c in own if c.verdict is Verdict.EQUAL and _is_split(c)]
+            split = f"{len(real)} of {len(own)}"
+        yield f"| {kind} | " + " | ".join(map(str, counts.values())) + f" | {split} |"
+    yield "| all | " + " | ".join(map(str, totals.values())) + " | |"
+
+
+def _is_split(cell: Cell) -> bool:
+    return cell.divided is not None and cell.divided >= REAL_SPLIT

@@ -1,0 +1,59 @@
+"""Makes trainings comparable to the last digits: nothing drawn, no float32 among float64."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+_MHA_DROPOUT = 10  # where F.multi_head_attention_forward takes dropout_p
+
+
+_DRAWN = 0.5  # in place of every random number
+_DRAWING = (torch.rand, torch.randn, torch.rand_like, torch.randn_like)
+
+
+class Exactly(TorchFunctionMode):
+    """Leaves out dropout and other random numbers, and casts of float64 to float32.
+
+    No two ways of splitting a training share what is drawn. A model that pins its logits to float32
+    would round away what is compared: sums over other rows differ there by 1e-7, right or wrong.
+    """
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch with a dropout of zero, and what was float64 staying so."""
+        del types
+        kwargs = dict(kwargs or {})
+        if func in (functional.dropout, torch.dropout):
+            return args[0] if args else kwargs["input"]
+        if func in (torch.bernoulli, Tensor.bernoulli_):
+            return func(*args, **kwargs).fill_(1)
+        if func in _DRAWING:
+            return func(*args, **kwargs).fill_(_DRAWN)
+        if func is functional.scaled_dot_product_attention:
+            args, kwargs["dropout_p"] = _without_fifth(args), 0.0
+        if func is functional.multi_head_attention_forward:
+            args = (*args[:_MHA_DROPOUT], 0.0, *args[_MHA_DROPOUT + 1 :])
+        if any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args):
+            func = Tensor.double if func is Tensor.float else func
+            args = tuple(map(_wide, args))
+            kwargs = {key: _wide(value) for key, value in kwargs.items()}
+        return func(*args, **kwargs)
+
+
+def _wide(argument: Any) -> Any:
+    return torch.float64 if argument is torch.float32 else argument
+
+
+def _without_fifth(args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Drop dropout_p where it stands in its place, behind query, key, value and mask."""
+    return args[:4] if len(args) == 5 else args

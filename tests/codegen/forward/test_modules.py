@@ -1,0 +1,30 @@
+"""What emission knows of a module's class."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from autopar.codegen.forward.modules import modules_of
+
+
+class Checking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != 4:
+            raise ValueError("four channels are needed")
+        return x
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1)
+
+
+def test_a_forward_that_may_raise_over_sizes_is_known() -> None:
+    found = modules_of(nn.Sequential(Checking(), Reading(), nn.MultiheadAttention(4, 2)))
+    assert [found[path].checks_sizes for path in "012"] == [True, False, False]
+
+
+def test_a_class_that_was_made_at_run_time_is_known() -> None:
+    convolution = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 3))
+    found = modules_of(nn.Sequential(convolution, nn.Conv1d(2, 2, 3)))
+    assert [found[path].is_importable for path in ("", "0", "1")] == [True, False, True]

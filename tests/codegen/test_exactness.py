@@ -1,0 +1,33 @@
+"""What is compared to the last digits is neither drawn nor rounded to float32."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+from autopar.codegen.exactness import Exactly
+
+
+def test_casts_of_float64_to_float32_are_left_out() -> None:
+    x = torch.full((3,), 1 / 3, dtype=torch.float64)
+    with Exactly():
+        found = (x.float(), x.to(torch.float32), functional.softmax(x, 0, dtype=torch.float32))
+    assert {one.dtype for one in found} == {torch.float64}
+    assert torch.equal(found[0], x)
+
+
+def test_other_casts_are_as_they_were() -> None:
+    x = torch.ones(3)
+    with Exactly():
+        assert x.bfloat16().float().dtype is torch.float32
+        assert torch.zeros(2, dtype=torch.float32).dtype is torch.float32
+        assert x.double().long().dtype is torch.int64
+
+
+def test_nothing_is_drawn() -> None:
+    x = torch.arange(6.0)
+    with Exactly():
+        kept = x.new_empty(6).bernoulli_(0.9)
+        assert torch.equal(nn.Dropout(0.9)(x) * kept, x)
+        assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))

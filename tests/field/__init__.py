@@ -1,0 +1,1 @@
+"""The field trial: models that nobody here wrote, through the front door."""

@@ -1,0 +1,40 @@
+"""One layer holds 70 % of the parameters."""
+
+from __future__ import annotations
+
+from torch import Tensor, nn
+
+from tests.field.blocks import VOCAB, WIDTH, Block, token_batch, token_loss
+
+
+class OneLarge(nn.Module):
+    """Three blocks, the second with a very wide feed-forward half."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList([Block(), Block(ffn=1200), Block()])
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Map tokens to logits."""
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
+        return out
+
+
+def build_model() -> nn.Module:
+    """Return the model."""
+    return OneLarge()
+
+
+def example_batch(batch_size: int) -> dict[str, Tensor]:
+    """Return random tokens."""
+    return token_batch(batch_size)
+
+
+def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    """Return the mean cross-entropy."""
+    return token_loss(outputs, batch["labels"])

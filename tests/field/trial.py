@@ -1,0 +1,156 @@
+"""Takes a model file through plan, script and training, and says what became of it."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import cache
+from typing import Any
+
+from autopar.planner.annotate import forward_flops
+from autopar.planner.axes.infer import Axes, infer_axes
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.op_shapes import LocalShapes
+from autopar.planner.errors import AutoparError
+from autopar.planner.layers import Layers, find_layers
+from autopar.planner.model_file import load_model_file
+from autopar.planner.plan.constraints import Constraints
+from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.degrees import check_degrees
+from autopar.planner.plan.model_facts import model_facts
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.search import search
+from autopar.planner.rules.table import rule_of
+from autopar.planner.trace import trace
+from tests.codegen.equality import compare
+from tests.field.cells import Kind, Subject
+
+STEPS = 3
+TOLERANCE = 1e-9
+DEVICE_BYTES = 16 * 2**30
+SLOWER = 100  # devices, so that a tiny model is to them what a large one is to GPUs
+
+
+class Verdict(StrEnum):
+    """What becomes of a cell."""
+
+    EQUAL = "equal"
+    REFUSED = "refused"
+    WRONG = "wrong"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Cell:
+    """What became of one subject under one kind of plan.
+
+    `divided` is the share of matrix FLOPs that tensor ranks share, where there are such ranks.
+    """
+
+    verdict: Verdict
+    detail: str
+    arrangement: str = ""
+    divided: float | None = None
+
+
+def cell(subject: Subject, kind: Kind) -> Cell:
+    """Plan, emit and train one cell; every failure is a result."""
+    try:
+        plan = plan_of(subject, kind)
+        comparison = compare(plan, steps=STEPS)
+    except AutoparError as refusal:
+        told = " · ".join(part for part in (refusal.found, refusal.expected, refusal.fix) if part)
+        return Cell(verdict=Verdict.REFUSED, detail=told)
+    except Exception as failure:
+        return Cell(verdict=Verdict.WRONG, detail=cause_of(failure))
+    worst = max(
+        (comparison.loss, comparison.gradient, comparison.parameter),
+        key=lambda one: (one.largest != one.largest, one.largest),
+    )
+    is_equal = comparison.is_within(TOLERANCE)
+    return Cell(
+        verdict=Verdict.EQUAL if is_equal else Verdict.WRONG,
+        detail=f"{worst.largest:.1e}" + ("" if is_equal else f" {worst.name}"),
+        arrangement=arrangement_words(plan),
+        divided=divided_share(plan, *_parts(subject)[2:4]),
+    )
+
+
+def cause_of(failure: Exception) -> str:
+    """Return the first error of a chain, which a rank tells as text."""
+    text = f"{type(failure).__name__}: {failure}"
+    found = re.findall(r"^(?:\w+\.)*\w*(?:Error|Exception)\b(?:: .*)?$", str(failure), flags=re.M)
+    return found[0] if found else text
+
+
+@cache
+def _parts(subject: Subject) -> tuple[Any, ...]:
+    file = load_model_file(str(subject.path), subject.arguments)
+    graph = trace(file)
+    axes = infer_axes(graph)
+    return file, graph, axes, find_layers(graph, axes)
+
+
+@cache
+def plan_of(subject: Subject, kind: Kind) -> Plan:
+    """Return the plan of a cell, or raise what the planner refuses it with."""
+    file, graph, axes, layers = _parts(subject)
+    spec = str(subject.path)
+    facts = model_facts(file, graph, spec=spec, arguments=subject.arguments)
+    constraints = constraints_of(subject, kind)
+    check_degrees(kind.ranks, constraints, fixed_batch=graph.fixed_batch)
+    return search(graph, axes, layers, facts, cluster_of(kind), constraints)
+
+
+def cluster_of(kind: Kind) -> Cluster:
+    """Return processes of an ordinary machine.
+
+    Where tensor ranks are demanded they compute slowly and talk for nothing, so that what can be
+    split is, as it would be in a model that is not tiny.
+    """
+    cluster = choose_cluster(kind.ranks, "cpu")
+    (node,) = cluster.nodes
+    device, link = replace(node.device, memory_bytes=DEVICE_BYTES), node.link
+    if kind.tensor is not None:
+        device = replace(
+            device,
+            memory_bytes_per_second=device.memory_bytes_per_second / SLOWER,
+            peaks=tuple((dtype, peak / SLOWER) for dtype, peak in device.peaks),
+        )
+    return replace(cluster, nodes=(replace(node, device=device, link=link),))
+
+
+def constraints_of(subject: Subject, kind: Kind) -> Constraints:
+    """Return what the command line would declare for this kind of plan."""
+    degrees = {"pp": kind.pipeline, "dp": kind.data, "tp": kind.tensor}
+    pins: dict[str, object] = dict.fromkeys(degrees, 1) if any(degrees.values()) else {}
+    pins |= {key: value for key, value in degrees.items() if value is not None}
+    rest = {"zero": kind.zero, "microbatch": kind.microbatch}
+    pins |= {key: int(value) for key, value in rest.items() if value is not None}
+    return gathered_constraints(
+        [f"{key}={value}" for key, value in pins.items()],
+        {"global_batch": str(subject.global_batch), "precision": "fp32"},
+        None,
+    )
+
+
+def arrangement_words(plan: Plan) -> str:
+    """Return the degrees of a plan, in short."""
+    own = plan.arrangement
+    return f"pp {own.pipeline} · dp {own.data} · tp {own.tensor}"
+
+
+def divided_share(plan: Plan, axes: Axes, layers: Layers) -> float | None:
+    """Return the share of matrix FLOPs that is split on the tensor axis."""
+    if plan.arrangement.tensor == 1:
+        return None
+    batch = plan.arrangement.microbatch
+    divided = total = 0
+    for layer in layers.layers:
+        for op, layout in zip(layer.ops, plan.layouts[layer.layer_class], strict=True):
+            shapes = LocalShapes(op, plan.graph, axes.ops[op.name], batch=batch)
+            flops = forward_flops(rule_of(op.target), shapes)
+            total += flops
+            divided += flops if layout.letter else 0
+    return divided / total if total else None
