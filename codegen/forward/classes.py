@@ -84,6 +84,7 @@ def forward(
     used = [n for n in names if n in bound_names and re.search(rf"\b{n}\b", text)]
     unused = [name for name in names if name not in used and name != "_"]
     maybe = [name for name in used if annotations.get(name, "").endswith(" | None")]
+    maybe = [name for name in maybe if not _is_optional_mask(name, text)]
     opening = [f"        del {', '.join(unused)}"] if unused else []
     opening += [f"        assert {name} is not None" for name in maybe]
     head = wrapped_definition("forward", ["self", *signature], module.returns, indent=4)
@@ -91,6 +92,14 @@ def forward(
         lines=(*head, f'        """{docstring}"""', *opening, *lines),
         uses_axis="self.tensor" in text,
     )
+
+
+def _is_optional_mask(name: str, text: str) -> bool:
+    """Whether a value is only ever the mask of an attention, which may as well be none.
+
+    Models make a mask that hides nothing while they are traced, and leave it out otherwise.
+    """
+    return text.count(f"attn_mask={name}") == len(re.findall(rf"\b{name}\b", text))
 
 
 def _name(declared: str) -> str:

@@ -35,6 +35,21 @@ def test_an_opened_root_and_its_layers_compute_the_loss_of_a_family(name: str) -
     assert opened.stages[0].returns_loss  # as the result, an object, cannot be printed
 
 
+def test_a_mask_that_is_only_made_for_the_trace_may_be_none() -> None:
+    """While it is traced the model makes a mask that hides nothing, and none when it runs."""
+    model = family_named("ViT").build_model().double()
+    split = split_graph(family_graph("ViT"), modules_of(model))
+    calls = split.graph.calls
+    attentions = [call for call, record in calls.items() if "Attention" in record.class_name]
+    opened = open_split(split, [len(split.layers.layers)], opened=attentions)
+    batch = family_named("ViT").example_batch(4)
+    batch["pixel_values"] = batch["pixel_values"].double()
+    expected = checked_loss(model(**batch))
+    take_classes(model, opened.classes, namespace(opened))
+    assert any("attn_mask=attention_mask" in cls.source for cls in opened.classes)
+    torch.testing.assert_close(checked_loss(model(**batch)), expected)
+
+
 def check_loss(name: str, stages: int, *, opened: list[str]) -> Opened:
     """Compare the loss of so many stages with that of the model."""
     torch.manual_seed(0)
