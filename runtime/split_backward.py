@@ -78,6 +78,8 @@ class SplitBackward:
         if not self._is_whole:
             roots = _nodes(stage_output)
             reverse = construct_reverse_graph(roots)
+            if any(reverse.get(output.grad_fn) for output in stage_output if output.grad_fn):
+                self._is_whole = True
             of_inputs, _ = reverse_closure(_nodes(input_values), set(), reverse)
             for name, parameter in self._weights(early=False).items():
                 alone, meeting = reverse_closure(_nodes([parameter]), of_inputs, reverse)

@@ -1,5 +1,7 @@
 """The two halves of a stage's backward together give what one backward gives."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 
@@ -21,18 +23,44 @@ class SharedScale(nn.Module):
         return x
 
 
+class Pyramid(nn.Module):
+    """Gives away what it computes on with."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fine, self.coarse = nn.Linear(4, 4), nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        fine = self.fine(x).tanh()
+        return fine, self.coarse(fine)
+
+
 def test_a_weight_that_meets_the_input_in_several_places_counts_once() -> None:
+    stage = SharedScale().double()
+    check_halves(stage, lambda x: (stage(x).clone(),))
+
+
+def test_an_output_that_is_computed_on_with_is_there_for_the_second_half() -> None:
+    stage = Pyramid().double()
+    check_halves(stage, stage)
+
+
+def check_halves(stage: nn.Module, run: Callable[[Tensor], tuple[Tensor, ...]]) -> None:
+    """Compare the two halves of a stage's backward with its backward."""
     torch.manual_seed(0)
-    stage, x, above = SharedScale().double(), torch.randn(2, 4).double(), torch.randn(2, 4).double()
-    x.requires_grad_()
-    stage(x).backward(above)
+    for parameter in stage.parameters():
+        nn.init.normal_(parameter)
+    x = torch.randn(2, 4).double().requires_grad_()
+    outputs = run(x)
+    above = [torch.randn_like(output) for output in outputs]
+    torch.autograd.backward(outputs, above)
     expected = {name: p.grad for name, p in stage.named_parameters()}
     of_input = x.grad
     stage.zero_grad()
     x.grad = None
     split = SplitBackward(stage)
     gradients, groups = split.backward_inputs(
-        stage_output=[stage(x).clone()], output_grads=[above], input_values=[x]
+        stage_output=run(x), output_grads=above, input_values=[x]
     )
     split.backward_weights(groups)
     torch.testing.assert_close(gradients[0], of_input)
