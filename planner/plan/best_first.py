@@ -1,5 +1,8 @@
 """Searches a tree best first: what has the lowest bound is looked at next, until that is a leaf.
 
+Until there is any leaf, what lies deepest comes first: a search that is stopped early has something
+to show, and one that goes on knows what to beat.
+
 A node's bound never exceeds the value of any leaf below it, so the first leaf that comes to the top
 is the best one, and what is still waiting is pruned by its bound. Ties go to the simpler leaf, so
 nodes come before leaves of equal value.
@@ -10,6 +13,7 @@ from __future__ import annotations
 import heapq
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from itertools import count
 from typing import Generic, TypeVar
 
 Item = TypeVar("Item")
@@ -62,38 +66,49 @@ def best_first(
 
     A bound that a parent has already proved holds for its children too.
     """
-    count = 0
-    heap: list[tuple[float, int, Rank, int, Node[Item] | Found[Leaf]]] = []
+    queue: list[tuple[float, int, Rank, int, Node[Item] | Found[Leaf]]] = []
+    dive: list[tuple[int, float, Rank, int]] = []
+    nodes: dict[int, tuple[Node[Item], float, int]] = {}  # waiting, with their floors and depths
     found: list[Found[Leaf]] = []
     passed: list[Found[Leaf]] = []
+    numbers = count()
 
-    def push(entry: Node[Item] | Found[Leaf], floor: float) -> None:
-        nonlocal count
-        count += 1
+    def push(entry: Node[Item] | Found[Leaf], floor: float, depth: int) -> None:
+        number = next(numbers)
         if isinstance(entry, Found):
             found.append(entry)
-            heapq.heappush(heap, (entry.value, 1, entry.rank, count, entry))
-        else:
-            heapq.heappush(heap, (max(entry.bound, floor), 0, entry.rank, count, entry))
+            heapq.heappush(queue, (entry.value, 1, entry.rank, number, entry))
+            return
+        bound = max(entry.bound, floor)
+        nodes[number] = entry, bound, depth
+        heapq.heappush(queue, (bound, 0, entry.rank, number, entry))
+        if not found:
+            heapq.heappush(dive, (-depth, bound, entry.rank, number))
 
     for root in roots:
-        push(root, 0.0)
+        push(root, 0.0, 0)
     is_complete = True
-    while heap and not enough(len(passed)):
+    while queue and not enough(len(passed)):
         if is_late():
             is_complete = bool(passed)
             break
-        bound, _, _, _, top = heapq.heappop(heap)
-        if isinstance(top, Found):
-            passed.append(top)
-            continue
-        for child in expand(top.item):
-            push(child, bound)
+        if found or not dive:
+            _, _, _, number, top = heapq.heappop(queue)
+            if isinstance(top, Found):
+                passed.append(top)
+                continue
+        else:
+            _, _, _, number = heapq.heappop(dive)
+        if number in nodes:
+            node, bound, depth = nodes.pop(number)
+            for child in expand(node.item):
+                push(child, bound, depth + 1)
+    queue = [entry for entry in queue if isinstance(entry[4], Found) or entry[3] in nodes]
     first = passed[0].value if passed else float("inf")
-    best_possible = min([first, *(entry[0] for entry in heap)], default=float("inf"))
+    best_possible = min([first, *(entry[0] for entry in queue)], default=float("inf"))
     return Outcome(
         found=tuple(sorted(found, key=lambda leaf: (leaf.value, leaf.rank))),
-        waiting=tuple(entry[4].item for entry in heap if isinstance(entry[4], Node)),
+        waiting=tuple(node.item for node, _, _ in nodes.values()),
         bound=best_possible,
         is_complete=is_complete,
     )

@@ -57,6 +57,16 @@ def test_a_search_that_stops_early_tells_a_true_bound(subtrees: list[Tree]) -> N
     assert outcome.bound <= min(_values(root))
 
 
+def test_the_first_leaf_comes_after_as_many_steps_as_the_tree_is_deep() -> None:
+    """Though a hundred other nodes have lower bounds than its own."""
+    leaf: Tree = (40.0, ())
+    deep: Tree = (40.0, ((0.0, (leaf,)),))
+    others: tuple[Tree, ...] = tuple((20.0, (leaf, leaf)) for _ in range(100))
+    looks = iter([False] * 3 + [True] * 100)
+    outcome = best_first([_node((0.0, (deep, *others)))], _expand, is_late=lambda: next(looks))
+    assert [one.value for one in outcome.found] == [40.0]
+
+
 def test_equal_leaves_are_told_apart_by_their_rank() -> None:
     leaves = [Found(value=1.0, rank=(rank,), leaf=str(rank)) for rank in (3.0, 1.0, 2.0)]
     outcome = best_first([Node(bound=0.0, rank=(), item="root")], lambda _: leaves)
