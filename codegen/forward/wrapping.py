@@ -44,11 +44,14 @@ def _body(body: str, indent: int) -> list[str]:
 
 
 def _bracketed(line: str, indent: int) -> list[str]:
-    """Put brackets around the right side of an assignment, and break it at its operators."""
+    """Put brackets around the right side of an assignment; what has no operator stays too long."""
     margin = " " * indent
+    if " " not in line:
+        return [margin + line]
     word = "return " if line.startswith("return ") else ""
-    target, equals, value = line.partition(" = ")
-    head, value = (word, line.removeprefix(word)) if word else (f"{target}{equals}", value)
+    target, equals, _ = line.partition(" = ")
+    head = word or (f"{target}{equals}" if equals else "")
+    value = line.removeprefix(head)
     return [f"{margin}{head}(", f"{margin}    {value}", f"{margin})"]
 
 

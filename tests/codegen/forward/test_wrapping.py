@@ -1,0 +1,26 @@
+"""Lines that are too long are broken into the same code."""
+
+from __future__ import annotations
+
+import ast
+
+import pytest
+
+from autopar.codegen.forward.wrapping import wrapped
+
+PATH = ".".join(["self", *(f"a_module_with_a_long_name_{number}" for number in range(4))])
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        f"q = q.view(batch, seq, -1, {PATH})",
+        f"q = {PATH}",
+        f"return {PATH}",
+        f"q = {PATH} + {PATH}",
+        f"q = view(batch, {PATH} * 2)",
+    ],
+)
+def test_a_line_that_is_broken_means_what_it_meant(line: str) -> None:
+    broken = wrapped(line, indent=0)
+    assert ast.dump(ast.parse("\n".join(broken))) == ast.dump(ast.parse(line))
