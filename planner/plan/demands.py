@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from itertools import accumulate
+from operator import or_
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
@@ -67,9 +69,20 @@ def demands_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> 
             for position in _positions(subject)
             if _is_meant(subject, position, pin.modules)
         ),
+        learned_before=tuple(accumulate(_learning(subject), or_)),
         may_waste_ranks=constraints.tensor is not None,
         bucket_bytes=constraints.bucket_bytes or BUCKETS_BYTES,
     )
+
+
+def _learning(subject: Subject) -> Iterator[bool]:
+    """Yield for each layer whether it learns, or passes on what others have learned.
+
+    What nothing learns from is computed where it is needed: a stage of such layers alone is empty.
+    """
+    tensors = subject.graph.tensors
+    for layer in subject.layers.layers:
+        yield any(tensors[name].requires_grad for op in layer.ops for name in op.outputs)
 
 
 def choices_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> Choices:

@@ -43,6 +43,7 @@ class Demands:
     limit_bytes: Mapping[str, int]  # of each device by name
     modes: tuple[frozenset[Recompute], ...]  # that each layer may use
     pins: tuple[Pin, ...]
+    learned_before: tuple[bool, ...]  # whether any layer up to each one learns
     may_waste_ranks: bool  # of the tensor axis, on computing the same: its degree is pinned
     bucket_bytes: tuple[int, ...]
 
@@ -150,10 +151,12 @@ class Questions:
         groups = rank_groups(self.costing.cluster, arrangement)
         known: dict[int, float] = {}
         cuts = []
-        for modes in row[:-1]:
+        for modes, has_learned in zip(row[:-1], self.demands.learned_before, strict=False):
             size = modes[Recompute.NONE].output_bytes
             seconds = known.setdefault(size, groups.transfer_seconds(size))
-            cuts.append(Cut(beginning_seconds=seconds, ending_seconds=seconds))
+            cuts.append(
+                Cut(beginning_seconds=seconds, ending_seconds=seconds, is_allowed=has_learned)
+            )
         return tuple(cuts)
 
     def limits(

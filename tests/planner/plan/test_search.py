@@ -20,10 +20,10 @@ from autopar.planner.plan.constraints import Declared, RecomputePin, SplitRule, 
 from autopar.planner.plan.costing import Subject
 from autopar.planner.plan.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search import Explorer
+from autopar.planner.plan.search import Explorer, search
 from autopar.planner.precision import Precision
 from autopar.planner.programs.layout_check import check
-from tests.planner.plan.plans import parts_of
+from tests.planner.plan.plans import model, parts_of
 from tests.planner.plan.searches import TINY_GPT2, declared, planned
 from tests.planner.subjects import ZOO_MODELS
 
@@ -312,6 +312,23 @@ def test_tied_weights_are_summed_where_a_pipeline_holds_them_twice() -> None:
     plan = tiny(2, pins__pp=2)
     reasons = {one.reason for one in plan.prediction.communication}
     assert any("tied" in reason or "share" in reason for reason in reasons), reasons
+
+
+def test_no_stage_ends_before_something_has_learned() -> None:
+    """What a frozen embedding gives needs no gradient: it is computed on the stage that uses it."""
+    graph, axes, layers = parts_of(*TINY_GPT2)
+    frozen = {op.outputs[0] for op in layers.layers[0].ops} | {
+        op.outputs[0] for op in layers.layers[1].ops
+    }
+    tensors = {
+        name: replace(tensor, requires_grad=tensor.requires_grad and name not in frozen)
+        for name, tensor in graph.tensors.items()
+    }
+    plan = search(
+        replace(graph, tensors=tensors), axes, layers, model(graph, "gpt2.py"), choose_cluster(2, "h100-sxm"),
+        declared(global_batch=8, pins__pp=2),
+    )  # fmt: skip
+    assert min(stage.count for stage in plan.stages if stage.first == 0) > 2
 
 
 def test_stages_follow_each_other_without_a_gap() -> None:
