@@ -325,9 +325,13 @@ def test_no_stage_ends_before_something_has_learned() -> None:
         for name, tensor in graph.tensors.items()
     }
     plan = search(
-        replace(graph, tensors=tensors), axes, layers, model(graph, "gpt2.py"), choose_cluster(2, "h100-sxm"),
+        replace(graph, tensors=tensors),
+        axes,
+        layers,
+        model(graph, "gpt2.py"),
+        choose_cluster(2, "h100-sxm"),
         declared(global_batch=8, pins__pp=2),
-    )  # fmt: skip
+    )
     assert min(stage.count for stage in plan.stages if stage.first == 0) > 2
 
 
