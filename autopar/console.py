@@ -31,6 +31,12 @@ def progress(doing: str) -> Iterator[None]:
         yield
 
 
+def tell_note(text: str) -> None:
+    """Print on stderr what a person should know, though nothing is wrong."""
+    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console.print(Text.assemble(("note: ", "bold"), text))
+
+
 def tell_error(error: AutoparError) -> None:
     """Print an error on stderr: what was found, where, what was expected, what to do."""
     console = Console(stderr=True, highlight=False, soft_wrap=True)

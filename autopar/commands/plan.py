@@ -9,12 +9,14 @@ from pathlib import Path
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.emit import refuse_overwriting, write_script
 from autopar.commands import plan_options as options
-from autopar.console import results
+from autopar.console import results, tell_note
 from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.measurements import Measurements
+from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
+from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.constraint_names import check_names
 from autopar.planner.plan.constraints import Constraints
@@ -112,6 +114,7 @@ def make_plan(
         layers = find_layers(graph, axes)
         check_degrees(cluster.size, constraints, fixed_batch=graph.fixed_batch)
         check_names(constraints, graph, axes, layers=len(layers.layers))
+        _note_meeting_rows(graph)
         report("searching")
         return search(
             graph,
@@ -123,4 +126,15 @@ def make_plan(
             time_limit_seconds=time_limit_seconds,
             report=report,
             measured=measured,
+        )
+
+
+def _note_meeting_rows(graph: Graph) -> None:
+    """Say that a split batch has another loss where its rows are compared with each other."""
+    met = meeting_rows(graph)
+    if met is not None:
+        tell_note(
+            f"the rows of a batch meet in {met.name} ({met.location}): each microbatch of each "
+            "data rank compares its own rows only. For the loss of one process, pin dp=1 and "
+            "microbatch to the global batch."
         )

@@ -28,6 +28,13 @@ def told(ran: Ran) -> str:
     return " ".join((ran.out + ran.err).split())
 
 
+def test_a_loss_that_compares_rows_is_noted(autopar: Autopar) -> None:
+    demands = ("--gpus", "2", "--global-batch", "8", "--device", "h100")
+    ran = autopar("plan", str(ZOO.parent / "tests/field/models/pairs.py"), *demands)
+    assert ran.code == 0
+    assert "note: the rows of a batch meet in matmul" in told(ran)
+
+
 def test_too_little_memory_is_told_to_the_byte_and_leaves_nothing_behind(autopar: Autopar) -> None:
     demands = ("--gpus", "2", "--global-batch", "8", "--pin", "dp=2")
     ran = autopar("plan", MNIST, *demands, "--device", "h100", "--memory", "1 GiB")
