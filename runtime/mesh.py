@@ -8,6 +8,7 @@ neighbours; the pipeline axis is the slowest:
     data = replica · shard_size + shard
 """
 
+import gc
 import os
 from dataclasses import dataclass
 
@@ -81,9 +82,11 @@ def start(*, pipeline: int, data: int, tensor: int, shard: int | None = None) ->
 
 
 def stop(mesh: Mesh) -> None:
-    """Leave the processes, if start() joined them."""
+    """Leave the processes, if start() joined them: all at once, and no thread of a group behind."""
     if mesh.owns_processes and dist.is_initialized():
+        dist.barrier()
         dist.destroy_process_group()
+        gc.collect()
 
 
 def _device() -> torch.device:
