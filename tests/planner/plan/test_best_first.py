@@ -61,7 +61,7 @@ def test_the_first_leaf_comes_after_as_many_steps_as_the_tree_is_deep() -> None:
     """Though a hundred other nodes have lower bounds than its own."""
     leaf: Tree = (40.0, ())
     deep: Tree = (40.0, ((0.0, (leaf,)),))
-    others: tuple[Tree, ...] = tuple((20.0, (leaf, leaf)) for _ in range(100))
+    others: tuple[Tree, ...] = tuple((20.0, ((0.0, (leaf,)),)) for _ in range(100))
     looks = iter([False] * 3 + [True] * 100)
     outcome = best_first([_node((0.0, (deep, *others)))], _expand, is_late=lambda: next(looks))
     assert [one.value for one in outcome.found] == [40.0]
