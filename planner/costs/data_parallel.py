@@ -18,6 +18,7 @@ from functools import lru_cache
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
+from autopar.planner.costs.measurements import UnitTimes
 from autopar.planner.costs.overlap import (
     LayerLoad,
     Overlapped,
@@ -42,7 +43,7 @@ class DataGroups:
     bucket_bytes: int
     gradient_share: float  # of the gradient's bytes that travel: a half when sent in 16 bits
     slowdown: float
-    copy_bytes_per_second: float  # of memory, reading and writing counted both
+    unit: UnitTimes  # what fully_shard takes beside computing and communicating
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +115,16 @@ def _reducing(groups: DataGroups) -> Seconds:
     )
 
 
+def copies(bytes_per_second: float) -> UnitTimes:
+    """Return what moving a sharded unit takes a device of this rate: a read and a write."""
+    return UnitTimes(
+        gather_seconds=0.0,
+        scatter_seconds=0.0,
+        gather_byte_seconds=2 / bytes_per_second,
+        scatter_byte_seconds=2 / bytes_per_second,
+    )
+
+
 def _remembered(seconds: Callable[[float], float]) -> Seconds:
     return lru_cache(maxsize=256)(seconds)
 
@@ -121,7 +132,16 @@ def _remembered(seconds: Callable[[float], float]) -> Seconds:
 def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
     """Return ZeRO-3; what is gathered is copied out of its buffer, gradients into theirs."""
     gather, scatter = _gathering(groups), _reducing(groups)
-    copied = tuple(_with_copies(load, groups.copy_bytes_per_second) for load in loads)
+    copied = tuple(
+        replace(
+            load,
+            forward_seconds=load.forward_seconds + _gathering_host(load, groups.unit),
+            backward_seconds=load.backward_seconds
+            + _gathering_host(load, groups.unit)
+            + _scattering_host(load, groups.unit),
+        )
+        for load in loads
+    )
     forward = sharded_forward(copied, gather, slowdown=groups.slowdown)
     backward = sharded_backward(copied, gather, scatter, slowdown=groups.slowdown)
     forward_alone = sum(load.forward_seconds for load in loads)
@@ -138,15 +158,16 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     )
 
 
-def _with_copies(load: LayerLoad, bytes_per_second: float) -> LayerLoad:
-    """Add a read and a write of the parameters to each pass, and of the gradients to the second."""
-    parameters = 2 * load.parameter_bytes / bytes_per_second
-    gradients = 2 * load.gradient_bytes / bytes_per_second
-    return replace(
-        load,
-        forward_seconds=load.forward_seconds + parameters,
-        backward_seconds=load.backward_seconds + parameters + gradients,
-    )
+def _gathering_host(load: LayerLoad, unit: UnitTimes) -> float:
+    if not load.parameter_bytes:
+        return 0.0
+    return unit.gather_seconds + load.parameter_bytes * unit.gather_byte_seconds
+
+
+def _scattering_host(load: LayerLoad, unit: UnitTimes) -> float:
+    if not load.gradient_bytes:
+        return 0.0
+    return unit.scatter_seconds + load.gradient_bytes * unit.scatter_byte_seconds
 
 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
@@ -155,6 +176,10 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     backward = bucketed_reduction(loads, reduce, bucket_bytes=bucket, slowdown=groups.slowdown)
     scatters_each = groups.zero is Zero.GRADIENTS
     first = _added_by_gather(loads, groups) if groups.zero is not Zero.NONE else 0.0
+    scattering = 0.0
+    if scatters_each:  # by fully_shard, which gathers for the first microbatch
+        first += sum(_gathering_host(load, groups.unit) for load in loads)
+        scattering = sum(_scattering_host(load, groups.unit) for load in loads)
     gather_seconds = (
         sum(map(_gathering(groups), (load.parameter_bytes for load in loads)))
         if groups.zero is not Zero.NONE
@@ -162,7 +187,7 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     )
     return DataSeconds(
         each_forward=0.0,
-        each_backward=_added(backward) if scatters_each else 0.0,
+        each_backward=_added(backward) + scattering if scatters_each else 0.0,
         last_backward=0.0 if scatters_each else _added(backward),
         first_forward=first,
         gathers_alone=gather_seconds,

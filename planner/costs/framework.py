@@ -9,7 +9,7 @@ from importlib import resources
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.reading import figure, number
 from autopar.planner.cluster.units import parse_bytes, parse_seconds
-from autopar.planner.costs.measurements import HostTimes, Measurements
+from autopar.planner.costs.measurements import HostTimes, Measurements, UnitTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -33,6 +33,7 @@ class FrameworkConstants:
     step_seconds: float
     action_seconds: float
     overlap_slowdown: float
+    cpu_overlap_slowdown: float
     optimizer_passes: float
     context_bytes: int
     communicator_bytes: int
@@ -41,6 +42,7 @@ class FrameworkConstants:
     host: HostWork
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 state, as measured
     optimizer_tensor_seconds: float = 0.0  # of each parameter however small, as measured
+    unit: UnitTimes | None = None  # as measured; the formula of data_parallel.py where None
 
     @property
     def is_measured(self) -> bool:
@@ -58,6 +60,7 @@ def read_framework_constants() -> FrameworkConstants:
         step_seconds=figure(step, "step_seconds", parse_seconds, where="step"),
         action_seconds=figure(step, "action_seconds", parse_seconds, where="step"),
         overlap_slowdown=number(step, "overlap_slowdown", where="step"),
+        cpu_overlap_slowdown=number(step, "cpu_overlap_slowdown", where="step"),
         optimizer_passes=number(step, "optimizer_passes", where="step"),
         context_bytes=figure(memory, "context", parse_bytes, where="memory"),
         communicator_bytes=figure(memory, "communicator", parse_bytes, where="memory"),
@@ -78,12 +81,17 @@ def framework_constants(
     """Return the constants for these devices: as measured where the hosts of all were.
 
     Ranks wait for each other at every step, so the slowest host counts. A process on a CPU has its
-    libraries alone, no context of a device.
+    libraries alone, no context of a device, and its collectives take the cores that compute.
     """
     kinds = dict.fromkeys(devices)
     constants = read_framework_constants()
     if all(device.architecture.casefold() == "cpu" for device in kinds):
-        constants = replace(constants, context_bytes=constants.process_bytes, communicator_bytes=0)
+        constants = replace(
+            constants,
+            context_bytes=constants.process_bytes,
+            communicator_bytes=0,
+            overlap_slowdown=constants.cpu_overlap_slowdown,
+        )
     found = [measured.host(device.name) for device in kinds] if measured else []
     times = [one for one in found if one is not None]
     if not times or len(times) < len(found):
@@ -98,4 +106,9 @@ def _as_measured(constants: FrameworkConstants, times: list[HostTimes]) -> Frame
         action_seconds=max(one.action_seconds for one in times),
         optimizer_tensor_seconds=max(one.optimizer_tensor_seconds for one in times),
         optimizer_element_seconds=max(one.optimizer_element_seconds for one in times),
+        unit=max(
+            (one.unit for one in times if one.unit),
+            key=lambda unit: unit.gather_byte_seconds + unit.scatter_byte_seconds,
+            default=None,
+        ),
     )

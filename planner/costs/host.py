@@ -13,16 +13,23 @@ from autopar.planner.costs.measurements import HostTimes
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What dispatching one op takes; `runs_ahead` where the device works meanwhile."""
+    """What dispatching one op takes; `runs_ahead` where the device works meanwhile.
+
+    Selective recompute looks at every op of a layer, in the forward and when that runs again.
+    """
 
     forward_seconds: float
     backward_seconds: float
+    selective_seconds: float  # more for each op of such a layer
     runs_ahead: bool
     is_measured: bool = False
 
-    def forward_region_seconds(self, device_seconds: float, ops: int) -> float:
+    def forward_region_seconds(
+        self, device_seconds: float, ops: int, *, is_selective: bool = False
+    ) -> float:
         """Return the seconds of some ops' forward."""
-        return self._region_seconds(device_seconds, ops, self.forward_seconds)
+        each = self.forward_seconds + (self.selective_seconds if is_selective else 0.0)
+        return self._region_seconds(device_seconds, ops, each)
 
     def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
         """Return the seconds of some ops' backward."""
@@ -43,6 +50,7 @@ def read_host(architecture: str) -> Host:
     return Host(
         forward_seconds=figure(table, "forward", parse_seconds, where=kind),
         backward_seconds=figure(table, "backward", parse_seconds, where=kind),
+        selective_seconds=figure(table, "selective", parse_seconds, where=kind),
         runs_ahead=kind == "gpu",
     )
 
@@ -52,6 +60,7 @@ def measured_host(times: HostTimes, architecture: str) -> Host:
     return Host(
         forward_seconds=times.forward_seconds,
         backward_seconds=times.backward_seconds,
+        selective_seconds=times.selective_seconds,
         runs_ahead=architecture.casefold() != "cpu",
         is_measured=True,
     )

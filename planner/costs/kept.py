@@ -113,6 +113,14 @@ def names_kept(op: Op, rule: Rule, *, graph: Graph, kernels: Kernels) -> Iterato
             yield from _named(entry, op)
 
 
+def is_one_kernel(op: Op, kernels: Kernels) -> bool:
+    """Whether an op stays whole: attention with dropout is made of many where dropout is.
+
+    Selective recompute then keeps its products, and has the most of it to do again.
+    """
+    return kernels.fused_dropout or not dict(op.arguments).get("dropout_p")
+
+
 def _named(entry: Saved, op: Op) -> Iterable[str]:
     if entry.what == "out":
         return op.outputs

@@ -63,17 +63,18 @@ def layer_costs(
     held = layer_parameters(flow, parameters, counted)
     output_bytes = _output_bytes(flow, outside)
     return {
-        mode: _cost(flow, run_again(flow, mode), memory[mode], held, output_bytes=output_bytes)
-        for mode in Recompute
+        mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes) for mode in Recompute
     }
 
 
 def _cost(
-    flow: LayerFlow, again: Again, memory: LayerMemory, held: Held, *, output_bytes: int
+    flow: LayerFlow, mode: Recompute, memory: LayerMemory, held: Held, *, output_bytes: int
 ) -> LayerCost:
-    recompute = _forward(flow, again.ops, again.conversions)
+    again = run_again(flow, mode)
+    recompute = _recompute(flow, again, mode)
+    whole = Again(ops=flow.ops, conversions=flow.conversions)
     return LayerCost(
-        forward_seconds=_forward(flow, flow.ops, flow.conversions),
+        forward_seconds=_forward(flow, whole, is_selective=mode is Recompute.SELECTIVE),
         backward_seconds=_backward(flow) + recompute,
         weight_gradient_seconds=sum(one.cost.weight_gradient_seconds for one in flow.ops),
         communication_seconds=_forward_wire(flow.ops, flow.conversions)
@@ -96,14 +97,31 @@ def _cost(
     )
 
 
-def _forward(flow: LayerFlow, ops: Iterable[PlacedOp], conversions: Sequence[Conversion]) -> float:
+def _forward(flow: LayerFlow, run: Again, *, is_selective: bool) -> float:
     """Return the seconds of a forward: the device's, or the host's where it takes longer."""
-    placed = tuple(ops)
-    device = sum(one.cost.forward_seconds for one in placed)
-    device += sum(one.inside_seconds for one in placed)
-    device += sum(conversion.cost.forward_seconds for conversion in conversions)
-    dispatches = len(placed) + DISPATCHES * len(conversions)
-    return flow.pricer.host.forward_region_seconds(device, dispatches)
+    dispatches = len(run.ops) + DISPATCHES * len(run.conversions)
+    return flow.pricer.host.forward_region_seconds(
+        _device_forward(run), dispatches, is_selective=is_selective
+    )
+
+
+def _recompute(flow: LayerFlow, again: Again, mode: Recompute) -> float:
+    """Return the seconds of what runs again.
+
+    Under selective recompute the host calls every op of the layer; what was kept is handed out.
+    """
+    if mode is not Recompute.SELECTIVE:
+        return _forward(flow, again, is_selective=False)
+    dispatches = len(flow.ops) + DISPATCHES * len(flow.conversions)
+    return flow.pricer.host.forward_region_seconds(
+        _device_forward(again), dispatches, is_selective=True
+    )
+
+
+def _device_forward(run: Again) -> float:
+    return sum(one.cost.forward_seconds + one.inside_seconds for one in run.ops) + sum(
+        conversion.cost.forward_seconds for conversion in run.conversions
+    )
 
 
 def _forward_wire(ops: Iterable[PlacedOp], conversions: Iterable[Conversion]) -> float:

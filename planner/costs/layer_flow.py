@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.conversions import ConversionCost
-from autopar.planner.costs.kept import Kept, is_differentiable
+from autopar.planner.costs.kept import Kept, is_differentiable, is_one_kernel
 from autopar.planner.costs.op_shapes import OpSplit
 from autopar.planner.costs.ops import OpCost, Pricer
 from autopar.planner.graph import Op, Origin
@@ -30,7 +30,7 @@ class PlacedOp:
     inside_seconds: float  # of collectives that are part of its forward
     kept: Kept
     is_differentiable: bool
-    is_contraction: bool  # a matrix product, a convolution, an attention
+    is_contraction: bool  # a matrix product, a convolution, an attention in one kernel
 
     def layout_of(self, tensor: str) -> Layout:
         """Return the layout in which the op has one of its operands or results."""
@@ -132,7 +132,7 @@ def _placed(
         inside_seconds=pricer.inside_seconds(op, split, shape),
         kept=pricer.kept(op),
         is_differentiable=is_differentiable(op, pricer.graph),
-        is_contraction=bool(rule_of(op.target).contracts),
+        is_contraction=bool(rule_of(op.target).contracts) and is_one_kernel(op, pricer.kernels),
     )
 
 

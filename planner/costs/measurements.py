@@ -40,6 +40,16 @@ class Timing:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTimes:
+    """What gathering and scattering a sharded unit takes its host, beside the collectives."""
+
+    gather_seconds: float  # of one unit, once for each pass that gathers
+    scatter_seconds: float
+    gather_byte_seconds: float  # of each byte of its parameters, copied to where they are used
+    scatter_byte_seconds: float  # of each byte of its gradients, copied to where they are sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
     """What the host of a device was measured to add to the ops."""
 
@@ -49,6 +59,8 @@ class HostTimes:
     step_seconds: float  # around a step: the optimizer's call, gradients set to none
     optimizer_tensor_seconds: float  # of fused AdamW, for each parameter however small
     optimizer_element_seconds: float  # of fused AdamW on fp32 state, beside that
+    selective_seconds: float  # more to dispatch one op of a layer that is recomputed selectively
+    unit: UnitTimes | None  # None where a device copies while the host goes on
 
 
 class Measurements(Protocol):

@@ -15,7 +15,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autopar.planner.cluster.link import Backend, MeasuredCollective
 from autopar.planner.costs.collective_choice import Collective
-from autopar.planner.costs.measurements import HostTimes, Operand, OpKey, Timing
+from autopar.planner.costs.measurements import HostTimes, Operand, OpKey, Timing, UnitTimes
 from autopar.planner.errors import InputError, gathered
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
@@ -37,6 +37,13 @@ class _Rows(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True)
 
 
+class _Unit(_Rows):
+    gather_seconds: Seconds
+    scatter_seconds: Seconds
+    gather_byte_seconds: Seconds
+    scatter_byte_seconds: Seconds
+
+
 class _Host(_Rows):
     device: str
     threads: Count
@@ -47,6 +54,8 @@ class _Host(_Rows):
     step_seconds: Positive
     optimizer_tensor_seconds: Seconds
     optimizer_element_seconds: Positive
+    selective_seconds: Seconds
+    unit: _Unit | None = None
 
 
 class _Collective(_Rows):
@@ -197,6 +206,8 @@ def _host(row: _Host) -> MeasuredHost:
         step_seconds=row.step_seconds,
         optimizer_tensor_seconds=row.optimizer_tensor_seconds,
         optimizer_element_seconds=row.optimizer_element_seconds,
+        selective_seconds=row.selective_seconds,
+        unit=UnitTimes(**row.unit.model_dump()) if row.unit else None,
     )
     return MeasuredHost(device=row.device, threads=row.threads, torch=row.torch, times=times)
 

@@ -14,6 +14,8 @@ from autopar.planner.costs.measurements import HostTimes
 from autopar.planner.graph import Graph
 from autopar.planner.profile.clock import Clock
 from autopar.planner.profile.rounds import EVICTED_BYTES, Baseline
+from autopar.planner.profile.selective import selective_seconds
+from autopar.planner.profile.units import unit_times
 
 _BLOCKS = 32
 _REPEATS = 30
@@ -62,6 +64,8 @@ def measure_host(graph: Graph, device: str) -> HostTimes:
         step_seconds=step,
         optimizer_tensor_seconds=tensor,
         optimizer_element_seconds=element,
+        selective_seconds=selective_seconds(device, _host_clock(device)),
+        unit=unit_times() if device == "cpu" else None,
     )
 
 

@@ -7,6 +7,7 @@ import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from statistics import fmean
 
 import torch
 import torch.distributed as dist
@@ -17,8 +18,7 @@ from autopar.planner.costs.collective_measured import Collective
 BLOCK_SECONDS = 2e-3  # calls follow each other for so long at least, then the clock is read
 CASE_SECONDS = 0.06  # of one collective at one size in one pass
 _FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
-# All cases take turns, so that whatever else runs for a while disturbs a part of each; it makes
-# calls slower, never quicker, so the quickest block counts (the mean of its calls).
+# All cases take turns, so that whatever else runs for a while disturbs a part of each.
 _PASSES = 5
 
 
@@ -37,7 +37,7 @@ def run(rank: int, ranks: int, backend: str, folder: str, cases: list[tuple[str,
             for own, (name, size) in zip(samples, cases, strict=True):
                 own += _sampled(Collective(name), size, ranks, device)
         if rank == 0:
-            seconds = [min(own) for own in samples]
+            seconds = [typical(own) for own in samples]
             (Path(folder) / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
         dist.barrier()
     finally:
@@ -53,6 +53,16 @@ def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str
     calls = max(1, min(200, round(BLOCK_SECONDS / first)))
     blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, round(CASE_SECONDS / (first * calls))))
     return [_slowest(_block(call, calls, device) / calls, device) / per_call for _ in range(blocks)]
+
+
+def typical(seconds: list[float]) -> float:
+    """Return the mean without the quickest and the slowest tenth.
+
+    The quickest would flatter: ranks of a training wait for each other at every collective, and
+    with it for whatever delays the wake-up of a thread now and then.
+    """
+    left_out = len(seconds) // 10
+    return fmean(sorted(seconds)[left_out : len(seconds) - left_out])
 
 
 def _block(call: Callable[[], object], calls: int, device: str) -> float:

@@ -73,7 +73,9 @@ class PracticePricer(Pricer):
     @cached_property
     def host(self) -> Host:
         """No time of the host's."""
-        return Host(forward_seconds=0.0, backward_seconds=0.0, runs_ahead=True)
+        return Host(
+            forward_seconds=0.0, backward_seconds=0.0, selective_seconds=0.0, runs_ahead=True
+        )
 
     def cost(self, op: Op, split: OpSplit | None = None) -> OpCost:
         """Return what an op takes; of attention, all of its kernels."""

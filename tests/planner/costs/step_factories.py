@@ -47,6 +47,7 @@ SILENT = FrameworkConstants(
     step_seconds=0.0,
     action_seconds=0.0,
     overlap_slowdown=0.0,
+    cpu_overlap_slowdown=0.0,
     optimizer_passes=1.0,
     context_bytes=0,
     communicator_bytes=0,

@@ -9,7 +9,8 @@ import pytest
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
-from autopar.planner.costs.data_parallel import NOTHING, DataGroups, data_seconds
+from autopar.planner.costs.data_parallel import NOTHING, DataGroups, copies, data_seconds
+from autopar.planner.costs.measurements import UnitTimes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.stage_load import stage_load
 from tests.planner.costs.step_factories import LAYER, layer
@@ -24,7 +25,7 @@ GROUPS = DataGroups(
     bucket_bytes=2**62,
     gradient_share=1.0,
     slowdown=0.0,
-    copy_bytes_per_second=1e30,
+    unit=copies(1e30),
 )
 LAYERS = stage_load([LAYER] * 4).layers
 
@@ -69,10 +70,28 @@ def test_gathered_parameters_are_copied_out_of_their_buffer() -> None:
     # 4 layers · 2 passes over 2 MB at 1 GB/s = 16 ms in the forward.
     sharded = replace(GROUPS, zero=Zero.PARAMETERS)
     quick, slow = (
-        data_seconds(LAYERS, replace(sharded, copy_bytes_per_second=rate), microbatches=1)
+        data_seconds(LAYERS, replace(sharded, unit=copies(rate)), microbatches=1)
         for rate in (1e30, 1e9)
     )
     assert slow.each_forward - quick.each_forward == pytest.approx(16e-3, rel=0.02)
+
+
+def test_a_measured_unit_costs_its_hooks_once_a_pass() -> None:
+    # 4 units: one gather in the forward; a gather and a scatter in the backward.
+    hooks = UnitTimes(
+        gather_seconds=1e-3,
+        scatter_seconds=2e-3,
+        gather_byte_seconds=0.0,
+        scatter_byte_seconds=0.0,
+    )
+    for zero, forward, backward in ((Zero.PARAMETERS, 4e-3, 12e-3), (Zero.GRADIENTS, 0.0, 8e-3)):
+        sharded = replace(GROUPS, zero=zero)
+        without, found = (
+            data_seconds(LAYERS, replace(sharded, unit=unit), microbatches=1)
+            for unit in (copies(1e30), hooks)
+        )
+        assert found.each_forward - without.each_forward == pytest.approx(forward, rel=0.05)
+        assert found.each_backward - without.each_backward == pytest.approx(backward, rel=0.05)
 
 
 def test_copies_of_the_shards_are_summed_after_scattering() -> None:

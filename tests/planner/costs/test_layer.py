@@ -9,6 +9,8 @@ from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
 from autopar.planner.costs.layer import layer_cost, layer_costs
+from autopar.planner.costs.layer_flow import layer_flow
+from autopar.planner.costs.layer_recompute import run_again
 from autopar.planner.costs.measurements import HostTimes, OpKey, Timing
 from autopar.planner.costs.ops import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
@@ -141,6 +143,32 @@ def test_a_small_layer_takes_as_long_as_the_host_takes_to_dispatch_it() -> None:
     layer = layer_of(prices, "Block")
     cost = alone(prices, layer)[Recompute.NONE]
     assert cost.forward_seconds == pytest.approx(len(layer.ops) * prices.host.forward_seconds)
+
+
+def test_selective_recompute_costs_the_host_of_a_small_layer_every_op_in_both_passes() -> None:
+    prices = pricer("gpt2.py", batch=1)
+    layer = layer_of(prices, "Block")
+    cost = alone(prices, layer)[Recompute.SELECTIVE]
+    each = prices.host.forward_seconds + prices.host.selective_seconds
+    assert cost.forward_seconds == pytest.approx(len(layer.ops) * each)
+    assert cost.recompute_seconds == pytest.approx(len(layer.ops) * each)
+
+
+@pytest.mark.parametrize(
+    ("device_name", "dropout", "runs_again"),
+    [("a100", 0.1, False), ("cpu", 0.1, True), ("cpu", 0.0, False)],
+)
+def test_selective_recompute_makes_attention_again_where_dropout_takes_it_apart(
+    device_name: str, dropout: float, runs_again: bool
+) -> None:
+    prices = pricer("gpt2.py", f"dropout={dropout}", device_name=device_name)
+    layer = layer_of(prices, "Block")
+    attention = op_of(prices, layer, "scaled_dot_product_attention")
+    flow = layer_flow(
+        prices, layer, whole(layer), degree=1, shape=shape(1), parameters={}, outside={}
+    )
+    again = run_again(flow, Recompute.SELECTIVE)
+    assert (attention in [one.op for one in again.ops]) == runs_again
 
 
 def test_megatron_all_reduces_twice_forward_and_twice_backward() -> None:

@@ -9,7 +9,7 @@ from autopar.planner.profile.file import (
     write_measurements,
 )
 from autopar.planner.profile.measured import MeasuredFile
-from autopar.planner.profile.text import content_hash, measurements_text
+from autopar.planner.profile.text import FORMAT, content_hash, measurements_text
 from tests.planner.profile.measurements import everything, op
 
 TEXT = measurements_text(everything(), written="today")
@@ -35,7 +35,7 @@ def test_the_date_is_no_part_of_the_hash() -> None:
         ("[[nodes]]\ndevice = 'cpu'", "holds no measurements"),
         ("format = [", "damaged or cut off"),
         (TEXT[: len(TEXT) // 2], "damaged"),
-        (TEXT.replace("format = 1", "format = 2"), "in format 2"),
+        (TEXT.replace(f"format = {FORMAT}", "format = 1"), "in format 1"),
         (TEXT.replace("samples = 9", "samples = 0"), "op.0.samples"),
         (TEXT.replace("samples = 9", "sample = 9"), "op.0.sample"),
         (TEXT.replace("model[8, 16] grad", "model[8 x 16]"), "op.0.operands.0"),
@@ -55,7 +55,7 @@ def test_what_is_no_sound_file_is_told_in_one_message(source: str, told: str) ->
 
 def test_a_file_of_a_newer_autopar_says_to_update() -> None:
     with pytest.raises(InputError, match="update autopar"):
-        parse_measurements(TEXT.replace("format = 1", "format = 99"), where="m")
+        parse_measurements(TEXT.replace(f"format = {FORMAT}", "format = 99"), where="m")
 
 
 def test_a_file_that_is_not_there_or_no_text_is_refused(tmp_path: Path) -> None:

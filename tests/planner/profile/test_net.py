@@ -66,7 +66,7 @@ def test_one_process_has_no_link() -> None:
 
 @pytest.mark.slow
 def test_two_processes_of_this_machine_have_a_link() -> None:
-    net = measure_net(device_name="cpu", device="cpu", ranks=2, sizes_bytes=(4096, 262144))
+    net = measure_net(device_name="cpu", device="cpu", ranks=2, sizes_bytes=(4096, 4194304))
     assert 1e-7 <= net.alpha_seconds < 0.1
     assert 1e5 < net.bytes_per_second < 1e12
     assert all(one.points[0][1] <= one.points[1][1] for one in net.collectives)

@@ -1,0 +1,47 @@
+"""Times the steps of an emitted script on the ranks of a pool."""
+
+from __future__ import annotations
+
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+
+from autopar.codegen.script_rank import imported
+from autopar.runtime.mesh import start
+from autopar.runtime.randomness import seed_all
+from tests.runtime.ranks import run_on_ranks
+
+RANKS = 2
+STEPS_TO_WARM_UP = 2
+SECONDS_OF_A_VISIT = 0.8  # for the steps that count
+FEWEST_STEPS = 3
+
+
+def step_seconds(script: Path) -> list[float]:
+    """Return the seconds of some steps in a row, each those of the slower rank."""
+    by_rank = run_on_ranks(_steps, RANKS, str(script), timeout_seconds=120.0)
+    return [max(seconds) for seconds in zip(*by_rank, strict=True)]
+
+
+def _steps(path: str) -> list[float]:
+    script: Any = imported(Path(path))
+    options = script.parsed(["--data", "synthetic"])
+    mesh = start(pipeline=script.PIPELINE, data=script.DATA, tensor=script.TENSOR)
+    model, recipe = script.built(mesh, options.dtype)
+    batches = list(islice(script.batches(options, mesh), script.MICROBATCHES))
+    optimizer = script.ready(model, recipe, options, mesh)
+    seed_all(script.SEED, mesh)
+
+    def seconds_of_a_step() -> float:
+        dist.barrier()
+        began = time.perf_counter()
+        script.train_step(model, optimizer, batches, mesh)
+        return time.perf_counter() - began
+
+    warm = [seconds_of_a_step() for _ in range(STEPS_TO_WARM_UP)]
+    steps = [max(FEWEST_STEPS, round(SECONDS_OF_A_VISIT / warm[-1]))]
+    dist.broadcast_object_list(steps)
+    return [seconds_of_a_step() for _ in range(steps[0])]

@@ -1,0 +1,26 @@
+"""What the host is measured to add."""
+
+import time
+
+import pytest
+import torch.distributed as dist
+
+from autopar.planner.profile.net_rank import typical
+from autopar.planner.profile.selective import selective_seconds
+from autopar.planner.profile.units import unit_times
+
+
+def test_selective_recompute_takes_microseconds_for_each_op() -> None:
+    assert 2e-6 < selective_seconds("cpu", time.thread_time) < 2e-3
+
+
+def test_a_sharded_unit_takes_hooks_and_copies_and_leaves_no_process_group() -> None:
+    unit = unit_times()
+    assert 1e-6 < unit.gather_seconds < 1e-1
+    assert unit.gather_byte_seconds + unit.scatter_byte_seconds > 1e-12
+    assert not dist.is_initialized()
+
+
+def test_a_typical_block_is_neither_the_luckiest_nor_a_hiccup() -> None:
+    assert typical([0.0, *[1.0] * 4, *[2.0] * 4, 100.0]) == pytest.approx(1.5)
+    assert typical([3.0]) == 3.0
