@@ -23,7 +23,8 @@ def verify_plan(
     plan: PLAN,
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="To train.")] = 5,
     tolerance: Annotated[
-        float, typer.Option("--tolerance", metavar="X", help="Largest difference to accept.")
+        float,
+        typer.Option("--tolerance", min=0.0, metavar="X", help="Largest difference to accept."),
     ] = TOLERANCE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
