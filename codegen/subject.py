@@ -69,7 +69,15 @@ def model_spec(plan: Plan, folder: Path) -> str:
     """Return `path.py:factory` of a plan's model; relative to here, or to `folder`."""
     spec = plan.model.spec
     name = spec.rpartition(".py")[0] + ".py"
-    return str(folder / spec) if not Path(name).is_file() and (folder / name).is_file() else spec
+    if Path(name).is_file():
+        return spec
+    if (folder / name).is_file():
+        return str(folder / spec)
+    raise InputError(
+        f"the plan is for {name}, which is neither here nor beside the plan",
+        where=f"{Path.cwd()} and {folder.resolve()}",
+        fix="run this where `autopar plan` was run, or plan again",
+    )
 
 
 def _model_file(plan: Plan, folder: Path) -> ModelFile:

@@ -10,8 +10,6 @@ from autopar.planner.errors import InputError, gathered
 Value = TypeVar("Value")
 Chosen = TypeVar("Chosen")
 
-_SHORT = 3
-
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint to the nearest known name, or the list of all."""
@@ -22,8 +20,7 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
 def nearest(name: str, known: Iterable[str]) -> str:
     """Return a hint to the nearest known name, or nothing where none is near."""
     small = {one.casefold(): one for one in known}
-    cutoff = 0.5 if len(name) <= _SHORT else 0.6  # of two letters that are swapped one is matched
-    near = difflib.get_close_matches(name.casefold(), small, n=1, cutoff=cutoff)
+    near = difflib.get_close_matches(name.casefold(), small, n=1, cutoff=0.5)
     return f"did you mean {small[near[0]]!r}?" if near else ""
 
 
