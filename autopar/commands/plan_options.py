@@ -56,7 +56,11 @@ MEMORY = Annotated[
 ]
 OBJECTIVE = Annotated[
     str | None,
-    typer.Option("--objective", metavar="WHAT", help="Least step-time, memory or cost."),
+    typer.Option(
+        "--objective",
+        metavar="WHAT",
+        help="Least step-time (as usual), memory, or cost: on given machines, that of least time.",
+    ),
 ]
 CONSTRAINTS = Annotated[
     Path | None,

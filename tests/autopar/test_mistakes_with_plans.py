@@ -203,6 +203,22 @@ def test_a_model_that_is_gone_or_has_changed_is_told(
     assert_clear(commit(monkeypatch, capsys, tmp_path, changed), changed)
 
 
+def test_a_model_that_this_machine_cannot_train_is_refused_before_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+) -> None:
+    parameters = 4 * 8 + 8 + 3 * (8 * 8 + 8)  # embed and three blocks
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": parameters, "SC_PHYS_PAGES": 31}.get)
+    large = Mistake(
+        arguments=("verify", "plan.json"),
+        files=planned,
+        telling=("to train model in float64, and this machine has", "a small model", "--arg"),
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path, large), large)
+
+
 def test_a_script_of_bytes_is_not_the_one_of_the_plan(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
