@@ -16,7 +16,7 @@ def source_digest(path: Path) -> str:
 def note_changes(model_file: ModuleType, digest: str, mesh: Mesh) -> None:
     """Say on the first rank that the script has code of a model file that is another one by now."""
     path = Path(str(model_file.__file__))
-    if mesh.rank == 0 and source_digest(path) != digest:
+    if mesh.rank == 0 and path.is_file() and source_digest(path) != digest:
         print(
             f"note: {path.name} has changed since this script was written, whose classes still do "
             "what they did in it\n  fix: plan again with `autopar plan`, or change them too",
