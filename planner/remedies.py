@@ -19,7 +19,10 @@ _KNOWN = (
         "no known parent package",
         "import it without the dot: the folder of the model file is on the path",
     ),
-    ("can't allocate memory", "build it where torch.device says: planning needs no memory for it"),
+    (
+        "can't allocate memory",
+        "make tensors where torch.device says, and read no values: planning needs no memory then",
+    ),
 )
 
 INSTEAD = MappingProxyType(
