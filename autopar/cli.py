@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import io
 import sys
 from typing import Annotated
 
@@ -25,6 +26,15 @@ app = typer.Typer(
 )
 
 
+_SMALLER = "try a smaller model by --arg, or fewer arrangements by --pin"
+
+
+class OutOfMemoryError(AutoparError):
+    """Python could not get the memory that it asked for."""
+
+    exit_code = ExitCode.NO_PLAN
+
+
 def _version(wanted: bool) -> None:
     if wanted:
         print(f"autopar {autopar.__version__}")
@@ -44,11 +54,17 @@ def autopar_options(
 def main() -> None:
     """Run the command line; every error of ours leaves with its documented exit code."""
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="replace")  # a console that lacks a sign shows another
     try:
         app()
     except AutoparError as error:
         tell_error(error)
         sys.exit(int(error.exit_code))
+    except MemoryError:
+        tell_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
+        sys.exit(int(OutOfMemoryError.exit_code))
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
         sys.exit(int(ExitCode.INTERRUPTED))

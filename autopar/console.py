@@ -14,7 +14,8 @@ from autopar.planner.errors import AutoparError
 
 def results() -> Console:
     """Return the console for results; without a terminal it is wide and has no colour."""
-    return Console(highlight=False, width=None if sys.stdout.isatty() else _FILE_WIDTH)
+    is_terminal = sys.stdout is not None and sys.stdout.isatty()  # it may have been closed
+    return Console(highlight=False, width=None if is_terminal else _FILE_WIDTH)
 
 
 _FILE_WIDTH = 120

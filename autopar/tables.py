@@ -33,9 +33,11 @@ def rate_text(per_second: float) -> str:
 
 
 def figure_text(value: float, unit: str) -> str:
-    """Return a figure in the unit that it is in: seconds, bytes, per second or a share."""
+    """Return a figure in the unit that it is in: seconds, bytes, per second, money or a share."""
     if unit == "s":
         return seconds_text(value) if value else "0"
     if unit == "B":
         return bytes_text(value)
+    if unit == "USD":
+        return f"{value:.3g} USD"
     return rate_text(value) if unit == "1/s" else f"{value:.1%}"

@@ -9,6 +9,7 @@ from autopar.codegen.checksum import is_unchanged, with_checksum
 from autopar.codegen.render import render
 from autopar.codegen.subject import Subject, subject_of
 from autopar.codegen.view import script_view
+from autopar.planner.destination import check_writable, refuse_replacing
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
 
@@ -22,6 +23,7 @@ def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
     """
     place = destination.resolve()
     subject = subject_of(plan, place.parent if folder is None else folder)
+    refuse_replacing(place, subject.file.path)
     return script_text(plan, subject, place)
 
 
@@ -34,6 +36,7 @@ def script_text(plan: Plan, subject: Subject, place: Path) -> str:
 
 def refuse_overwriting(path: Path) -> None:
     """Refuse to write over what is not a script of ours as it was written."""
+    check_writable(path)
     if not path.exists():
         return
     try:

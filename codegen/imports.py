@@ -29,6 +29,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.loss": "loss_in loss_scales mean_loss scale_loss weighed",
         "autopar.runtime.mesh": "Axis Mesh start stop",
         "autopar.runtime.model_parts": ("Crossing StagePart names_of submodules take_classes"),
+        "autopar.runtime.model_source": "note_changes",
         "autopar.runtime.optimizer": "build_optimizer",
         "autopar.runtime.pipeline": "Pipeline Stage build_schedule stage_at stage_indices",
         "autopar.runtime.progress": "Progress",

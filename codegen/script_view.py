@@ -22,6 +22,7 @@ class ScriptView:
     docstring: Source
     model_imports: Source
     functions: Source
+    model_digest: str
     settings: Source
     plan: Source
     classes: Source  # opened modules, stages, and a loss that is split

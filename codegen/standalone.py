@@ -7,6 +7,7 @@ from pathlib import Path
 
 from autopar import runtime
 from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting, write_text
+from autopar.planner.destination import check_writable
 from autopar.planner.plan.document import FILE_NAME as PLAN_FILE
 from autopar.planner.plan.document import write_plan
 from autopar.planner.plan.plan import Plan
@@ -14,12 +15,13 @@ from autopar.planner.plan.plan import Plan
 
 def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: bool) -> Path:
     """Write the script of a plan with what it imports into a folder; return the script's place."""
-    path = folder / FILE_NAME
+    path, package = folder / FILE_NAME, folder / "autopar"
+    for place in (folder / PLAN_FILE, package / "__init__.py", package / "runtime" / "mesh.py"):
+        check_writable(place)
     if not force:
         refuse_overwriting(path)
     write_text(path, emit(plan, destination=path, folder=model_folder))
     write_plan(plan, folder / PLAN_FILE)
-    package = folder / "autopar"
     shutil.rmtree(package / "runtime", ignore_errors=True)
     shutil.copytree(
         Path(runtime.__file__).parent,

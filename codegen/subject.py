@@ -6,18 +6,20 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import nn
 
 from autopar.codegen.forward.emit import opened_classes
 from autopar.codegen.forward.modules import Modules, modules_of
 from autopar.codegen.forward.opened import Opened
 from autopar.codegen.forward.split import split_of
 from autopar.planner.axes.infer import Axes
-from autopar.planner.errors import AutoparError, ExitCode
+from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.model_file import ModelFile, load_model_file
 from autopar.planner.plan.model_facts import source_hash
 from autopar.planner.plan.plan import Plan
+from autopar.runtime.initial_weights import record
 
 
 class ChangedModelError(AutoparError):
@@ -41,9 +43,7 @@ class Subject:
 def subject_of(plan: Plan, folder: Path) -> Subject:
     """Load the model file of a plan; relative paths are seen from here, or else from `folder`."""
     file = _model_file(plan, folder)
-    with torch.device("meta"):
-        model = file.build_model()
-    modules = modules_of(model)
+    modules = modules_of(_built(file))
     split = split_of(plan, modules)
     return Subject(
         file=file,
@@ -55,11 +55,29 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     )
 
 
+def _built(file: ModelFile) -> nn.Module:
+    """Build the model without memory, as scripts do where its constructor reads what it made."""
+    try:
+        with torch.device("meta"):
+            model: nn.Module = file.build_model()
+    except InputError:
+        model, _ = record(file.build_model, seed=0)
+    return model
+
+
 def model_spec(plan: Plan, folder: Path) -> str:
     """Return `path.py:factory` of a plan's model; relative to here, or to `folder`."""
     spec = plan.model.spec
     name = spec.rpartition(".py")[0] + ".py"
-    return str(folder / spec) if not Path(name).is_file() and (folder / name).is_file() else spec
+    if Path(name).is_file():
+        return spec
+    if (folder / name).is_file():
+        return str(folder / spec)
+    raise InputError(
+        f"the plan is for {name}, which is neither here nor beside the plan",
+        where=f"{Path.cwd()} and {folder.resolve()}",
+        fix="run this where `autopar plan` was run, or plan again",
+    )
 
 
 def _model_file(plan: Plan, folder: Path) -> ModelFile:

@@ -14,10 +14,12 @@ from autopar.codegen.emit import write_script
 from autopar.codegen.reference import Trained, task_of, train_alone
 from autopar.codegen.script_rank import rank_file
 from autopar.codegen.subject import model_spec
-from autopar.planner.errors import AutoparError, ExitCode
+from autopar.planner.cluster.units import bytes_text
+from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.plan import Plan
 
 LAST_LINES = 15  # of what a failed script printed
+STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
 
 
 class ScriptFailedError(AutoparError):
@@ -34,6 +36,23 @@ def verify(plan: Plan, folder: Path, *, steps: int) -> Comparison:
     found = _trained_by_script(plan, folder, steps=steps)
     expected = train_alone(task_of(plan, model_spec(plan, folder), steps=steps))
     return compared(found, expected)
+
+
+def check_fits(plan: Plan, memory_bytes: int) -> None:
+    """Refuse a model that one process could not train in the memory of this machine."""
+    needed_bytes = STATE_BYTES * plan.model.parameters
+    if needed_bytes > memory_bytes:
+        raise InputError(
+            f"one process would need {bytes_text(needed_bytes)} to train {plan.model.name} in "
+            f"float64, and this machine has {bytes_text(memory_bytes)}",
+            fix="plan a small model of the same kind (--arg, see its build_model) with the same "
+            "degrees (--pin), and verify that",
+        )
+
+
+def step_flops(plan: Plan) -> int:
+    """Return about what a step computes: twice for every weight and token, and twice that back."""
+    return 6 * plan.model.parameters * plan.model.tokens_per_row * plan.arrangement.global_batch
 
 
 def _trained_by_script(plan: Plan, folder: Path, *, steps: int) -> Trained:

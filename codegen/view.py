@@ -20,6 +20,7 @@ from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.words import unit_word
+from autopar.runtime.model_source import source_digest
 
 LOSS_STAGE = "LossStage"
 
@@ -35,6 +36,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         docstring=docstring(plan, destination.name),
         model_imports=calls.imports,
         functions=calls.functions,
+        model_digest=source_digest(subject.file.path),
         settings=lines(settings_of(plan)),
         plan=lines(planned(plan)),
         classes=_classes(plan, opened, calls),

@@ -17,6 +17,7 @@ from typing import Any
 from unittest.mock import patch
 
 from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.remedies import INSTEAD, instead_of, nearest_file, remedy
 
 REQUIRED = ("example_batch",)
 OPTIONAL = ("loss", "build_dataset", "build_optimizer", "build_scheduler")
@@ -52,6 +53,7 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
     functions = {name: getattr(module, name, None) for name in names}
     for name in (factory, *REQUIRED):
         _check_function(functions[name], name, path=path, module=module)
+    _check_optional(module, path)
     present = {name: f for name, f in functions.items() if callable(f)}
     values = _parse_arguments(arguments, present, path)
     bound = {name: _bind(f, values, name=name, path=path) for name, f in present.items()}
@@ -68,6 +70,11 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
     )
 
 
+def model_path(spec: str) -> Path:
+    """Return the file that MODEL, as given on the command line, names."""
+    return _split(spec)[0]
+
+
 def _split(spec: str) -> tuple[Path, str]:
     """Split `path.py:factory`; the factory is `build_model` unless named."""
     name, _, factory = spec.rpartition(":")
@@ -75,20 +82,21 @@ def _split(spec: str) -> tuple[Path, str]:
         name, factory = spec, "build_model"
     path = Path(name)
     if name and path.is_dir():
-        hint = next(iter(sorted(path.glob("*.py"))), path / "model.py")
+        files = sorted(path.glob("*.py"), key=lambda file: (file.name.startswith("_"), file))
+        hint = next(iter(files), path / "model.py")
         raise InputError(f"{name} is a folder", expected="a model file", fix=f"name it: {hint}")
     if not path.is_file():
-        folder = path.parent if path.parent.is_dir() else Path()
-        near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1)
-        fix = f"did you mean {folder / near[0]}?" if near else "check the path"
-        raise InputError(f"there is no file {name}", expected=CONTRACT, fix=fix)
+        raise InputError(f"there is no file {name}", expected=CONTRACT, fix=nearest_file(path))
     if path.suffix != ".py":
-        raise InputError(f"{name} is not a Python file", expected=CONTRACT)
+        raise InputError(
+            f"{name} is not a Python file", expected=CONTRACT, fix=INSTEAD.get(path.suffix, "")
+        )
     return path.resolve(), factory or "build_model"
 
 
 def _import(path: Path) -> ModuleType:
     """Import the file by path, its folder first on sys.path as `python model.py` has it."""
+    _check_name(path)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     assert spec is not None
     assert spec.loader is not None
@@ -108,17 +116,40 @@ def _import(path: Path) -> ModuleType:
     return module
 
 
+def _check_name(path: Path) -> None:
+    """Refuse a file that would be imported in the place of Python's or an installed module."""
+    there = getattr(sys.modules.get(path.stem), "__file__", None) or ""
+    if path.stem in sys.stdlib_module_names or "site-packages" in there:
+        raise InputError(
+            f"{path.name} would hide the module {path.stem}, which others import",
+            where=str(path),
+            fix=f"rename it, such as my_{path.name}",
+        )
+
+
 def _check_function(function: object, name: str, *, path: Path, module: ModuleType) -> None:
     if function is None:
-        defined = [key for key, value in vars(module).items() if inspect.isroutine(value)]
-        near = get_close_matches(name, defined, n=1)
-        fix = f"did you mean {near[0]}?" if near else f"define it in {path.name}"
         raise InputError(
-            f"there is no function {name}", where=str(path), expected=CONTRACT, fix=fix
+            f"there is no function {name}",
+            where=str(path),
+            expected=CONTRACT,
+            fix=instead_of(name, path, module),
         )
     if not callable(function):
         found = f"{name} is a {type(function).__name__}, not a function"
         raise InputError(found, where=str(path), expected=CONTRACT)
+
+
+def _check_optional(module: ModuleType, path: Path) -> None:
+    """Refuse what is surely a misspelt optional function: it would be passed over in silence."""
+    for name in OPTIONAL:
+        near = get_close_matches(name, vars(module), n=1, cutoff=0.9)
+        if near and near[0] != name and name not in vars(module):
+            raise InputError(
+                f"autopar knows no function {near[0]}, and would not call it",
+                where=str(path),
+                fix=f"did you mean {name}? Otherwise give it a name that is less like it",
+            )
 
 
 def _parse_arguments(
@@ -128,7 +159,7 @@ def _parse_arguments(
     known = _known_parameters(functions)
     values: dict[str, Any] = {}
     for text in arguments:
-        key, equals, raw = text.partition("=")
+        key, equals, raw = (part.strip() for part in text.partition("="))
         if not equals or not key:
             raise InputError(f"--arg {text} is not of the form key=value", fix="--arg size=tiny")
         if key in values:
@@ -201,12 +232,33 @@ def _check_call(
     function: Callable[..., Any], share: Mapping[str, Any], *, name: str, path: Path
 ) -> None:
     """Check that autopar can call a function: it passes so many arguments, --arg gives the rest."""
-    passed = {"example_batch": 1, "loss": 2, "build_optimizer": 1, "build_scheduler": 1}
+    called = _CALLED.get(name, f"{name}()")
+    passed = called.count(",") + 1 if name in _CALLED else 0
+    signature = inspect.signature(function)
     try:
-        inspect.signature(function).bind(*[None] * passed.get(name, 0), **share)
+        signature.bind(*[None] * passed, **share)
     except TypeError as error:
-        fix = "give it by --arg name=value, or give the parameter a default"
-        raise InputError(f"{name}: {error}", where=str(path), expected=CONTRACT, fix=fix) from None
+        fix = f"let {name} take what it is called with"
+        if "missing" in str(error):
+            fix = "give it by --arg name=value, or give the parameter a default"
+        raise InputError(
+            f"{name}: {error}",
+            where=f"{name}{signature} in {path}",
+            expected=f"it is called as {called}",
+            fix=fix,
+        ) from None
+
+
+_CALLED = {
+    "example_batch": "example_batch(batch_size)",
+    "loss": "loss(outputs, batch)",
+    "build_optimizer": "build_optimizer(params)",
+    "build_scheduler": "build_scheduler(optimizer)",
+}
+
+
+class ModelMovedError(InputError):
+    """The model file puts its model on a device, which is the script's to choose."""
 
 
 @contextmanager
@@ -224,8 +276,13 @@ def _guarded(doing: str, path: Path) -> Iterator[None]:
         fix = 'put what should only run as a script under `if __name__ == "__main__":`'
         raise InputError(found, where=user_location(error, path), fix=fix) from None
     except BaseException as error:
+        where, fix = user_location(error, path), remedy(error, path)
+        if _moves_model(error, path):
+            raise ModelMovedError(
+                f"{doing} failed: it moves the model to a device", where=where, fix=fix
+            ) from error
         found = f"{doing} failed: {type(error).__name__}: {error}"
-        raise InputError(found, where=user_location(error, path)) from error
+        raise InputError(found, where=where, fix=fix) from error
 
 
 @contextmanager
@@ -254,6 +311,20 @@ def user_location(error: BaseException, path: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename, path)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else str(path)
+
+
+def _moves_model(error: BaseException, path: Path) -> bool:
+    """Whether a call of Module.to, cuda or cpu in the model file raised an error."""
+    frames = traceback.extract_tb(error.__traceback__)
+    moves = [frame.name in ("to", "cuda", "cpu") and _is_module(frame) for frame in frames]
+    return any(
+        _is_own(caller.filename, path) and is_move
+        for caller, is_move in zip(frames, moves[1:], strict=False)
+    )
+
+
+def _is_module(frame: traceback.FrameSummary) -> bool:
+    return Path(frame.filename).parts[-3:] == ("nn", "modules", "module.py")
 
 
 def _is_own(filename: str, path: Path) -> bool:

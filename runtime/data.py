@@ -7,7 +7,7 @@ one block of it, so a plan with d data ranks trains on what one process would wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sized
 from typing import Any
 
 import torch
@@ -16,6 +16,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.randomness import mixed_seed
+from autopar.runtime.refusal import refuse
 
 Batch = dict[str, Tensor]
 
@@ -27,10 +28,8 @@ class RankRows(Sampler[list[int]]):
     """
 
     def __init__(self, dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, seed: int) -> None:
-        self.length = len(dataset)  # type: ignore[arg-type]  # else torch says which class lacks it
+        self.length = len(dataset)  # type: ignore[arg-type]  # which is checked before
         self.mesh, self.microbatch, self.seed = mesh, microbatch, seed
-        if self.length == 0:
-            raise ValueError("the dataset is empty")
 
     def __iter__(self) -> Iterator[list[int]]:
         """Yield the rows of one microbatch after another, without end."""
@@ -52,8 +51,24 @@ def dataset_batches(
     dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, seed: int
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of a dataset, without end."""
+    _check_rows(dataset)
     rows = RankRows(dataset, mesh, microbatch=microbatch, seed=seed)
     return iter(DataLoader(dataset, batch_sampler=rows, pin_memory=mesh.device.type == "cuda"))
+
+
+def _check_rows(dataset: Dataset[Any]) -> None:
+    """Leave where no batch can be made of a dataset, and say what it should be."""
+    name = f"the dataset ({type(dataset).__name__})"
+    if not isinstance(dataset, Sized):
+        refuse(f"{name} has no length", fix="give it __len__ and __getitem__: ranks take rows")
+    if len(dataset) == 0:
+        refuse(f"{name} is empty", fix="look where build_dataset reads from")
+    row = dataset[0]
+    if not isinstance(row, Mapping):
+        refuse(
+            f"a row of {name} is a {type(row).__name__}",
+            fix="let __getitem__ return a dict with the keys of example_batch",
+        )
 
 
 def synthetic_batches(

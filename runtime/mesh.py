@@ -10,11 +10,14 @@ neighbours; the pipeline axis is the slowest:
 
 import gc
 import os
+import sys
 from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from autopar.runtime.refusal import refuse
 
 DRY_RUN = "AUTOPAR_DRYRUN"
 
@@ -123,9 +126,9 @@ def _join_fake(place: str, needed: int) -> None:
 
 def _check_world(started: int, needed: int) -> None:
     if started != needed:
-        raise RuntimeError(
-            f"this plan needs {needed} processes, torchrun started {started}: "
-            f"torchrun --nproc-per-node {needed} train.py (on several nodes: their product)"
+        refuse(
+            f"this plan needs {needed} processes, and {started} started",
+            fix=f"torchrun --nproc-per-node {needed} {sys.argv[0]} (on several nodes: their sum)",
         )
 
 

@@ -10,6 +10,7 @@ from torch import nn
 
 from autopar.runtime.filling import fill
 from autopar.runtime.mesh import Axis
+from autopar.runtime.refusal import refuse
 from autopar.runtime.shards import Place, Split, group_aliases, places
 
 
@@ -45,7 +46,7 @@ def _open(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
 
     paths = sorted(folder.glob("*.safetensors"))
     if not paths:
-        raise FileNotFoundError(f"{folder} holds no .safetensors file")
+        refuse(f"{folder} holds no .safetensors file", fix="--weights names the folder of them")
     for path in paths:
         file = files.enter_context(safe_open(path, framework="pt"))
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
@@ -66,4 +67,7 @@ def _check_all_there(aliases: list[list[Place]], stored: Mapping[str, Any], fold
     if missing:
         shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
         has = ", ".join(sorted(stored)[:5])
-        raise KeyError(f"{folder} lacks {len(missing)} parameters: {shown}; it has {has} …")
+        refuse(
+            f"{folder} lacks {len(missing)} parameters: {shown}; it has {has} …",
+            fix="give weights of this model, under its names",
+        )

@@ -10,7 +10,9 @@ import typer
 from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting, write_text
 from autopar.codegen.standalone import write_standalone
 from autopar.console import results
+from autopar.planner.destination import refuse_replacing
 from autopar.planner.errors import ExitCode, InputError
+from autopar.planner.plan.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.document import read_plan
 
 PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
@@ -47,6 +49,7 @@ def emit_script(
         results().print(f"Written: {path}", markup=False)
         return
     path = output if output is not None else beside / FILE_NAME
+    refuse_replacing(path, beside / PLAN_NAME)
     if check:
         _check(path, emit(found, destination=path, folder=beside))
         return
@@ -59,8 +62,8 @@ def emit_script(
 def _check(path: Path, expected: str) -> None:
     """Leave with 1 where the file is not what the plan says."""
     if not path.is_file():
-        raise InputError(f"there is no script {path}", fix=f"autopar emit … -o {path}")
-    if path.read_text(encoding="utf-8") != expected:
+        raise InputError(f"there is no script {path}", fix="leave --check out to write it")
+    if path.read_bytes() != expected.encode():
         results().print(f"{path} is not the script of this plan", markup=False)
         raise typer.Exit(int(ExitCode.NEGATIVE))
     results().print(f"{path} is the script of this plan", markup=False)

@@ -14,10 +14,11 @@ from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.measurements import Measurements
+from autopar.planner.destination import refuse_replacing
 from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
 from autopar.planner.meeting_rows import meeting_rows
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model_file import load_model_file, model_path
 from autopar.planner.plan.constraint_names import check_names
 from autopar.planner.plan.constraints import Constraints
 from autopar.planner.plan.constraints_options import gathered_constraints
@@ -72,6 +73,7 @@ def plan(
     machines = options.cluster_of(gpus, device, nodes, cluster)
     measured = read_measurements(profile) if profile else None
     refuse_foreign(output / FILE_NAME)
+    refuse_replacing(output / SCRIPT_NAME, model_path(model))
     if not force:
         refuse_overwriting(output / SCRIPT_NAME)
     found = make_plan(
@@ -83,14 +85,15 @@ def plan(
         measured=measured,
     )
     write_plan(found, output / FILE_NAME)
+    script = write_script(
+        found, output, force=force
+    )  # before a page that may not be read to its end
     if as_json:
         print(json.dumps(summary(found), indent=2))
-    else:
-        for part in plan_page(found):
-            results().print(part)
-    script = write_script(found, output, force=force)
-    if not as_json:
-        results().print(f"Written: {output / FILE_NAME}, {script}", markup=False)
+        return
+    for part in plan_page(found):
+        results().print(part)
+    results().print(f"Written: {output / FILE_NAME}, {script}", markup=False)
 
 
 def make_plan(

@@ -21,7 +21,11 @@ ARG = Annotated[
 GPUS = Annotated[str | None, typer.Option("--gpus", metavar="N", help="Devices in all.")]
 DEVICE = Annotated[
     str | None,
-    typer.Option("--device", metavar="NAME", help="Such as h100-sxm; else those of this machine."),
+    typer.Option(
+        "--device",
+        metavar="NAME",
+        help="Such as a100-80gb-sxm; else the GPUs here, or h100-sxm where there are none.",
+    ),
 ]
 NODES = Annotated[str | None, typer.Option("--nodes", metavar="N", help="Machines.")]
 CLUSTER = Annotated[
@@ -52,7 +56,11 @@ MEMORY = Annotated[
 ]
 OBJECTIVE = Annotated[
     str | None,
-    typer.Option("--objective", metavar="WHAT", help="Least step-time, memory or cost."),
+    typer.Option(
+        "--objective",
+        metavar="WHAT",
+        help="Least step-time (as usual), memory, or cost: on given machines, that of least time.",
+    ),
 ]
 CONSTRAINTS = Annotated[
     Path | None,

@@ -11,6 +11,7 @@ import typer
 
 from autopar.console import results
 from autopar.planner.axes.infer import infer_axes
+from autopar.planner.destination import check_writable
 from autopar.planner.errors import InputError
 from autopar.planner.layers import find_layers
 from autopar.planner.model_file import load_model_file
@@ -71,6 +72,7 @@ def profile(
         total_seconds=_seconds(budget),
         op_seconds=_OP_SHARE * budget,
     )
+    check_writable(output)
     before = read_measurements(output) if output.exists() else MeasuredFile()
     model_file = load_model_file(model, arg or ())
     with reported("tracing the model") as report:

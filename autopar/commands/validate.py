@@ -12,6 +12,7 @@ import typer
 import autopar
 from autopar.console import results
 from autopar.planner.costs.framework import read_framework_constants
+from autopar.planner.destination import check_writable
 from autopar.planner.errors import InputError
 from autopar.planner.validation.outcome import validate_rows
 from autopar.planner.validation.report import report_of
@@ -31,6 +32,8 @@ def validate(
 
     Example: autopar validate runs.csv -o predictions.csv
     """
+    if output is not None:
+        check_writable(output)
     rows = read_tables(tables)
     with reported("predicting") as say:
         outcomes, skipped = validate_rows(

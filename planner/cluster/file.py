@@ -57,11 +57,14 @@ def parse_cluster(source: str, *, where: str) -> Cluster:
         return _cluster(table)
     except InputError as error:
         line = line_of(source, error.where, error.found)
-        place = ", ".join(part for part in (where, line and f"line {line}", error.where) if part)
+        own = error.where.removeprefix(f"{TOP}.")
+        place = ", ".join(part for part in (where, line and f"line {line}", own) if part)
         raise InputError(error.found, where=place, expected=error.expected, fix=error.fix) from None
 
 
 def _cluster(table: Mapping[str, object]) -> Cluster:
+    if {"pins", "limits", "choices", "splits", "stages", "recompute"} & table.keys():
+        raise InputError("this is a constraints file", fix="give it by --constraints")
     reading.refuse_unknown(table, SECTIONS, where=TOP)
     links = {name: _own_link(name, value) for name, value in _sections(table, "links").items()}
     devices = {

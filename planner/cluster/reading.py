@@ -14,8 +14,14 @@ Chosen = TypeVar("Chosen")
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """Return a hint to the nearest known name, or the list of all."""
     names = tuple(known)
-    near = difflib.get_close_matches(name, names, n=1, cutoff=0.5)
-    return f"did you mean {near[0]!r}?" if near else f"known are {', '.join(names)}"
+    return nearest(name, names) or f"known are {', '.join(names)}"
+
+
+def nearest(name: str, known: Iterable[str]) -> str:
+    """Return a hint to the nearest known name, or nothing where none is near."""
+    small = {one.casefold(): one for one in known}
+    near = difflib.get_close_matches(name.casefold(), small, n=1, cutoff=0.5)
+    return f"did you mean {small[near[0]]!r}?" if near else ""
 
 
 def refuse_unknown(table: Mapping[str, object], known: Iterable[str], *, where: str) -> None:

@@ -85,14 +85,23 @@ def find_device(name: str) -> Device:
     key = canonical_name(name)
     names = _names()
     if key not in names:
-        near = difflib.get_close_matches(key, names, n=1, cutoff=0.4)
         raise InputError(
             f"the device {name!r} is not known",
-            expected=f"one of {', '.join(device_sheet())}",
-            fix=(f"did you mean {names[near[0]]!r}? " if near else "")
-            + "A device of your own goes into a cluster file, see docs/cluster-file.md",
+            expected="" if _meant(key) else f"one of {', '.join(device_sheet())}",
+            fix=_meant(key)
+            or "a device of your own goes into a cluster file, see docs/cluster-file.md",
         )
     return device_sheet()[names[key]]
+
+
+_WHATEVER_IS_HERE = ("cuda", "gpu", "nvidia", "rocm")  # no names, but what people write
+
+
+def _meant(key: str) -> str:
+    if key in _WHATEVER_IS_HERE:
+        return "leave the name out to take the GPUs of this machine"
+    near = difflib.get_close_matches(key, _names(), n=1)
+    return f"did you mean {_names()[near[0]]!r}?" if near else ""
 
 
 def canonical_name(name: str) -> str:

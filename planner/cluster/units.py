@@ -80,11 +80,12 @@ def _parse(value: object, units: Mapping[str, float], *, where: str, example: st
         raise InputError(f"{value!r} has no unit", where=where, fix=fix)
     if unit not in units:
         known = ", ".join(units)
+        meant = [one for one in units if one.casefold() in (unit.casefold(), f"{unit}b".casefold())]
         raise InputError(
             f"{value!r} has the unknown unit {unit!r}",
             where=where,
             expected=f"one of {known}",
-            fix=fix,
+            fix=f"did you mean {match[1]} {' or '.join(meant)}?" if meant else fix,
         )
     figure = number * units[unit]
     if not math.isfinite(figure) or figure <= 0:

@@ -11,7 +11,12 @@ from autopar.planner.layers import Layers
 from autopar.planner.plan.explanation import MEMORY_CATEGORIES, Part, part_seconds
 from autopar.planner.plan.plan import Plan, Stage
 from autopar.planner.plan.split_lines import ClassLayouts, class_layouts
-from autopar.planner.plan.words import recompute_words, schedule_words, units_per_second
+from autopar.planner.plan.words import (
+    recompute_words,
+    schedule_words,
+    unit_word,
+    units_per_second,
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,7 +30,7 @@ class Change:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """One quantity of both plans; `unit` is "s", "B", "1/s" or "" for a share."""
+    """One quantity of both plans; `unit` is "s", "B", "1/s", "USD" or "" for a share."""
 
     name: str
     unit: str
@@ -142,11 +147,12 @@ def _figures(before: Plan, after: Plan) -> Iterator[Figure]:
     yield figure("step", "s", [one.step_seconds for one in predictions])
     for part in Part:
         yield figure(f"  {part}", "s", [part_seconds(one, part) for one in predictions])
-    yield figure(
-        "throughput",
-        "1/s",
-        [units_per_second(p.arrangement, p.model, p.prediction.step_seconds) for p in plans],
-    )
+    rates = [units_per_second(p.arrangement, p.model, p.prediction.step_seconds) for p in plans]
+    yield figure("throughput", "1/s", rates)
+    prices = [plan.machines.usd_per_hour for plan in plans]
+    costs = [price / 3600 / rate * 1e6 for price, rate in zip(prices, rates, strict=True) if price]
+    if len(costs) == len(plans):
+        yield figure(f"price of a million {unit_word(after.model)}", "USD", costs)
     yield figure("MFU", "", [one.mfu for one in predictions])
     yield figure("memory", "B", [one.peak_memory.device_bytes for one in predictions])
     for name, field in MEMORY_CATEGORIES:

@@ -49,11 +49,13 @@ def parse_constraints(source: str, *, where: str) -> tuple[Declared, ...]:
         return tuple(_declared(table, origin))
     except InputError as error:
         line = line_of(source, error.where, error.found)
-        place = ", ".join(part for part in (where, line and f"line {line}", error.where) if part)
+        own = error.where.removeprefix(f"{TOP}.")
+        place = ", ".join(part for part in (where, line and f"line {line}", own) if part)
         raise InputError(error.found, where=place, expected=error.expected, fix=error.fix) from None
 
 
 def _declared(table: Mapping[str, object], origin: Callable[[str], str]) -> Iterator[Declared]:
+    _refuse_misplaced(table)
     reading.refuse_unknown(table, (*keys_of(""), *SECTIONS, *_RULES), where=TOP)
     for key in keys_of(""):
         if key in table:
@@ -66,6 +68,17 @@ def _declared(table: Mapping[str, object], origin: Callable[[str], str]) -> Iter
             yield declare(place, value, origin=origin(place), where=place)
     for section in _RULES:
         yield from _rules(section, table.get(section, []), origin)
+
+
+def _refuse_misplaced(table: Mapping[str, object]) -> None:
+    """Refuse a cluster file, and keys of a section that stand before any section."""
+    if "nodes" in table:
+        raise InputError("this is a cluster file", fix="give it by --cluster")
+    for key in table:
+        section = next((one for one in SECTIONS if key in keys_of(one)), None)
+        if section is not None:
+            found = f"{key!r} stands before any section"
+            raise InputError(found, where=TOP, fix=f"put it below a line [{section}]")
 
 
 def _rules(section: str, value: object, origin: Callable[[str], str]) -> Iterator[Declared]:

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import MappingProxyType
 
-from autopar.planner.cluster.reading import did_you_mean
+from autopar.planner.cluster.reading import nearest
 from autopar.planner.errors import InputError
 from autopar.planner.plan.constraints import Constraints, Declared, constraints_of
 from autopar.planner.plan.constraints_file import read_constraints
@@ -23,6 +23,17 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "precision": "--precision",
     }
 )
+
+WORDS: Mapping[str, str] = MappingProxyType(
+    {
+        "pipeline": "pp",
+        "data": "dp",
+        "tensor": "tp",
+        "fsdp": "zero",
+        "batch": "microbatch",
+        "batch_size": "microbatch",
+    }
+)  # what others call the keys of --pin
 
 
 def gathered_constraints(
@@ -52,15 +63,19 @@ def parse_pins(texts: Iterable[str], *, option: str = "--pin") -> tuple[Declared
     for text in texts:
         for pair in text.split(","):
             key, equals, value = (part.strip() for part in pair.partition("="))
-            if not equals or not key or not value:
+            if not equals or not key or not value or "=" in value:
                 raise InputError(
                     f"{option} {text!r} is not of the form key=value", fix=f"{option} dp=2,tp=4"
                 )
             name = key.replace("-", "_")
             known = keys_of("pins")
             if name not in known:
-                fix = f"{did_you_mean(name, known)} The keys are {', '.join(known)}."
-                raise InputError(f"{option}: there is no {key!r} to pin", fix=fix)
+                meant = WORDS.get(name)
+                raise InputError(
+                    f"{option}: there is no {key!r} to pin",
+                    expected=f"one of {', '.join(known)}",
+                    fix=f"did you mean {meant!r}?" if meant else nearest(name, known),
+                )
             if name in pins and pins[name].text != f"{name}={value}":
                 raise InputError(f"{option} pins {key} twice: {pins[name].text} and {pair.strip()}")
             pins[name] = declare(f"pins.{name}", value, origin=option, where=f"{option} {key}")

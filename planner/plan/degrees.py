@@ -92,16 +92,24 @@ def _contradiction(
         return InfeasibleError(found, fix="no choice is left: allow one that both have")
     if fields == {"microbatch"}:
         fix = f"pin microbatch={fixed_batch}, or leave it open"
-        return InfeasibleError(f"{found}: the model fixes its batch to {fixed_batch}", fix=fix)
+        return InfeasibleError(f"{found}{_why(fixed_batch)}", fix=fix)
     if "global_batch" in fields:
         near = _nearest_batches(devices, conflict, fixed_batch=fixed_batch)
-        why = "" if fixed_batch is None else f": the model fixes its batch to {fixed_batch}"
         fix = f"the nearest global batch that fits is {near}"
-        return InfeasibleError(f"{found}{why}", fix=fix)
+        return InfeasibleError(f"{found}{_why(fixed_batch)}", fix=fix)
     rest = constraints_of(one for one in constraints.declared if one not in conflict)
     legal = legal_degrees(devices, rest) or legal_degrees(devices, Constraints())
     wanted = (constraints.pipeline, constraints.data, constraints.tensor)
     return InfeasibleError(found, expected=f"legal are {_told(nearest_degrees(legal, wanted))}")
+
+
+def _why(fixed_batch: int | None) -> str:
+    if fixed_batch is None:
+        return ""
+    return (
+        f": the model fixes its batch to {fixed_batch}, the rows that it was traced with, because "
+        "its forward takes their number for a constant (a loop over the rows, len(), tolist())"
+    )
 
 
 def _told(legal: Sequence[Degrees]) -> str:

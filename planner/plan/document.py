@@ -13,6 +13,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from autopar.planner.costs.prediction import Arrangement, Prediction
+from autopar.planner.destination import check_writable
 from autopar.planner.errors import InputError
 from autopar.planner.layouts import OpLayout, ParameterLayout
 from autopar.planner.plan.cluster_document import ClusterDocument, cluster_document, cluster_of
@@ -80,7 +81,8 @@ def write_plan(plan: Plan, path: Path) -> None:
 
 
 def refuse_foreign(path: Path) -> None:
-    """Refuse to write over a file that is there and is not a plan, of whatever version."""
+    """Refuse a place where no file can be, or where one is that is no plan of any version."""
+    check_writable(path)
     if not path.exists():
         return
     try:
@@ -102,17 +104,29 @@ def _umask() -> int:
 def read_plan(path: Path) -> Plan:
     """Return the plan in a file, or in plan.json of a folder."""
     path = path / FILE_NAME if path.is_dir() else path
+    if path.suffix == ".py":
+        raise InputError(
+            f"{path} is a Python file, not a plan", expected=_EXPECTED, fix=_near(path)
+        )
     try:
         source = path.read_text(encoding="utf-8")
     except OSError as error:
         raise InputError(
-            f"the plan cannot be read: {error.strerror}", where=str(path), fix=_PLAN_AGAIN
+            f"the plan cannot be read: {error.strerror}", where=str(path), fix=_near(path)
         ) from None
     except UnicodeDecodeError:
         raise InputError(
             "not a plan: this is no text in UTF-8", where=str(path), expected=_EXPECTED
         ) from None
     return parse_plan(source, where=str(path))
+
+
+def _near(path: Path) -> str:
+    """Return a plan that is near a path that leads to none, or how to make one."""
+    there = path.parent / FILE_NAME
+    if path.parent.is_dir() and there != path and there.is_file():
+        return f"did you mean {there}?"
+    return "autopar plan MODEL --gpus N writes one"
 
 
 _EXPECTED = f"{FILE_NAME} as `autopar plan` writes it"

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InfeasibleError, TimeLimitError
+from autopar.planner.plan.conflict import conflict_text
+from autopar.planner.plan.constraints import Declared
 from autopar.planner.plan.words import arrangement_words
 
 
@@ -18,12 +22,30 @@ def too_late(waiting: int) -> TimeLimitError:
     )
 
 
-def nothing_runs() -> InfeasibleError:
-    """Return the error of a space without any arrangement, whatever the memory."""
+def nothing_runs(conflict: Sequence[Declared], *, devices: int, layers: int) -> InfeasibleError:
+    """Return the error of a space without any arrangement, whatever the memory.
+
+    Where constraints are the cause, `conflict` holds some that cannot be had together.
+    """
+    if not conflict:
+        return InfeasibleError(
+            f"no arrangement of {devices} devices can run the model",
+            fix="use another number of devices",
+        )
     return InfeasibleError(
-        "no arrangement of these devices can run the model under the constraints",
-        fix="loosen the pins and rules, or use another number of devices",
+        f"on {devices} devices no plan satisfies {conflict_text(conflict)}",
+        expected=f"stages of whole layers in the model's order, each with some of its {layers} "
+        "layers that learn"
+        if _is_about_stages(conflict)
+        else "",
+        fix="leave one of them out, or change it"
+        if len(conflict) > 1
+        else "leave it out, or change it",
     )
+
+
+def _is_about_stages(conflict: Sequence[Declared]) -> bool:
+    return any(one.field in ("pipeline", "stages_per_rank", "stages") for one in conflict)
 
 
 def too_large(

@@ -13,7 +13,7 @@ The first prediction that no bound undercuts is the best there is in this space.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from copy import copy
 from dataclasses import replace
 
@@ -29,7 +29,14 @@ from autopar.planner.plan.assembly import Counts, assemble
 from autopar.planner.plan.best_first import Found, Node, Outcome, best_first
 from autopar.planner.plan.bounding import Bounds
 from autopar.planner.plan.candidate import Candidate, Judge, recomputes
-from autopar.planner.plan.constraints import Constraints, Objective, allows
+from autopar.planner.plan.conflict import minimal_conflict
+from autopar.planner.plan.constraints import (
+    Constraints,
+    Declared,
+    Objective,
+    allows,
+    constraints_of,
+)
 from autopar.planner.plan.costing import Costing, Subject, model_flops
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.demands import choices_of, demands_of, layout_rules
@@ -263,13 +270,28 @@ class Explorer:
             return too_late(len(outcome.waiting))
         least = self._roomy().least()
         if least is None:
-            return nothing_runs()
+            return nothing_runs(
+                self._conflict(),
+                devices=self.cluster.size,
+                layers=len(self.subject.layers.layers),
+            )
         return too_large(
             least.arrangement,
             needed_bytes=least.prediction.peak_memory.device_bytes,
             limit_bytes=min(self.judge.demands.limit_bytes.values()),
             cluster=self.cluster,
         )
+
+    def _conflict(self) -> tuple[Declared, ...]:
+        """Return constraints that leave no arrangement together, but do without any one of them."""
+
+        def is_feasible(declared: Sequence[Declared]) -> bool:
+            kept = with_batch(constraints_of(declared), self.cluster, self.subject.graph)
+            explorer = Explorer(self.subject, self.cluster, kept, report=self.report)
+            return explorer._roomy().least() is not None
+
+        declared = self.constraints.declared
+        return minimal_conflict(declared, is_feasible) if declared else ()
 
     def _roomy(self) -> Explorer:
         """Return the search for the plan that needs least memory, were devices endless."""

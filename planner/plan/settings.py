@@ -8,7 +8,7 @@ from enum import Enum
 from types import MappingProxyType
 from typing import Any, TypeVar
 
-from autopar.planner.cluster.reading import did_you_mean
+from autopar.planner.cluster.reading import nearest
 from autopar.planner.cluster.units import parse_bytes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedule import ScheduleKind
@@ -83,7 +83,7 @@ def read_name(value: object, where: str, known: type[Chosen]) -> Chosen:
             f"{value!r} is not known",
             where=where,
             expected=f"one of {', '.join(names)}",
-            fix=did_you_mean(str(value), names),
+            fix=nearest(str(value), names),
         )
     return names[value]
 

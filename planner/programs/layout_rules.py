@@ -111,7 +111,10 @@ def _check_axis(pin: Pin, rules: LayoutRules, graph: Graph, axes: Axes) -> None:
     if not pin.axis:
         return
     if pin.axis in rules.forbidden:
-        raise InfeasibleError(f"{pin.axis} is to be split in {pin.modules!r}, and never anywhere")
+        raise InfeasibleError(
+            f"{pin.axis} is to be split in {pin.modules!r}, and never anywhere",
+            fix="leave out one of the two rules",
+        )
     ops = [op for op in graph.ops if _lies_in(op, pin.modules, graph)]
     for ban in rules.bans:
         if ban.axis == pin.axis and any(_lies_in(op, ban.modules, graph) for op in ops):

@@ -8,10 +8,11 @@ import torch
 
 from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph import Graph
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model_file import ModelFile, ModelMovedError
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import CannotReplayError, convert
 from autopar.planner.trace.export import export
+from autopar.planner.trace.products import check_products
 
 __all__ = ["trace"]
 
@@ -48,6 +49,8 @@ def trace(model_file: ModelFile, *, batch_size: int = TRACED_BATCH) -> Graph:
             subject = build(model_file, device=way.device, dtype=way.dtype, batch_size=batch_size)
             size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
             return _graph(subject)
+        except ModelMovedError:
+            raise
         except (InputError, TraceError) as error:
             failures.append(error)
     raise failures[-1]
@@ -58,6 +61,7 @@ def _graph(subject: Subject) -> Graph:
         graph = convert(export(subject, fold=True))
     except CannotReplayError:
         graph = convert(export(subject, fold=False))
+    check_products(graph)
     if not graph.tensors[graph.loss].requires_grad:
         raise InputError(
             "the loss has no gradient",

@@ -24,17 +24,27 @@ class Step(nn.Module):
     """What is traced: one batch to one loss. The model is its only child, named `model`."""
 
     def __init__(
-        self, model: nn.Module, loss: Callable[..., Any] | None, keys: frozenset[str]
+        self,
+        model: nn.Module,
+        loss: Callable[..., Any] | None,
+        keys: frozenset[str],
+        *,
+        path: Path,
     ) -> None:
         super().__init__()
         self.model = model
         self.loss = loss
         self.keys = keys
+        self.path = path
 
     def run(self, batch: Mapping[str, Any]) -> torch.Tensor:
         """Return the loss of a batch."""
         outputs = self.model(**{key: value for key, value in batch.items() if key in self.keys})
-        return checked_loss(outputs if self.loss is None else self.loss(outputs, batch))
+        if self.loss is None:
+            where = f"{type(self.model).__name__}.forward, and {self.path} has no function `loss`"
+            return checked_loss(outputs, where=where, fix=_NO_LOSS)
+        where = f"loss of {self.path}"
+        return checked_loss(self.loss(outputs, batch), where=where, fix=_ODD_LOSS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,17 +68,18 @@ def build(
 ) -> Subject:
     """Build the model on a device ("meta" takes no memory) and check it and its batch.
 
-    With a dtype, everything of the model's own floating type is cast to it.
+    With a dtype, everything of the model's own floating type is cast to it, unless the batch holds
+    float64: among float64 weights it would not be seen that the two do not match.
     """
     model = _model(model_file, device)
     own = _own_dtype(model)
     raw = _batch(model_file, batch_size)
     keys = _accepted(model, raw, has_loss=model_file.loss is not None, path=model_file.path)
-    if dtype is not None and own is torch.float32:
+    if dtype is not None and own is torch.float32 and not _has_float64(raw):
         model, own = model.to(dtype), dtype
     batch = {key: _placed(value, device, own) for key, value in raw.items()}
     return Subject(
-        step=Step(model, model_file.loss, keys),
+        step=Step(model, model_file.loss, keys, path=model_file.path),
         batch=batch,
         batch_size=batch_size,
         path=model_file.path,
@@ -170,7 +181,15 @@ def _accepted(
     return frozenset(key for key in batch if key in named)
 
 
-def checked_loss(outputs: Any) -> torch.Tensor:
+def _has_float64(batch: Mapping[str, Any]) -> bool:
+    return any(getattr(value, "dtype", None) is torch.float64 for value in batch.values())
+
+
+_NO_LOSS = "return it from the model (alone, first, or as `loss`), or define loss(outputs, batch)"
+_ODD_LOSS = "return one number that backward can start from, such as the mean over the rows"
+
+
+def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch.Tensor:
     """Return the loss in what a model or a loss function returned."""
     loss = outputs
     if isinstance(outputs, Mapping) and "loss" in outputs:
@@ -180,15 +199,16 @@ def checked_loss(outputs: Any) -> torch.Tensor:
     elif isinstance(outputs, (tuple, list)) and outputs:
         loss = outputs[0]
     expected = "a scalar tensor with gradient"
-    fix = "return it from the model (alone, first, or as `loss`), or define loss(outputs, batch)"
     if not isinstance(loss, torch.Tensor):
-        raise InputError(f"the loss is {_kind(loss)}", expected=expected, fix=fix)
-    if loss.dim() != 0:
-        found = f"the loss has shape {list(map(str, loss.shape))}, it is no scalar"
-        raise InputError(found, expected=expected, fix=fix)
-    if not loss.dtype.is_floating_point:
-        raise InputError(f"the loss is of type {loss.dtype}", expected=expected, fix=fix)
-    return loss
+        found = f"the loss is {_kind(loss)}"
+    elif loss.dim() != 0:
+        sizes = ["B" if isinstance(size, torch.SymInt) else str(size) for size in loss.shape]
+        found = f"the loss has shape [{', '.join(sizes)}], it is no scalar"
+    elif not loss.dtype.is_floating_point:
+        found = f"the loss is of type {loss.dtype}"
+    else:
+        return loss
+    raise InputError(found, where=where, expected=expected, fix=fix)
 
 
 def _placed(value: Any, device: str, dtype: torch.dtype) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import linecache
 import logging
 import re
 import warnings
@@ -122,8 +123,18 @@ def _quiet() -> Iterator[None]:
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         r"GuardOnDataDependent|data-dependent|_local_scalar_dense|unbacked",
-        "the model decides on the values of a tensor ({summary})",
+        "the model decides on the values of a tensor ({line})",
         "use torch.where or a mask instead of `if` on tensor values, or compute the value outside",
+    ),
+    (
+        r"numpy",
+        "the model leaves torch for numpy ({summary})",
+        "compute with torch in the forward, or with numpy in the data set",
+    ),
+    (
+        r"argument #1 'indices'",
+        "an embedding is looked up by what are no whole numbers ({summary})",
+        "give whole numbers in example_batch: torch.randint, or .long()",
     ),
     (
         r"does not require grad|element 0 of tensors",
@@ -149,13 +160,19 @@ def told(error: BaseException, subject: Subject) -> TraceError:
     while root.__cause__ is not None:
         root = root.__cause__
     summary = _summary(root)
+    where = failing_place(error, subject.model) or failing_place(root, subject.model)
     text, fix = f"running the model failed: {type(root).__name__}: {summary}", ""
     for pattern, found, remedy in _REASONS:
         if re.search(pattern, f"{type(root).__name__} {root}"):
-            text, fix = found.format(summary=summary), remedy
+            text, fix = found.format(summary=summary, line=_line(where) or summary), remedy
             break
-    where = failing_place(error, subject.model) or failing_place(root, subject.model)
     return TraceError(text, where=where or str(subject.path), fix=fix)
+
+
+def _line(where: str) -> str:
+    """Return the line of code that a place of failing_place is."""
+    place = re.match(r"(.+):(\d+)(, in module|$)", where)
+    return linecache.getline(place[1], int(place[2])).strip() if place else ""
 
 
 def _summary(error: BaseException) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from functools import cache
+import re
 from typing import Any
 
 import torch
@@ -57,18 +57,13 @@ def written_arguments(node: fx.Node) -> tuple[str, ...]:
 
 def location(node: fx.Node) -> str:
     """Return file:line of the innermost frame that is the user's, as the tracer saw it."""
-    lines = [line for line in (node.meta.get("stack_trace") or "").splitlines() if "File" in line]
-    for line in reversed(lines):
-        filename, number = _parsed_frame(line)
+    for filename, number in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
         if not is_library_file(filename):
             return f"{filename}:{number}"
     return ""
 
 
-@cache
-def _parsed_frame(line: str) -> tuple[str, str]:
-    _, filename, rest = line.split('"', 2)
-    return filename, rest.split("line ", 1)[1].split(",", 1)[0]
+_FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in ', re.MULTILINE | re.DOTALL)
 
 
 def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:

@@ -9,7 +9,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from types import MappingProxyType
 
-from autopar.planner.cluster.reading import did_you_mean
+from autopar.planner.cluster.reading import nearest
 from autopar.planner.errors import InputError, gathered
 
 MOST_FAULTS = 20  # told together; a table of another kind would have thousands
@@ -162,19 +162,20 @@ def _records(path: Path) -> list[tuple[int, dict[str, str]]]:
 def _require_columns(names: Sequence[str], path: Path) -> None:
     twice = sorted({name for name in names if list(names).count(name) > 1})
     missing = [name for name in COLUMNS if name not in names]
+    if len(missing) == len(COLUMNS):
+        raise InputError("this is no table of published runs", where=str(path), expected=_EXPECTED)
     faults = [f"the column {name!r} is there twice" for name in twice]
     faults += [f"the column {name!r} is missing{_near(name, names)}" for name in missing]
     if faults:
         told = faults[:MOST_FAULTS]
-        raise gathered(
-            told,
-            where=f"{path}, line 1",
-            fix=f"the first line names the columns: {', '.join(COLUMNS)}",
-        )
+        raise gathered(told, where=f"{path}, line 1", fix=_EXPECTED)
+
+
+_EXPECTED = f"the first line names the columns: {', '.join(COLUMNS)}"
 
 
 def _near(name: str, names: Sequence[str]) -> str:
-    hint = did_you_mean(name, [one for one in names if one not in COLUMNS])
+    hint = nearest(name, [one for one in names if one not in COLUMNS])
     return f" ({hint})" if hint else ""
 
 

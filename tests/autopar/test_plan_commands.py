@@ -267,11 +267,6 @@ def test_diff_tells_what_moved_and_warns(autopar: Autopar, plans: tuple[Path, Pa
     assert json.loads(autopar("diff", *map(str, plans), "--json").out)["changes"]
 
 
-@pytest.mark.parametrize("command", ["plan", "explain", "diff"])
-def test_help_has_an_example(autopar: Autopar, command: str) -> None:
-    assert f"Example: autopar {command} " in autopar(command, "--help").out
-
-
 def test_an_unfinished_search_says_so() -> None:
     console = Console(width=120, record=True, file=open("/dev/null", "w"))  # noqa: PTH123, SIM115
     for part in plan_page(small_plan(proof=proof(gap=0.1, is_complete=False))):

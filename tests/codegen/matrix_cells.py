@@ -189,7 +189,7 @@ KINDS: Mapping[str, Kind] = {
 
 
 # What the planner has to refuse, with what it says.
-_NOTHING_RUNS = "no arrangement of these devices can run the model under the constraints"
+_NOTHING_RUNS = "devices can run the model"
 _UNSPLIT = "no layouts split all that must be split"
 REFUSED: Mapping[tuple[str, str], str] = {
     # the sequence meets attention, where each rank would need all of it

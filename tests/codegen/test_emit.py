@@ -16,9 +16,11 @@ from autopar.codegen.emit import emit, write_script
 from autopar.codegen.subject import ChangedModelError
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
+from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
+from autopar.planner.trace import trace
 from tests.codegen.kinds import KINDS, plan_of
-from tests.codegen.plans import pinned_plan
+from tests.codegen.plans import pinned_plan, plan_for
 
 ROOT = Path(__file__).parents[2]
 LINES_WITHOUT_OPENED = 250
@@ -53,6 +55,39 @@ def test_scripts_pass_mypy_as_they_come_out(tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
     ours = [line for line in done.stdout.splitlines() if str(tmp_path) in line and "error" in line]
     assert not ours, "\n".join(ours)
+
+
+READS_NUMBERS = """
+import torch
+from torch import nn
+
+def build_model():
+    rates = [rate.item() for rate in torch.linspace(0, 0.5, 3)]
+    return nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.Dropout(rate)) for rate in rates))
+
+def example_batch(batch_size):
+    return {"input": torch.randn(batch_size, 4)}
+
+def loss(outputs, batch):
+    return outputs.mean()
+"""
+
+
+def test_a_model_whose_constructor_reads_numbers_gets_a_script(tmp_path: Path) -> None:
+    (tmp_path / "reads_numbers.py").write_text(READS_NUMBERS, encoding="utf-8")
+    file = load_model_file(str(tmp_path / "reads_numbers.py"))
+    plan = plan_for(file, trace(file), (), degrees=(1, 1, 2))
+    assert "import reads_numbers as model_file" in emit(plan, destination=tmp_path / "train.py")
+
+
+def test_a_script_is_not_written_over_its_model_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.py"
+    path.write_text(READS_NUMBERS, encoding="utf-8")
+    file = load_model_file(str(path))
+    plan = plan_for(file, trace(file), (), degrees=(1, 1, 1))
+    with pytest.raises(InputError, match="would replace the file that it is made from"):
+        write_script(plan, tmp_path, force=True)
+    assert path.read_text(encoding="utf-8") == READS_NUMBERS
 
 
 def test_data_parallelism_leaves_every_class_of_the_user_as_it_is(tmp_path: Path) -> None:

@@ -53,7 +53,7 @@ def kept_by_autograd(name: str, *arguments: str, batch: int) -> int:
         return tensor
 
     subject = meta_subject(name, *arguments, batch_size=batch)
-    step = type(subject.step)(model, file.loss, subject.step.keys)
+    step = type(subject.step)(model, file.loss, subject.step.keys, path=file.path)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         step.run(rows)
     return sum(t.untyped_storage().nbytes() for at, t in held.items() if at not in own)

@@ -1,13 +1,17 @@
 """Every plan trains on the same rows."""
 
+import io
+from collections.abc import Iterator
+from contextlib import redirect_stderr
 from itertools import islice
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
-from autopar.runtime.data import RankRows, dataset_batches, placed, synthetic_batches
+from autopar.runtime.data import dataset_batches, placed, synthetic_batches
 from autopar.runtime.mesh import Mesh, start
 from tests.runtime.ranks import run_on_ranks
 
@@ -41,11 +45,21 @@ def _example(size: int) -> dict[str, Tensor]:
     return {"x": torch.randn(size)}
 
 
-def no_rows() -> str:
-    mesh = start(pipeline=1, data=1, tensor=1)
-    with pytest.raises(ValueError, match="empty") as raised:
-        RankRows(Numbers(0), mesh, microbatch=1, seed=0)
-    return str(raised.value)
+class Pairs(Numbers):
+    def __getitem__(self, index: int) -> tuple[int, int]:  # type: ignore[override]
+        return index, index
+
+
+class Stream(IterableDataset[dict[str, Tensor]]):
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        yield {"x": torch.tensor(0.0)}
+
+
+def refusal(dataset: Dataset[Any]) -> str:
+    mesh, told = start(pipeline=1, data=1, tensor=1), io.StringIO()
+    with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
+        dataset_batches(dataset, mesh, microbatch=1, seed=0)
+    return told.getvalue()
 
 
 def widened() -> list[torch.dtype]:
@@ -74,8 +88,17 @@ def test_example_batches_are_cut_alike() -> None:
     assert [a + b for a, b in zip(first, second, strict=True)] == alone
 
 
-def test_an_empty_dataset_is_refused() -> None:
-    assert run_on_ranks(no_rows, 1) == ["the dataset is empty"]
+@pytest.mark.parametrize(
+    ("dataset", "telling"),
+    [
+        (Numbers(0), "the dataset (Numbers) is empty"),
+        (Pairs(), "a row of the dataset (Pairs) is a tuple"),
+        (Stream(), "the dataset (Stream) has no length"),
+    ],
+)
+def test_a_dataset_that_makes_no_batches_is_refused(dataset: Dataset[Any], telling: str) -> None:
+    (told,) = run_on_ranks(refusal, 1, dataset)
+    assert telling in told
 
 
 def test_only_floating_tensors_become_wider() -> None:

@@ -25,7 +25,7 @@ Memory of the fullest device: 10.89 GiB of 76 GiB (14%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 81% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.63 ms (+2.9%): +743.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: db13d8e74fec8730.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 9e382a0130c3c1f9.
 
 from __future__ import annotations
 
@@ -51,6 +51,7 @@ from autopar.runtime.layer_names import is_listed, named
 from autopar.runtime.loss import loss_scales, mean_loss, scale_loss
 from autopar.runtime.mesh import Axis, Mesh, start, stop
 from autopar.runtime.model_parts import names_of, take_classes
+from autopar.runtime.model_source import note_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all, split_randomness
@@ -92,6 +93,8 @@ BUCKET_BYTES = 26214400  # gradients that travel together, beside the backward
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 1024  # of 64 rows
 
 # ---------------------------------------------------------- the classes that the plan changes
+
+MODEL_DIGEST = "77aed949dc829dff"  # of the model file that they are made from
 
 
 class TensorParallelSelfAttention(SelfAttention):
@@ -262,6 +265,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
+    note_changes(model_file, MODEL_DIGEST, mesh)
     model, recipe = built(mesh, options.dtype)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -303,6 +307,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
+    if options.steps < 1 or options.log_every < 1:
+        parser.error("--steps and --log-every count from 1")
     options.dtype = DTYPES[options.dtype]
     return options
 

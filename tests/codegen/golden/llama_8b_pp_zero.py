@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 2716184e8307f08c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 12a9208c516f9e68.
 
 from __future__ import annotations
 
@@ -48,6 +48,7 @@ from autopar.runtime.layer_names import numbered
 from autopar.runtime.loss import loss_scales, mean_loss
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart, submodules
+from autopar.runtime.model_source import note_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.progress import Progress
@@ -89,6 +90,8 @@ STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 64 rows
 
 # ---------------------------------------------------------- the classes that the plan changes
+
+MODEL_DIGEST = "80ff848d99af9d7f"  # of the model file that they are made from
 
 
 class FirstStage(Llama):
@@ -203,6 +206,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
+    note_changes(model_file, MODEL_DIGEST, mesh)
     model, recipe = built(mesh, options.dtype)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -242,6 +246,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
+    if options.steps < 1 or options.log_every < 1:
+        parser.error("--steps and --log-every count from 1")
     options.dtype = DTYPES[options.dtype]
     return options
 

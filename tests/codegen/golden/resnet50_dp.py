@@ -20,7 +20,7 @@ Memory of the fullest device: 6.346 GiB of 76 GiB (8%)
 
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 89% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: f579ba30faacf821.
+# Written by autopar 0.1.0, which never overwrites changes by hand: bbe28e0947656640.
 
 from __future__ import annotations
 
@@ -203,6 +203,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
+    if options.steps < 1 or options.log_every < 1:
+        parser.error("--steps and --log-every count from 1")
     options.dtype = DTYPES[options.dtype]
     return options
 

@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 26bdd9bf0f7441f3.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a5a4d12e679b9505.
 
 from __future__ import annotations
 
@@ -46,6 +46,7 @@ from autopar.runtime.layer_names import numbered
 from autopar.runtime.loss import loss_scales, mean_loss
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart
+from autopar.runtime.model_source import note_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.progress import Progress
@@ -87,6 +88,8 @@ STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 512  # of 32 rows
 
 # ---------------------------------------------------------- the classes that the plan changes
+
+MODEL_DIGEST = "7ece4e6eb1b9e75d"  # of the model file that they are made from
 
 
 class FirstStage(T5):
@@ -208,6 +211,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR)
+    note_changes(model_file, MODEL_DIGEST, mesh)
     model, recipe = built(mesh, options.dtype)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -247,6 +251,8 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
+    if options.steps < 1 or options.log_every < 1:
+        parser.error("--steps and --log-every count from 1")
     options.dtype = DTYPES[options.dtype]
     return options
 

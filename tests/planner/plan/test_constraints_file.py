@@ -20,6 +20,7 @@ from autopar.planner.plan.constraints import (
 )
 from autopar.planner.plan.constraints_file import parse_constraints, read_constraints
 from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.degrees import legal_degrees
 from autopar.planner.plan.settings import SETTINGS
 from autopar.planner.precision import Precision
 
@@ -37,7 +38,7 @@ def test_the_example_of_the_docs_says_what_its_comments_say() -> None:
     assert constraints.objective is Objective.STEP_TIME
     assert constraints.global_batch == 512
     assert constraints.precision is Precision.BF16
-    assert (constraints.pipeline, constraints.data, constraints.tensor) == (2, 2, 4)
+    assert legal_degrees(8, constraints) == ((2, 2, 2),)  # so that it can be tried as it stands
     assert (constraints.max_pipeline, constraints.max_data, constraints.max_tensor) == (8, 64, 8)
     assert constraints.memory == MemoryLimit(size_bytes=70 * 2**30)
     assert constraints.zero_levels == (Zero.OPTIMIZER,)
@@ -45,8 +46,8 @@ def test_the_example_of_the_docs_says_what_its_comments_say() -> None:
     assert constraints.compression == (False, True)
     assert constraints.bucket_bytes == (25 * 2**20, 100 * 2**20)
     assert constraints.splits == (SplitRule(modules="lm_head", axis="vocab", is_required=False),)
-    assert constraints.stages == (StagePin(modules="transformer.wte", stage=0),)
-    assert constraints.recompute == (RecomputePin(modules="transformer.h.*", mode=Recompute.FULL),)
+    assert constraints.stages == (StagePin(modules="wte", stage=0),)
+    assert constraints.recompute == (RecomputePin(modules="h.*", mode=Recompute.FULL),)
 
 
 def test_the_docs_show_every_setting() -> None:

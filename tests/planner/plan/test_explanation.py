@@ -201,6 +201,18 @@ def test_a_plan_does_not_differ_from_itself() -> None:
     assert all(figure.before == figure.after for figure in same.figures)
 
 
+@pytest.mark.parametrize(("usd_per_hour", "told"), [(5.0, True), (None, False)])
+def test_the_price_of_what_is_trained_on_is_told_where_both_prices_are_known(
+    usd_per_hour: float | None, *, told: bool
+) -> None:
+    plan, parts = small_plan("gpt2.py"), axes_and_layers("gpt2.py")
+    dearer = replace(plan, machines=replace(plan.machines, usd_per_hour=usd_per_hour))
+    figures = compare(plan, dearer, parts=parts, other_parts=parts).figures
+    prices = [(one.before, one.after) for one in figures if one.unit == "USD"]
+    # 16 rows in a step of 0.01 s are 1,600 a second: 2.5 USD / 3600 s / 1600 × a million
+    assert prices == ([pytest.approx((0.434028, 0.868056), rel=1e-5)] if told else [])
+
+
 def test_what_moved_is_told_in_words() -> None:
     parts = axes_and_layers("gpt2.py")
     found = compare(small_plan("gpt2.py"), split_plan(), parts=parts, other_parts=parts)

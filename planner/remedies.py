@@ -1,0 +1,87 @@
+"""Says what to do about a model file that is not there, lacks something or raises an error."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from difflib import get_close_matches
+from importlib.metadata import packages_distributions
+from pathlib import Path
+from types import MappingProxyType, ModuleType
+
+_ON_DEVICE = "leave the device out: the emitted script moves the model and each batch"
+_KNOWN = (
+    ("not compiled with CUDA", _ON_DEVICE),
+    ("Found no NVIDIA driver", _ON_DEVICE),
+    ("No CUDA GPUs are available", _ON_DEVICE),
+    ("out of meta tensor", _ON_DEVICE),  # Module.to of a model that is built without memory
+    (
+        "no known parent package",
+        "import it without the dot: the folder of the model file is on the path",
+    ),
+    (
+        "can't allocate memory",
+        "make tensors where torch.device says, and read no values: planning needs no memory then",
+    ),
+)
+
+INSTEAD = MappingProxyType(
+    {
+        ".ipynb": "jupyter nbconvert --to script makes a Python file of a notebook",
+        ".json": "of a plan that is there, autopar emit, explain, verify and dryrun take the file",
+    }
+)
+
+
+def nearest_file(path: Path) -> str:
+    """Return where a file is that was meant by a wrong path, as far as it can be guessed."""
+    module, _, function = path.name.rpartition(".")
+    as_module = path.parent / f"{path.name.replace('.', '/')}.py"
+    if module.endswith(".py") and (path.parent / module).is_file():
+        return f"did you mean {path.parent / module}:{function}?"
+    if as_module.is_file():
+        return f"did you mean {as_module}?"
+    folder = path.parent if path.parent.is_dir() else Path()
+    near = get_close_matches(path.name, [p.name for p in folder.glob("*.py")], n=1)
+    if near:
+        return f"did you mean {folder / near[0]}?"
+    if path.suffix:
+        return f"check the path: it is seen from {Path.cwd()}"
+    return "write a model file; for one of Hugging Face see docs/model-file.md"
+
+
+def instead_of(name: str, path: Path, module: ModuleType) -> str:
+    """Return what to do about a function that is not there, from what is."""
+    own = {key: value for key, value in vars(module).items() if not key.startswith("_")}
+    functions = [key for key, value in own.items() if inspect.isroutine(value)]
+    near = get_close_matches(name, functions, n=1)
+    if near:
+        return f"did you mean {near[0]}?"
+    classes = [
+        key
+        for key, value in own.items()
+        if isinstance(value, type) and value.__module__ == module.__name__
+    ]
+    made = [one for one in functions if inspect.getmodule(own[one]) is module]
+    if name == "build_model" and made:
+        return f"define it, or name the function that builds the model: {path.name}:{made[0]}"
+    if name == "build_model" and classes:
+        return f"define it: def build_model(): return {classes[-1]}(…)"
+    return f"define it in {path.name}"
+
+
+def remedy(error: BaseException, path: Path) -> str:
+    """Return what to do, or nothing; `path` is the model file."""
+    if isinstance(error, ModuleNotFoundError) and error.name:
+        return _missing(error.name.partition(".")[0], path)
+    return next((fix for telling, fix in _KNOWN if telling in str(error)), "")
+
+
+def _missing(name: str, path: Path) -> str:
+    """Return how to come by a module: from a folder above the file, by its right name, by pip."""
+    for folder in path.parents:
+        if (folder / name).is_dir() or (folder / f"{name}.py").is_file():
+            return f"run with PYTHONPATH={folder}, where {name} is"
+    near = get_close_matches(name, packages_distributions(), n=1, cutoff=0.8)
+    meant = f"did you mean {near[0]}? Otherwise " if near else ""
+    return f"{meant}install the package that has it for {sys.executable}"

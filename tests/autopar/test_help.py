@@ -1,0 +1,49 @@
+"""The examples in the help of every command are commands that work."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+import autopar
+from autopar.lazy_commands import FUNCTIONS, LazyCommands
+from tests.autopar.commands import run
+from tests.planner.validation.rows import table_text
+
+# Those that are quick, each after the one that makes what it reads.
+RUN = ("doctor", "inspect", "plan", "explain", "emit", "diff", "validate")
+
+
+def example(command: str) -> list[str]:
+    """Return the words of the example in a command's help, without `autopar` and its name."""
+    text = " ".join((LazyCommands()[command].help or "").split())
+    found = re.search(rf"Example: autopar {command}\b ?(.*)$", text)
+    assert found, f"the help of {command} has no example at its end"
+    return shlex.split(found[1])
+
+
+@pytest.mark.parametrize("command", FUNCTIONS)
+def test_the_example_of_a_command_is_understood_to_its_last_word(command: str) -> None:
+    context = LazyCommands()[command].make_context(command, example(command))
+    assert not context.args
+
+
+def test_the_examples_run_one_after_another(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("models_zoo").symlink_to(Path(autopar.__file__).parent / "models_zoo")
+    Path("runs.csv").write_text(table_text({}), encoding="utf-8")
+    for folder in ("before", "after"):
+        Path(folder).symlink_to("out")
+    for command in RUN:
+        ran = run(monkeypatch, capsys, command, *example(command))
+        assert (ran.code, ran.err) == (0, ""), command
+        assert ran.out
+    written = {"out/plan.json", "out/train.py", "train.py", "predictions.csv"}
+    assert all(Path(name).is_file() for name in written)

@@ -1,0 +1,182 @@
+"""Mistakes in the options and files of `autopar plan`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.plan.plan import Plan
+from tests.autopar.mistakes import MODEL, Mistake, assert_clear, changed, commit
+
+CPUS = ("--gpus", "2", "--device", "cpu", "--global-batch", "8", "--precision", "fp32")
+PLAN = ("plan", "model.py", *CPUS)
+RULES = (*PLAN, "-c", "rules.toml")
+
+
+def device(name: str, *telling: str) -> Mistake:
+    arguments = ("plan", "model.py", "--gpus", "8", "--device", name)
+    return Mistake(arguments=arguments, files=changed(""), telling=(f"'{name}' is not", *telling))
+
+
+def pin(text: str, *telling: str, code: int = 2) -> Mistake:
+    arguments = (*PLAN, "--pin", text)
+    return Mistake(arguments=arguments, files=changed(""), telling=telling, code=code)
+
+
+def memory(text: str, *telling: str) -> Mistake:
+    return Mistake(arguments=(*PLAN, "--memory", text), files=changed(""), telling=telling)
+
+
+def rules(text: str, *telling: str, code: int = 2) -> Mistake:
+    files = changed("") | {"rules.toml": text}
+    return Mistake(arguments=RULES, files=files, telling=telling, code=code)
+
+
+def machines(text: str, *telling: str) -> Mistake:
+    arguments = ("plan", "model.py", "--cluster", "machines.toml")
+    return Mistake(
+        arguments=arguments, files=changed("") | {"machines.toml": text}, telling=telling
+    )
+
+
+def output(folder: str, *telling: str, model: str = "model.py", more: str = "") -> Mistake:
+    arguments = ("plan", model, *CPUS, "-o", folder, *more.split())
+    return Mistake(arguments=arguments, files={model: MODEL, "taken": ""}, telling=telling)
+
+
+def stages(*pairs: tuple[str, int]) -> str:
+    return "".join(f'[[stages]]\nmodules = "{name}"\nstage = {stage}\n' for name, stage in pairs)
+
+
+MISTAKES = {
+    "a misspelt device": device("h100-smx", "did you mean 'h100-sxm'?"),
+    "cuda for a device": device("cuda", "leave the name out to take the GPUs of this machine"),
+    "a device that nobody knows": device("zx81", "one of v100-16gb-sxm", "docs/cluster-file.md"),
+    "no devices": Mistake(
+        arguments=("plan", "model.py", "--gpu", "8"),
+        files=changed(""),
+        telling=("No such option: --gpu", "--gpus"),
+    ),
+    "the rows of a microbatch": Mistake(
+        arguments=(*PLAN, "--batch", "8"),
+        files=changed(""),
+        telling=("No such option: --batch", "--global-batch"),
+    ),
+    "a time in words": Mistake(
+        arguments=(*PLAN, "--time-limit", "1min"),
+        files=changed(""),
+        telling=("Invalid value for '--time-limit'",),
+    ),
+    "float32 for fp32": Mistake(
+        arguments=(*PLAN, "--precision", "float32"),
+        files=changed(""),
+        telling=("one of fp32, bf16", "did you mean 'fp32'?"),
+    ),
+    "a pin by its long name": pin("tensor=2", "there is no 'tensor' to pin", "mean 'tp'?"),
+    "a misspelt pin": pin("td=2", "there is no 'td' to pin", "did you mean 'tp'?"),
+    "pins joined by a semicolon": pin("dp=1;tp=2", "is not of the form key=value", "dp=2,tp=4"),
+    "pins joined by a space": pin("dp=1 tp=2", "is not of the form key=value"),
+    "a degree of nothing": pin("tp=0", "'0' is not a count", "at: --pin tp"),
+    "a schedule in capitals": pin("schedule=1F1B", "did you mean '1f1b'?"),
+    "more stages than layers": pin(
+        "stages_per_rank=9", "on 2 devices no plan satisfies stages_per_rank=9 (--pin)", code=3
+    ),
+    "more stages than the model has layers": Mistake(
+        arguments=("plan", "model.py", "--gpus", "8", "--device", "cpu", "--pin", "pp=8"),
+        files=changed(""),
+        telling=("on 8 devices no plan satisfies pp=8 (--pin)", "some of its 4 layers"),
+        code=3,
+    ),
+    "a unit in small letters": memory("3gb", "unknown unit 'gb'", "did you mean 3 GB?"),
+    "a unit without its B": memory("3G", "unknown unit 'G'", "did you mean 3 GB?"),
+    "a share without its sign": memory("90", "'90' has no unit"),
+    "more rows than the model's code takes": Mistake(
+        arguments=PLAN,
+        files={"model.py": MODEL.replace("self.embed(x)", "self.embed(torch.stack(list(x)))")},
+        telling=("the model fixes its batch to 7", "a loop over the rows", "7 or 14"),
+        code=3,
+    ),
+    "pins outside of their section": rules("tp = 2", "'tp' stands before any section", "[pins]"),
+    "a misspelt section": rules("[pin]\ntp = 2", "unknown key 'pin'", "line 1", "mean 'pins'?"),
+    "a cluster file for rules": rules("[[nodes]]\n", "this is a cluster file", "--cluster"),
+    "a misspelt word at the top": rules(
+        'objective = "fast"', "rules.toml, line 1, objective", "one of step-time, memory, cost"
+    ),
+    "a rule in single brackets": rules("[splits]\n", "splits is not a list", "[[splits]]"),
+    "a module on two stages": rules(
+        stages(("blocks.0", 0), ("blocks.0", 1)),
+        "blocks.0 on stage 0 (rules.toml, line 1) and blocks.0 on stage 1 (rules.toml, line 4)",
+        code=3,
+    ),
+    "a pattern against one of its modules": rules(
+        stages(("blocks.*", 0), ("blocks.1", 1)),
+        "blocks.* on stage 0 (rules.toml, line 1) and blocks.1 on stage 1 (rules.toml, line 4)",
+        code=3,
+    ),
+    "stages without a pipeline": rules(
+        "[pins]\ndp = 2\n" + stages(("blocks.2", 1)),
+        "dp=2 (rules.toml, line 2) and blocks.2 on stage 1 (rules.toml, line 3)",
+        "leave one of them out",
+        code=3,
+    ),
+    "a stage that is not there": rules(stages(("embed", 9)), "there is no stage 9"),
+    "an axis to be split and not to be split": rules(
+        '[pins]\ntp = 2\n[[splits]]\naxis = "batch"\nrule = "require"\n'
+        '[[splits]]\naxis = "batch"\nrule = "forbid"\n',
+        "batch is to be split in '*', and never anywhere",
+        "leave out one of the two rules",
+        code=3,
+    ),
+    "a constraints file for machines": machines("[pins]\n", "a constraints file", "--constraints"),
+    "nodes in single brackets": machines("[nodes]\n", "no nodes are described", "[[nodes]]"),
+    "a device of the file misspelt": machines(
+        '[[nodes]]\ndevice = "h100-smx"\n', "machines.toml, line 2", "did you mean 'h100-sxm'?"
+    ),
+    "a bandwidth without a unit": machines(
+        '[[nodes]]\ndevice = "h100-sxm"\n[network]\nlike = "efa2"\nbandwidth = "200"\n',
+        "'200' has no unit",
+        "machines.toml, line 5, network.bandwidth",
+    ),
+    "a file for a folder": output("taken", "taken is a file, not a folder", "with -o"),
+    "a folder below a file": output("taken/a/b", "taken is a file, not a folder"),
+    "the model file where the script goes": output(
+        ".", "the script would replace the file that it is made from", model="train.py"
+    ),
+    "the same by force": output(
+        ".", "the script would replace the file", model="train.py", more="--force"
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_in_planning_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    mistake: Mistake,
+) -> None:
+    assert_clear(commit(monkeypatch, capsys, tmp_path, mistake), mistake)
+
+
+@pytest.mark.parametrize(
+    ("error", "code", "telling"),
+    [(KeyboardInterrupt, 130, ""), (MemoryError, 5, "out of memory")],
+)
+def test_a_search_that_is_ended_leaves_no_plan_and_no_traceback(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    error: type[BaseException],
+    code: int,
+    telling: str,
+) -> None:
+    def ended(*_: object, **__: object) -> Plan:
+        raise error
+
+    monkeypatch.setattr("autopar.planner.plan.search.search", ended)
+    mistake = Mistake(arguments=PLAN, files=changed(""), telling=(telling,), code=code)
+    ran = commit(monkeypatch, capsys, tmp_path, mistake)
+    assert (ran.code, ran.out) == (code, "")
+    assert telling in ran.err
+    assert "Traceback" not in ran.err

@@ -1,0 +1,268 @@
+"""Mistakes with plan.json, with the script, and with the commands that read them."""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from autopar.codegen.emit import write_script
+from autopar.commands.plan import make_plan
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.document import write_plan
+from tests.autopar.mistakes import MODEL, Mistake, assert_clear, commit
+
+Files = Mapping[str, str]
+READERS = ("explain", "emit", "verify", "dryrun")
+PINS = ("tp=2",)
+DEMANDS = {"global_batch": "8", "precision": "fp32"}
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Files:
+    """Return model.py, plan.json and train.py of a small model on two processes."""
+    folder = tmp_path_factory.mktemp("planned")
+    (folder / "model.py").write_text(MODEL, encoding="utf-8")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        constraints = gathered_constraints(PINS, DEMANDS, None)
+        plan = make_plan(
+            "model.py", (), choose_cluster(2, "cpu"), constraints, time_limit_seconds=None
+        )
+        write_plan(plan, Path("plan.json"))
+        write_script(plan, Path())
+    return {
+        name: (folder / name).read_text(encoding="utf-8")
+        for name in ("model.py", "plan.json", "train.py")
+    }
+
+
+NO_PLANS = {
+    "a misspelt plan": Mistake(
+        arguments=("plna.json",), telling=("the plan cannot be read", "did you mean plan.json?")
+    ),
+    "the model for the plan": Mistake(
+        arguments=("model.py",),
+        telling=("model.py is a Python file, not a plan", "did you mean plan.json?"),
+    ),
+    "a folder without a plan": Mistake(
+        arguments=("empty",),
+        files={"empty/notes.txt": ""},
+        telling=("the plan cannot be read", "at: empty/plan.json", "autopar plan MODEL"),
+    ),
+    "a plan that is cut off": Mistake(
+        arguments=("cut.json",),
+        files={"cut.json": '{"format": 1, "autopar'},
+        telling=("damaged or cut off", "cut.json, line 1", "plan again"),
+    ),
+    "another program's file": Mistake(
+        arguments=("other.json",),
+        files={"other.json": '{"mine": 1}'},
+        telling=("this JSON file is not a plan",),
+    ),
+    "a plan of a later autopar": Mistake(
+        arguments=("later.json",),
+        files={"later.json": '{"format": 99, "autopar": "9.0"}'},
+        telling=("autopar 9.0 wrote this plan in format 99", "update autopar"),
+    ),
+    "bytes": Mistake(
+        arguments=("bytes.json",),
+        files={"bytes.json": b"\xff\xfe\x00"},
+        telling=("this is no text in UTF-8",),
+    ),
+}
+
+
+@pytest.mark.parametrize("command", READERS)
+@pytest.mark.parametrize("mistake", NO_PLANS.values(), ids=NO_PLANS)
+def test_what_is_no_plan_is_told_by_every_command_that_reads_one(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+    *,
+    command: str,
+    mistake: Mistake,
+) -> None:
+    wrong = Mistake(
+        arguments=(command, *mistake.arguments),
+        files={**planned, **mistake.files},
+        telling=mistake.telling,
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path, wrong), wrong)
+
+
+IN_THE_WAY = "the script would replace the file that it is made from"
+MISTAKES = {
+    "diff of a plan and a model": Mistake(
+        arguments=("diff", "plan.json", "model.py"), telling=("model.py is a Python file",)
+    ),
+    "diff of one plan": Mistake(arguments=("diff", "plan.json"), telling=("Missing argument 'B'",)),
+    "a stage that is not there": Mistake(
+        arguments=("explain", "plan.json", "--stage", "1"),
+        telling=("there is no stage 1", "0 to 0"),
+    ),
+    "a question without a value": Mistake(
+        arguments=("explain", "plan.json", "--why-not", "tp"), telling=("--why-not dp=2,tp=4",)
+    ),
+    "a rank that is not there": Mistake(
+        arguments=("dryrun", "plan.json", "--rank", "2"), telling=("there is no rank 2", "0 to 1")
+    ),
+    "all ranks": Mistake(
+        arguments=("dryrun", "plan.json", "--rank", "all"), telling=("Invalid value for '--rank'",)
+    ),
+    "no steps": Mistake(
+        arguments=("verify", "plan.json", "--steps", "0"), telling=("Invalid value for '--steps'",)
+    ),
+    "a tolerance below nothing": Mistake(
+        arguments=("verify", "plan.json", "--tolerance", "-1"),
+        telling=("Invalid value for '--tolerance'",),
+    ),
+    "a script over the model": Mistake(
+        arguments=("emit", "plan.json", "-o", "model.py", "--force"), telling=(IN_THE_WAY,)
+    ),
+    "a script over the plan": Mistake(
+        arguments=("emit", "plan.json", "-o", "plan.json", "--force"), telling=(IN_THE_WAY,)
+    ),
+    "a script over a folder": Mistake(
+        arguments=("emit", "plan.json", "-o", "folder"),
+        files={"folder/notes.txt": ""},
+        telling=("folder is a folder, not a file",),
+    ),
+    "a standalone folder over a file": Mistake(
+        arguments=("emit", "plan.json", "--standalone", "-o", "model.py"),
+        telling=("model.py is a file, not a folder",),
+    ),
+    "a standalone folder that holds a file named autopar": Mistake(
+        arguments=("emit", "plan.json", "--standalone", "-o", "folder"),
+        files={"folder/autopar": ""},
+        telling=("folder/autopar is a file, not a folder",),
+    ),
+    "measurements over a folder": Mistake(
+        arguments=("profile", "model.py", "-o", "folder"),
+        files={"folder/notes.txt": ""},
+        telling=("folder is a folder, not a file",),
+    ),
+    "measurements over the model": Mistake(
+        arguments=("profile", "model.py", "-o", "model.py"),
+        telling=("the measurements are damaged", "at: model.py"),
+    ),
+    "a table that is none": Mistake(
+        arguments=("validate", "model.py"), telling=("this is no table of published runs",)
+    ),
+    "no table": Mistake(arguments=("validate", "runs.csv"), telling=("cannot read the table",)),
+    "an argument for doctor": Mistake(
+        arguments=("doctor", "model.py"), telling=("unexpected extra argument",)
+    ),
+}
+
+
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
+def test_a_mistake_with_a_plan_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+    *,
+    mistake: Mistake,
+) -> None:
+    wrong = Mistake(
+        arguments=mistake.arguments,
+        files={**planned, **mistake.files},
+        telling=mistake.telling,
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path, wrong), wrong)
+
+
+@pytest.mark.parametrize("command", ["emit", "verify", "dryrun"])
+def test_a_model_that_is_gone_or_has_changed_is_told(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+    *,
+    command: str,
+) -> None:
+    gone = Mistake(
+        arguments=(command, "plan.json"),
+        files={"plan.json": planned["plan.json"]},
+        telling=("the plan is for model.py, which is neither here nor beside the plan",),
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path, gone), gone)
+    changed = Mistake(
+        arguments=(command, "plan.json"),
+        files={**planned, "model.py": planned["model.py"] + "# another one\n"},
+        telling=("has changed since it was planned for", "plan again"),
+        code=6,
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path, changed), changed)
+
+
+def test_a_model_that_this_machine_cannot_train_is_refused_before_it_is_tried(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+) -> None:
+    parameters = 4 * 8 + 8 + 3 * (8 * 8 + 8)  # embed and three blocks
+    monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": parameters, "SC_PHYS_PAGES": 31}.get)
+    large = Mistake(
+        arguments=("verify", "plan.json"),
+        files=planned,
+        telling=("to train model in float64, and this machine has", "a small model", "--arg"),
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path, large), large)
+
+
+def test_a_script_of_bytes_is_not_the_one_of_the_plan(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+) -> None:
+    check = Mistake(
+        arguments=("emit", ".", "--check"), files={**planned, "train.py": b"\xff\xfe"}, telling=()
+    )
+    ran = commit(monkeypatch, capsys, tmp_path, check)
+    assert (ran.code, ran.err) == (1, "")
+    assert "train.py is not the script of this plan" in ran.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "world", "code", "telling"),
+    [
+        ((), "", 6, "this plan needs 2 processes, and 1 started"),
+        ((), "3", 6, "torchrun --nproc-per-node 2"),
+        (("--steps", "0"), "2", 2, "--steps and --log-every count from 1"),
+        (("--log-every", "0"), "2", 2, "--steps and --log-every count from 1"),
+        (("--stesp", "3"), "2", 2, "unrecognized arguments: --stesp"),
+        (("--dtype", "fp16"), "2", 2, "invalid choice: 'fp16'"),
+    ],
+)
+def test_a_script_that_is_started_wrongly_says_how_to_start_it(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+    *,
+    arguments: tuple[str, ...],
+    world: str,
+    code: int,
+    telling: str,
+) -> None:
+    for name, text in planned.items():
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.delitem(sys.modules, "model", raising=False)  # of another test
+    monkeypatch.setattr(sys, "argv", ["train.py", *arguments])
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("WORLD_SIZE", world or "1")
+    with pytest.raises(SystemExit) as left:
+        runpy.run_path(str(tmp_path / "train.py"), run_name="__main__")
+    assert left.value.code == code
+    assert telling in capsys.readouterr().err
