@@ -85,9 +85,8 @@ def plan(
         measured=measured,
     )
     write_plan(found, output / FILE_NAME)
-    script = write_script(
-        found, output, force=force
-    )  # before a page that may not be read to its end
+    # Both files are there before the page, which may not be read to its end.
+    script = write_script(found, output, force=force)
     if as_json:
         print(json.dumps(summary(found), indent=2))
         return
