@@ -10,8 +10,9 @@ with S_k the least Σ F of stages up to the top of band k, a round takes
 
     A · T + Σ F  ≥  TS(a,b)  =  min over bands k of  A · max(T(a,b), bottom of k) + S_k(a,b)
 
-which is exact once every band holds one value. Rounds follow each other, so a path over their
-boundaries bounds the objective, and with it what T and U of a round may be in a plan below an aim:
+which is exact once every band holds one value. Only values that T can have in a plan below an aim
+are divided, as a first bound with one band tells them. Rounds follow each other, so a path over
+their boundaries bounds the objective, and with it what T and U of a round may be in such a plan:
 
     bound       =  min over 0 = a_0 < a_1 < … = n of  Σ over rounds  TS + C · U
     most for T  =  (aim − bound of all other rounds − S(a,b) − C · U(a,b)) / A
@@ -19,7 +20,7 @@ boundaries bounds the objective, and with it what T and U of a round may be in a
 """
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import numpy.typing as npt
@@ -29,6 +30,7 @@ from autopar.planner.programs.stage_options import NEVER, Ticks
 from autopar.planner.programs.stage_problem import StageLimits
 
 Floats = npt.NDArray[np.float64]
+Band = tuple[int, int]  # the least value in it and the greatest
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -81,6 +83,15 @@ class Rounds:
         """Return what U may be in a plan below an aim, for an interval [first or 0, stop]."""
         return self._most(turn, aim, self.rounds[turn].together, self.weights.step)
 
+    def range_of(self, turn: int, aim: float) -> tuple[float, float]:
+        """Return the least and the most that T may be in a plan below an aim."""
+        cost = self.rounds[turn].cost(self.weights)
+        others = self.before[turn][: len(cost), None] + self.after[turn + 1][None, :]
+        slowest = self.rounds[turn].slowest[others + cost < aim]
+        if not slowest.size:
+            return np.inf, -np.inf
+        return float(slowest.min()), float(self.most_ticks(turn, aim).max())
+
     def _most(self, turn: int, aim: float, rest: Floats, weight: int) -> Floats:
         """Return the most over all rounds around an interval: begun by then, not ended before."""
         cost = self.rounds[turn].cost(self.weights)
@@ -92,15 +103,30 @@ class Rounds:
         return np.maximum.accumulate(begun[:, ::-1], axis=1)[:, ::-1]
 
 
-def bound_rounds(costs: Ticks, steps: Ticks, limits: StageLimits, *, bands: int) -> Rounds:
-    """Return the bounds of all rounds for times [stage, first, length − 1], with so many bands."""
+def bound_rounds(
+    costs: Ticks, steps: Ticks, limits: StageLimits, *, bands: int, aim: float
+) -> Rounds:
+    """Return the bounds of all rounds for times [stage, first, length − 1], with so many bands.
+
+    These divide the values that T can have in a plan below the aim, as one band bounds them.
+    """
     turns, weights = limits.stages_per_rank, Weights.of(limits)
-    has_steps = bool(np.where(steps < NEVER, steps, 0).any())
-    rounds = []
-    for own, own_steps in zip(np.split(costs, turns), np.split(steps, turns), strict=True):
-        slowest = _least(own, np.maximum, is_only=turns == 1)
-        step = _least(own_steps, np.maximum, is_only=turns == 1) if has_steps else 0 * slowest
-        rounds.append(_round(own, slowest, step, weight=weights.bottleneck, bands=bands))
+    if not bool(np.where(steps < NEVER, steps, 0).any()):
+        steps = np.zeros_like(steps)
+    split = np.split(costs, turns)
+    pairs = zip(split, np.split(steps, turns), strict=True)
+    rounds = _joined([_round(own, its, limits) for own, its in pairs], weights)
+    if bands == 1 or not weights.bottleneck:
+        return rounds
+    ranges = [rounds.range_of(turn, aim) for turn in range(turns)]
+    finer = [
+        _finer(one, own, _bands(own, within, bands), weight=weights.bottleneck)
+        for one, own, within in zip(rounds.rounds, split, ranges, strict=True)
+    ]
+    return _joined(finer, weights)
+
+
+def _joined(rounds: Sequence[Round], weights: Weights) -> Rounds:
     each = [one.cost(weights) for one in rounds]
     return Rounds(
         weights=weights,
@@ -112,25 +138,51 @@ def bound_rounds(costs: Ticks, steps: Ticks, limits: StageLimits, *, bands: int)
     )
 
 
-def _round(costs: Ticks, slowest: Ticks, step: Ticks, *, weight: int, bands: int) -> Round:
-    """Return the floors of a round, with T and Σ F taken together band by band."""
-    together, band_top = np.full(slowest.shape, np.inf), np.full_like(slowest, NEVER)
-    total = slowest
-    for bottom, top in _bands(costs, bands if weight else 1):
-        total = _least(np.where(costs <= top, costs, NEVER), np.add, is_only=len(slowest) == 1)
-        cost = float(weight) * np.maximum(slowest, bottom) + total
+def _round(costs: Ticks, steps: Ticks, limits: StageLimits) -> Round:
+    """Return the floors of a round, all values of T in one band."""
+    is_only = limits.stages_per_rank == 1
+    slowest = _least(costs, np.maximum, is_only=is_only)
+    total = _least(costs, np.add, is_only=is_only)
+    step = _least(steps, np.maximum, is_only=is_only) if steps.any() else 0 * slowest
+    together = float(Weights.of(limits).bottleneck) * slowest + total
+    return Round(
+        slowest=slowest,
+        total=total,
+        step=step,
+        together=np.where(total < NEVER, together, np.inf),
+        band_top=np.full_like(slowest, NEVER),
+    )
+
+
+def _finer(one: Round, costs: Ticks, bands: Sequence[Band], *, weight: int) -> Round:
+    """Return the floors of a round with T and Σ F taken together band by band."""
+    together, band_top = np.full(one.slowest.shape, np.inf), np.full_like(one.slowest, NEVER)
+    for bottom, top in bands:
+        total = one.total  # what it is where a band leaves nothing out
+        if top < NEVER:
+            within = np.where(costs <= top, costs, NEVER)
+            total = _least(within, np.add, is_only=len(one.slowest) == 1)
+        cost = float(weight) * np.maximum(one.slowest, bottom) + total
         is_better = (total < NEVER) & (cost < together)
         together = np.where(is_better, cost, together)
         band_top = np.where(is_better, top, band_top)
-    # the last band leaves nothing out: its total is the least of all
-    return Round(slowest=slowest, total=total, step=step, together=together, band_top=band_top)
+    return replace(one, together=together, band_top=band_top)
 
 
-def _bands(costs: Ticks, bands: int) -> list[tuple[int, int]]:
-    """Return bottom and top of bands that hold all values; the last holds the greatest."""
+def _bands(costs: Ticks, within: tuple[float, float], bands: int) -> list[Band]:
+    """Return bottom and top of bands that hold all values; those within a range are divided.
+
+    What is below the range lies in the first band, what is above it in one that has no top.
+    """
     values = np.unique(costs[costs < NEVER])
-    parts = np.array_split(values, min(bands, len(values)))
-    return [(int(part[0]), int(part[-1])) for part in parts]
+    low, high = within
+    parts = np.array_split(values[(low <= values) & (values <= high)], bands)
+    found = [(int(part[0]), int(part[-1])) for part in parts if len(part)]
+    if found:
+        found[0] = (int(values[0]), found[0][1])
+    above = values[values > high]
+    bottom = above[0] if len(above) else values[-1] if len(values) else 0
+    return [*found, (int(bottom) if found else 0, NEVER)]
 
 
 def _chained(costs: Sequence[Floats | Ticks], *, at: int) -> tuple[Floats, ...]:

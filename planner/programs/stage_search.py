@@ -63,7 +63,7 @@ def narrow(table: IntervalTable, limits: StageLimits, *, cutoff: float) -> Narro
     """Return what is left to decide below the cutoff, or None where the table has no plan."""
     state = Narrowed(plan=(), objective=cutoff, bound=0.0, is_open=table.ticks < NEVER)
     for sweep in range(len(_BANDS)):
-        floors = _floors(table, limits, state.is_open, bands=_BANDS[sweep])
+        floors = _floors(table, limits, state, bands=_BANDS[sweep])
         if floors is None and sweep == 0:
             return None
         if floors is None:
@@ -78,14 +78,15 @@ def narrow(table: IntervalTable, limits: StageLimits, *, cutoff: float) -> Narro
 
 
 def _floors(
-    table: IntervalTable, limits: StageLimits, is_open: Mask, *, bands: int
+    table: IntervalTable, limits: StageLimits, state: Narrowed, *, bands: int
 ) -> _Floors | None:
-    costs = np.where(is_open, table.ticks, NEVER).min(axis=0)
+    costs = np.where(state.is_open, table.ticks, NEVER).min(axis=0)
     sums = least_sum(costs)
     if sums.least >= NEVER:
         return None
-    steps = np.where(is_open, table.steps, NEVER).min(axis=0)
-    return _Floors(sums=sums, rounds=bound_rounds(costs, steps, limits, bands=bands))
+    steps = np.where(state.is_open, table.steps, NEVER).min(axis=0)
+    aim = state.objective * _BETTER
+    return _Floors(sums=sums, rounds=bound_rounds(costs, steps, limits, bands=bands, aim=aim))
 
 
 def _with_better_plan(
