@@ -18,8 +18,8 @@ def pick(x: Tensor, dim: int, ranges: Ranges) -> Tensor:
 
 
 def slice_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
-    """Keep this rank's slice of a whole dim, laid out as the model's code expects it for a view."""
-    return pick(x, dim, held.ranges[axis.rank]).contiguous()
+    """Keep this rank's slice of a whole dim."""
+    return pick(x, dim, held.ranges[axis.rank])
 
 
 def pad_along(x: Tensor, dim: int, held: Cut, axis: Axis) -> Tensor:
@@ -72,7 +72,7 @@ def _split(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _merge(stack: Tensor, dim: int) -> Tensor:
-    """Lay the slices of dim 0 along the dim that they were cut from."""
+    """Lay the slices of dim 0 along the dim that they were cut from, contiguous for a view."""
     return stack.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
