@@ -21,7 +21,25 @@ class Exactly(TorchFunctionMode):
 
     No two ways of splitting a training share what is drawn. A model that pins its logits to float32
     would round away what is compared: sums over other rows differ there by 1e-7, right or wrong.
+    In a training in float64, what is made from nothing is float64 too.
     """
+
+    def __init__(self, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.default = torch.get_default_dtype()
+
+    def __enter__(self) -> Exactly:
+        """Begin, with the type of the training as that of new tensors."""
+        if self.dtype is torch.float64:
+            torch.set_default_dtype(self.dtype)
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """End, with the type of new tensors as it was before."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        torch.set_default_dtype(self.default)
 
     def __torch_function__(
         self,
@@ -43,7 +61,8 @@ class Exactly(TorchFunctionMode):
             args, kwargs["dropout_p"] = _without_fifth(args), 0.0
         if func is functional.multi_head_attention_forward:
             args = (*args[:_MHA_DROPOUT], 0.0, *args[_MHA_DROPOUT + 1 :])
-        if any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args):
+        is_wide = self.dtype is torch.float64
+        if is_wide or any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args):
             func = Tensor.double if func is Tensor.float else func
             args = tuple(map(_wide, args))
             kwargs = {key: _wide(value) for key, value in kwargs.items()}

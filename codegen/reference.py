@@ -87,7 +87,7 @@ def train_alone(task: Task) -> Trained:
     losses, gradients = [], dict[str, Tensor]()
     for _ in range(task.steps):
         blocks = [placed(batch, mesh, dtype) for batch in islice(batches, task.blocks)]
-        with Exactly():
+        with Exactly(dtype):
             losses.append(_accumulate(model, file.loss, blocks, task))
         nn.utils.clip_grad_norm_(model.parameters(), CLIP_NORM)
         gradients = gradients or _gradients(model)

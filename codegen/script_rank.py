@@ -11,6 +11,7 @@ import pickle
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -46,8 +47,10 @@ def run_script(path: str, arguments: Sequence[str]) -> RankTrained:
             gradients.update(_held(parts, of_gradients=True))
         return norm
 
+    named = dict(pairwise(arguments)).get("--dtype", script.DTYPE)
+
     def train_exactly(*args: Any) -> Tensor:
-        with Exactly():
+        with Exactly(script.DTYPES[named]):
             loss: Tensor = train_step(*args)
         return loss
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 
 from autopar.codegen.forward.opened import Crossing, Opened, Stage
 from autopar.codegen.name_patterns import numbered_tuple
@@ -62,12 +63,17 @@ def _gives(stage: Stage, plan: Plan, axes: Axes) -> Group:
 
 
 def stage_holds(graph: Graph, stages: Sequence[Stage]) -> tuple[frozenset[str], ...]:
-    """Return the names that each stage holds; what no stage uses stays with the first."""
+    """Return the names that each stage holds.
+
+    What no stage uses stays with the one whose modules are nearest: their code may still call it.
+    """
     aliases = aliases_of(graph)
     canonical = {alias: name for name, names in aliases.items() for alias in names}
     used = [{canonical.get(name, name) for name in stage.parameters} for stage in stages]
     unused = set(aliases) - set().union(*used)
-    used[0] |= unused
+    for name in sorted(unused):
+        near = [_common_steps(name, stage) for stage in stages]
+        used[near.index(max(near))].add(name)
     return tuple(
         frozenset(
             alias
@@ -77,6 +83,17 @@ def stage_holds(graph: Graph, stages: Sequence[Stage]) -> tuple[frozenset[str], 
         )
         for names, stage in zip(used, stages, strict=True)
     )
+
+
+def _common_steps(name: str, stage: Stage) -> int:
+    """Return how far a parameter's path runs along with that of one of a stage's modules."""
+    steps = name.split(".")
+
+    def together(path: str) -> int:
+        pairs = zip(steps, path.split("."), strict=False)
+        return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+
+    return max(map(together, stage.modules), default=0)
 
 
 def _modules_of(graph: Graph, holds: Sequence[frozenset[str]], number: int) -> Iterator[str]:

@@ -83,6 +83,7 @@ def _is_pipelined(plan: Plan) -> bool:
 def _bases(opened: Opened) -> Iterator[str]:
     for one in (*opened.classes, *(stage.cls for stage in opened.stages)):
         yield one.base
+    yield from opened.functions
 
 
 def _loss(opened: Opened, calls: ModelCalls) -> Source:

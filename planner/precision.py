@@ -28,7 +28,9 @@ FUSED = Kernels()
 
 ITEM_BYTES: Mapping[str, int] = MappingProxyType(
     {"bool": 1, "float32": 4, "float16": 2, "bfloat16": 2, "float64": 8, "f32": 4,
-     "i64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1}
+     "i64": 8, "int64": 8, "int32": 4, "int16": 2, "int8": 1, "uint8": 1,
+     # pairs of the model's own type, which only the trace holds in float64
+     "complex64": 8, "complex128": 8}
 )  # fmt: skip
 
 GRADIENT_BYTES = 4  # of one element: fp32 under every precision

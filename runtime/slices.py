@@ -72,8 +72,8 @@ def _split(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _merge(stack: Tensor, dim: int) -> Tensor:
-    """Lay the slices of dim 0 along the dim that they were cut from."""
-    return stack.movedim(0, dim).flatten(dim, dim + 1)
+    """Lay the slices of dim 0 along the dim that they were cut from, contiguous for a view."""
+    return stack.movedim(0, dim).flatten(dim, dim + 1).contiguous()
 
 
 def _assemble(pieces: list[Tensor], dim: int, held: Cut) -> Tensor:

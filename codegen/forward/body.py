@@ -20,7 +20,7 @@ from autopar.codegen.forward.expressions import (
 )
 from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
 from autopar.codegen.forward.literals import literal
-from autopar.codegen.forward.module_calls import call_line
+from autopar.codegen.forward.module_calls import call_line, unnamed_function
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.operations import Place, base_name, gives_many, printed
 from autopar.codegen.forward.owned import NeedsInlineError, Owner
@@ -110,12 +110,7 @@ class BodyBuilder:
 
     def _add_op(self, op: Op) -> None:
         if op.call != self.scope and op.call != LOSS and self.graph.calls[op.call].is_function:
-            record = self.graph.calls[op.call]
-            raise InputError(
-                f"{record.class_name} is a torch.autograd.Function in code that must be rewritten",
-                where=op.location,
-                fix="call it from a module of its own, or pin that module whole",
-            )
+            raise unnamed_function(self.graph.calls[op.call], op)
         if self._is_nothing(op):
             self.alias(op)
             return
@@ -259,14 +254,15 @@ class BodyBuilder:
         for key, value in op.arguments:
             if key == "end" and op.target == "aten.arange.default":
                 size = self.sizes.of_all(whole_sizes(self.split, op.outputs[0]))[0]
-                found[key] = size if size is not None else self._plain_size(value)
+                found[key] = size if size is not None else self.plain_size(value)
             elif isinstance(value, Extent):
                 found[key] = self.sizes.whole(value)
             elif isinstance(value, tuple) and any(isinstance(v, Extent) for v in value):
-                found[key] = joined(tuple(map(self._plain_size, value)))
+                found[key] = joined(tuple(map(self.plain_size, value)))
         return found | special.local_arguments(op, self)
 
-    def _plain_size(self, value: Value) -> Expression:
+    def plain_size(self, value: Value) -> Expression:
+        """Return a whole size, or another plain argument."""
         if isinstance(value, Extent):
             return self.sizes.whole(value)
         assert value is None or isinstance(value, (bool, int, float, str))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -119,7 +120,16 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         weighs_terms=bool(split.weighed),
         imports=imports_of(sources),
         inlined=opening.inlined,
+        functions=tuple(_applied(split, sources)),
     )
+
+
+def _applied(split: Split, sources: Sequence[str]) -> Iterable[str]:
+    """Yield the import paths of the autograd Functions that some sources apply."""
+    known = {pair for module in split.modules.values() for pair in module.functions}
+    for name, path in sorted(known):
+        if any(re.search(rf"\b{name}\.apply\(", source) for source in sources):
+            yield path
 
 
 def _opening(split: Split, tree: CallTree, state: _State) -> Opening:

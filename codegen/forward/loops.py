@@ -71,12 +71,12 @@ def _carries(before: Line, after: Line) -> dict[int, int] | None:
     names_before = [name for name, _ in before.arguments]
     if not is_like or names_before != [name for name, _ in after.arguments]:
         return None
-    results = _flat(before.results)
+    results, made = _flat(before.results), _flat(after.results)
     carries: dict[int, int] = {}
     for i, ((_, a), (_, b)) in enumerate(zip(before.arguments, after.arguments, strict=True)):
         if isinstance(b, Held) and b in results and isinstance(a, Held):
-            if a.layout != b.layout:
-                return None
+            if a.layout != b.layout or len(made) != len(results) or made[results.index(b)] is None:
+                return None  # the last turn may return less than is carried
             carries[i] = results.index(b)
         elif a != b:
             return None

@@ -9,8 +9,9 @@ from autopar.codegen.forward.expressions import Expression, Form, Held, call, jo
 from autopar.codegen.forward.lines import Line, Pattern
 from autopar.codegen.forward.literals import literal
 from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
-from autopar.planner.graph import DType, Origin, Ref, Value
+from autopar.planner.graph import Call, DType, Op, Origin, Ref, Value
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder
@@ -27,7 +28,7 @@ def call_line(unit: str, body: BodyBuilder) -> Line:
         if not _is_left_out(name, value, record.path, body)
     ]
     results = _pattern(record.result, unit, body)
-    target = Form(tuple(body.owner.path(record.path).parts), is_tensor=False)
+    target = _target(unit, body)
     positional = [value for name, value in arguments if not name]
     keywords = tuple((name, value) for name, value in arguments if name)
     draws = [op for op in ops if is_random(op) and not body.opening.cares_for(op, unit)]
@@ -41,6 +42,27 @@ def call_line(unit: str, body: BodyBuilder) -> Line:
         hint=record.path.rpartition(".")[2],
         module=record.path,
         arguments=tuple(arguments),
+    )
+
+
+def _target(unit: str, body: BodyBuilder) -> Form:
+    """Return what is called: a module that the owner holds, or an autograd Function by its name."""
+    record = body.graph.calls[unit]
+    if not record.is_function:
+        return Form(tuple(body.owner.path(record.path).parts), is_tensor=False)
+    owner = body.split.modules.get(record.path.rpartition("/")[0])
+    if owner is None or record.class_name not in dict(owner.functions):
+        raise unnamed_function(record, body.tree.ops[unit][0])
+    return Form((f"{record.class_name}.apply",), is_tensor=False)
+
+
+def unnamed_function(record: Call, op: Op) -> InputError:
+    """Return the error for a Function that printed code cannot call."""
+    return InputError(
+        f"{record.class_name} is a torch.autograd.Function in code that must be rewritten",
+        where=op.location,
+        fix="call it in the forward of a module, from the file that names it, or pin that module "
+        "whole",
     )
 
 

@@ -5,12 +5,12 @@ from __future__ import annotations
 import inspect
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor, autograd, nn
 
 from autopar.codegen.forward.identifiers import is_identifier
 
@@ -53,6 +53,7 @@ class Module:
     numbers: tuple[tuple[str, int | float], ...]
     is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
+    functions: tuple[tuple[str, str], ...] = ()  # autograd Functions at hand there, and their paths
 
     @property
     def is_torch(self) -> bool:
@@ -67,11 +68,13 @@ def modules_of(model: nn.Module) -> Modules:
     """Return what is known of every module of a model, by path; the root's path is ""."""
     signatures: dict[type, tuple[tuple[Argument, ...], str]] = {}
     checks: dict[type, bool] = {}
+    functions: dict[type, tuple[tuple[str, str], ...]] = {}
     found: dict[str, Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         if kind not in signatures:
             signatures[kind], checks[kind] = _signature(kind), _checks_sizes(kind)
+            functions[kind] = tuple(_functions(kind))
         arguments, returns = signatures[kind]
         found[path] = Module(
             path=path,
@@ -83,11 +86,12 @@ def modules_of(model: nn.Module) -> Modules:
             numbers=tuple(_numbers(module)),
             is_importable=_is_importable(kind),
             checks_sizes=checks[kind],
+            functions=functions[kind],
         )
     return found
 
 
-def _is_importable(kind: type[nn.Module]) -> bool:
+def _is_importable(kind: type) -> bool:
     """Whether a class is found where it says that it is; one in a function says so itself."""
     holder: Any = sys.modules.get(kind.__module__)
     for name in kind.__qualname__.split("."):
@@ -107,6 +111,15 @@ def _checks_sizes(kind: type[nn.Module]) -> bool:
         return False
     raises = re.search(r"^\s*(raise|assert)\b", source, flags=re.M) is not None
     return raises and re.search(r"\.(shape|size)\b|\blen\(", source) is not None
+
+
+def _functions(kind: type[nn.Module]) -> Iterator[tuple[str, str]]:
+    """Yield the autograd Functions that the file of a class's forward names, if not torch's own."""
+    for value in getattr(inspect.unwrap(kind.forward), "__globals__", {}).values():
+        if isinstance(value, type) and issubclass(value, autograd.Function):
+            path = f"{value.__module__}.{value.__qualname__}"
+            if not path.startswith("torch.") and _is_importable(value):
+                yield value.__name__, path
 
 
 def _signature(kind: type[nn.Module]) -> tuple[tuple[Argument, ...], str]:

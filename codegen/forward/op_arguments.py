@@ -135,7 +135,7 @@ def function_call(arguments: Arguments, function: table.Function) -> Form:
         else:
             positional.append(arguments[name])
     absent = [arguments.raw.get(name, 0) is None for name in function.positional]
-    while absent and absent.pop():
+    while len(absent) > function.required and absent.pop():
         positional.pop()
     keywords = [
         (keyword, arguments[name])

@@ -64,6 +64,7 @@ class Opened:
     these are several means, and the code here multiplies each by its own weight. `imports` are
     lines.
     `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
+    `functions` are the import paths of the autograd Functions that the code here applies.
     """
 
     classes: tuple[OpenedClass, ...]
@@ -73,6 +74,7 @@ class Opened:
     weighs_terms: bool
     imports: tuple[str, ...]
     inlined: frozenset[str]
+    functions: tuple[str, ...] = ()
 
 
 __all__ = ["Crossing", "Modules", "Opened", "OpenedClass", "Stage"]

@@ -119,6 +119,11 @@ def _index(arguments: Arguments) -> Form:
     return indexed(arguments["self"], Form(tuple(parts), Level.TUPLE))
 
 
+def _repeat_interleave(arguments: Arguments) -> Form:
+    arguments.raw["output_size"] = None  # says nothing new, and a rank may have a part only
+    return by_schema(arguments, "repeat_interleave")
+
+
 SPECIAL: Mapping[str, Callable[[Arguments], Form]] = MappingProxyType(
     {
         "dropout": _dropout,
@@ -131,6 +136,7 @@ SPECIAL: Mapping[str, Callable[[Arguments], Form]] = MappingProxyType(
         "aten.to.dtype": _convert,
         "numpy_T": _transposed,
         "mT": _transposed,
+        "aten.repeat_interleave.self_int": _repeat_interleave,
         "aten.select.int": _select,
         "aten.slice.Tensor": _slice,
         "aten.index.Tensor": _index,

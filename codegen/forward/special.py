@@ -27,6 +27,7 @@ from autopar.planner.layouts import PARTIAL, Kind, Layout
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder
 
+_REPEATS = frozenset({"aten.repeat.default", "aten.repeat_interleave.self_int"})
 _PART_LISTS = frozenset({"aten.split.sizes", "aten.split_with_sizes.default", "aten.split.Tensor"})
 
 
@@ -147,6 +148,8 @@ def local_arguments(op: Op, body: BodyBuilder) -> dict[str, Expression]:
         return {key: binary(literal(_number(op.argument(key))), "//", ways, Level.PRODUCT)}
     layout = split.need(op, 0) if op.inputs else None
     dim = changes.argument(op, "dim")
+    if op.target in _REPEATS:
+        return _local_repeats(op, body)
     if op.target not in changes.PART_SIZES or layout is None or layout.kind is not Kind.SPLIT:
         return {}
     rank = len(split.graph.tensors[op.inputs[0]].shape)
@@ -176,6 +179,34 @@ def _local_cut(op: Op, layout: Layout, body: BodyBuilder) -> dict[str, Expressio
                 for key in ("start", "end", "length")
                 if isinstance(changes.argument(op, key), int) and op.argument(key) not in (0,)
             }
+
+
+def _local_repeats(op: Op, body: BodyBuilder) -> dict[str, Expression]:
+    """Return how often a dim is repeated on a rank: what is split may be the repetitions."""
+    need, made = body.split.need(op, 0), body.split.made(op.outputs[0])
+    rank = len(body.graph.tensors[op.inputs[0]].shape)
+    if made.kind is not Kind.SPLIT or need.kind is Kind.SPLIT:
+        return {}
+    given = op.argument("repeats")
+    counts = given if isinstance(given, tuple) else (given,)
+    place = made.dim if isinstance(given, tuple) else 0
+    source = made.dim - (len(counts) - rank if isinstance(given, tuple) else 0)
+    count = counts[place]
+    if source < 0 or body.graph.tensors[op.inputs[0]].shape[source] == ONE:
+        local = body.sizes.local(wanted(body.split, op.outputs[0], made)[made.dim])
+    elif isinstance(count, int) and count % body.split.degree == 0:
+        ways = Form((*body.axis.parts, ".size"))
+        local = binary(literal(count), "//", ways, Level.PRODUCT)
+    else:
+        raise InputError(
+            f"{op.name} repeats a dim {count} times, which do not divide by {body.split.degree}",
+            where=op.location,
+            fix="choose a degree that divides it",
+        )
+    if not isinstance(given, tuple):
+        return {"repeats": local}
+    shown = [local if i == place else body.plain_size(item) for i, item in enumerate(given)]
+    return {"repeats": joined(tuple(shown))}
 
 
 def _unflattened(op: Op, body: BodyBuilder) -> Form:

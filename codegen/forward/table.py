@@ -11,19 +11,22 @@ from autopar.codegen.forward.expressions import Level
 
 @dataclass(frozen=True, slots=True)
 class Function:
-    """A function: ATen's names of its positional arguments, and pairs of keyword and name."""
+    """A function: ATen's names of its positional arguments, and pairs of keyword and name.
+
+    Of the positional arguments, so many (`required`) stand there though they are None.
+    """
 
     name: str
     positional: tuple[str, ...]
     keywords: tuple[tuple[str, str], ...]
+    required: int = 1
 
 
-def _function(name: str, positional: str, keywords: str = "") -> Function:
+def _function(name: str, positional: str, keywords: str = "", *, required: int = 1) -> Function:
     """Build a line: `keyword` or `keyword:aten_name` for each keyword."""
     pairs = [word.partition(":") for word in keywords.split()]
-    return Function(
-        name, tuple(positional.split()), tuple((word, other or word) for word, _, other in pairs)
-    )
+    words = tuple((word, other or word) for word, _, other in pairs)
+    return Function(name, tuple(positional.split()), words, required)
 
 
 _CONV = "stride padding dilation groups"
@@ -43,7 +46,10 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
             "use_input_stats momentum eps",
         ),
         "batch_norm": _function(
-            "F.batch_norm", "input running_mean running_var weight bias", "training momentum eps"
+            "F.batch_norm",
+            "input running_mean running_var weight bias",
+            "training momentum eps",
+            required=3,
         ),
         "embedding": _function(
             "F.embedding", "indices weight", "padding_idx scale_grad_by_freq sparse"
@@ -61,6 +67,43 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
             "F.cross_entropy", "self target", "weight ignore_index reduction label_smoothing"
         ),
         "nll_loss_nd": _function("F.nll_loss", "self target", "weight ignore_index reduction"),
+        "nll_loss": _function("F.nll_loss", "self target", "weight ignore_index reduction"),
+        "mse_loss": _function("F.mse_loss", "self target", "reduction"),
+        "l1_loss": _function("F.l1_loss", "self target", "reduction"),
+        "smooth_l1_loss": _function("F.smooth_l1_loss", "self target", "reduction beta"),
+        "huber_loss": _function("F.huber_loss", "self target", "reduction delta"),
+        "kl_div": _function("F.kl_div", "self target", "reduction log_target"),
+        "binary_cross_entropy": _function(
+            "F.binary_cross_entropy", "self target", "weight reduction"
+        ),
+        "binary_cross_entropy_with_logits": _function(
+            "F.binary_cross_entropy_with_logits", "self target", "weight pos_weight reduction"
+        ),
+        "soft_margin_loss": _function("F.soft_margin_loss", "self target", "reduction"),
+        "multi_margin_loss": _function(
+            "F.multi_margin_loss", "self target", "p margin weight reduction"
+        ),
+        "multilabel_margin_loss": _function("F.multilabel_margin_loss", "self target", "reduction"),
+        "cosine_embedding_loss": _function(
+            "F.cosine_embedding_loss", "input1 input2 target", "margin reduction"
+        ),
+        "margin_ranking_loss": _function(
+            "F.margin_ranking_loss", "input1 input2 target", "margin reduction"
+        ),
+        "hinge_embedding_loss": _function(
+            "F.hinge_embedding_loss", "self target", "margin reduction"
+        ),
+        "triplet_margin_loss": _function(
+            "F.triplet_margin_loss", "anchor positive negative", "margin p eps swap reduction"
+        ),
+        "poisson_nll_loss": _function(
+            "F.poisson_nll_loss", "input target", "log_input full eps reduction"
+        ),
+        "ctc_loss": _function(
+            "F.ctc_loss",
+            "log_probs targets input_lengths target_lengths",
+            "blank reduction zero_infinity",
+        ),
         "pad": _function("F.pad", "self pad", "mode value"),
         "constant_pad_nd": _function("F.pad", "self pad", "value"),
         "glu": _function("F.glu", "self", "dim"),
@@ -84,6 +127,8 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         ),
         "baddbmm": _function("torch.baddbmm", "self batch1 batch2", "beta alpha"),
         "addmm": _function("torch.addmm", "self mat1 mat2", "beta alpha"),
+        "im2col": _function("F.unfold", "self kernel_size", "dilation padding stride"),
+        "col2im": _function("F.fold", "self output_size kernel_size", "dilation padding stride"),
         "cat": _function("torch.cat", "tensors", "dim"),
         "stack": _function("torch.stack", "tensors", "dim"),
         "outer": _function("torch.outer", "self vec2"),

@@ -167,6 +167,21 @@ def gathered(case: Case) -> Signature:
     return Signature(operands=operands, results=((case.result, out),), whole=whole)
 
 
+def scattered(case: Case) -> Signature:
+    """A part of a dim (or one position of it) is written anew: the other dims are kept."""
+    letters = Letters()
+    out = letters.of(case.shape(case.result))
+    dim = case.number("dim") % len(out)
+    given = case.tensor("src") or ""
+    size = case.shape(given)
+    part = (letters.new(size[dim]),) if len(size) == len(out) else ()
+    return Signature(
+        operands=((case.first, out), (given, (*out[:dim], *part, *out[dim + 1 :]))),
+        results=((case.result, out),),
+        whole=names_of(out[dim], *part),
+    )
+
+
 def _size_sum(sizes: Iterable[Extent]) -> Extent:
     total = constant(0)
     for size in sizes:

@@ -21,6 +21,12 @@ def elementwise(case: Case) -> Signature:
     return Signature(operands=operands, results=results)
 
 
+def of_type(case: Case) -> Signature:
+    """The result is as the first tensor; another one only tells a type."""
+    dims = Letters().of(case.shape(case.first))
+    return Signature(operands=of_first(case, dims), results=((case.result, dims),))
+
+
 def aligned(dims: Dims, shape: Sequence[Extent]) -> Dims:
     """Return the dims that a shape has, aligned on the right; sizes of one are broadcast."""
     tail = dims[len(dims) - len(shape) :]
@@ -178,6 +184,14 @@ def expanded(case: Case) -> Signature:
     out = Letters().of(case.shape(case.result))
     operand = _aligned_where_equal(out, case.shape(case.result), case.shape(case.first))
     return Signature(operands=of_first(case, operand), results=((case.result, out),))
+
+
+def expanded_as(case: Case) -> Signature:
+    """As `expanded`, and the other tensor has the result's dims."""
+    alone = expanded(case)
+    ((_, out),) = alone.results
+    other = case.tensor("other") or ""
+    return Signature(operands=(*alone.operands, (other, out)), results=alone.results)
 
 
 def _aligned_where_equal(out: Dims, sizes: Sequence[Extent], shape: Sequence[Extent]) -> Dims:

@@ -90,6 +90,7 @@ def build(
 def _model(model_file: ModelFile, device: str) -> nn.Module:
     with torch.device(device):
         model = model_file.build_model()
+    _place_all(model, device)
     where, name = str(model_file.path), model_file.factory
     if isinstance(model, type) and issubclass(model, nn.Module):
         fix = f"return {model.__name__}(…), not the class"
@@ -100,6 +101,24 @@ def _model(model_file: ModelFile, device: str) -> nn.Module:
     model.train()
     _check_parameters(model, where)
     return model
+
+
+def _place_all(model: Any, device: str) -> None:
+    """Put on the device what the constructor put elsewhere: torch.FloatTensor(…) asks for none."""
+    placed: dict[int, Any] = {}
+    for module in model.modules() if isinstance(model, nn.Module) else ():
+        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for tensors in held:
+            for name, tensor in tensors.items():
+                if tensor is not None and tensor.device.type != device:
+                    tensors[name] = placed.setdefault(id(tensor), _moved(tensor, device))
+
+
+def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
+    moved = tensor.detach().to(device)
+    if isinstance(tensor, nn.Parameter):
+        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
+    return moved
 
 
 def _check_parameters(model: nn.Module, where: str) -> None:

@@ -44,6 +44,7 @@ from autopar.planner.trace.nodes import (
     written_arguments,
 )
 from autopar.planner.trace.prune import pruned
+from autopar.planner.trace.scatter import with_scatters
 from autopar.planner.trace.symbols import Symbols
 
 LOSS_CALL = "(loss)"
@@ -112,19 +113,18 @@ class _Converter:
         self._read_all(nodes, scope)
         ((output,),) = operands_of(self.program.graph.output_node())
         (loss,) = refs(self._value(output, scope))
-        return pruned(
-            Graph(
-                ops=tuple(self.ops),
-                tensors=MappingProxyType(self.tensors),
-                parameters=self.names.parameters(self._shape, self._dtype),
-                buffers=self.names.buffers(self._shape, self._dtype, self._written_storages()),
-                constants=MappingProxyType(self.constants),
-                inputs=tuple(t.name for t in self.tensors.values() if t.origin is Origin.INPUT),
-                calls=MappingProxyType(self.calls),
-                loss=loss,
-                fixed_batch=self.symbols.fixed_batch,
-            )
+        graph = Graph(
+            ops=tuple(self.ops),
+            tensors=MappingProxyType(self.tensors),
+            parameters=self.names.parameters(self._shape, self._dtype),
+            buffers=self.names.buffers(self._shape, self._dtype, self._written_storages()),
+            constants=MappingProxyType(self.constants),
+            inputs=tuple(t.name for t in self.tensors.values() if t.origin is Origin.INPUT),
+            calls=MappingProxyType(self.calls),
+            loss=loss,
+            fixed_batch=self.symbols.fixed_batch,
         )
+        return pruned(with_scatters(graph))
 
     # --- what comes from outside -----------------------------------------------------------------
 
@@ -225,6 +225,8 @@ class _Converter:
             outputs.append(Ref(out))
         scope.values[node] = tuple(outputs) if is_many else outputs[0]
         written = self._written(node, target, dict(arguments))
+        if differentiable and target not in _HIDDEN_WRITES:
+            self._learn(written)
         self.ops.append(
             Op(
                 name=name,
@@ -240,6 +242,12 @@ class _Converter:
         )
         if not is_many and target not in _HIDDEN_WRITES:
             self.latest.update(dict.fromkeys(written, name))
+
+    def _learn(self, written: tuple[str, ...]) -> None:
+        """Have gradients flow through what was written, and so through all that is read of it."""
+        for name in (self.tensors[one].storage for one in written):
+            if self.tensors[name].origin is Origin.OP:
+                self.tensors[name] = replace(self.tensors[name], requires_grad=True)
 
     def _bound_unbacked(self, vals: Any, inputs: tuple[str, ...]) -> None:
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):

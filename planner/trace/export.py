@@ -18,6 +18,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.planner.errors import AutoparError, TraceError
 from autopar.planner.trace.build import Step, Subject
+from autopar.planner.trace.checks import passing_answer
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
@@ -41,7 +42,7 @@ def export(subject: Subject, *, fold: bool) -> Exported:
             _quiet(),
             no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
-            _KnownNumbers(),
+            _OnMeta(),
         ):
             program = torch.export.export(
                 _traced(subject.step, tensors, constants, recording),
@@ -57,18 +58,25 @@ def export(subject: Subject, *, fold: bool) -> Exported:
     return Exported(program=program, recording=recording, subject=subject)
 
 
-class _KnownNumbers(TorchFunctionMode):
-    """Keeps the numbers in `x[..., [-2], :]` and `torch.tensor(0.5, device=x.device)`.
+class _OnMeta(TorchFunctionMode):
+    """Has what the meta device would forget.
 
-    On the meta device torch would forget them.
+    The numbers in `x[..., [-2], :]` and `torch.tensor(0.5, device=x.device)` are kept, and
+    `x.type(dtype)` stays on its device.
     """
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        """Make tensors of plain numbers on the CPU."""
+        """Make tensors of plain numbers on the CPU, and change types by `to`."""
         del types
         kwargs = kwargs or {}
+        if func is torch.Tensor.__bool__ or (func is torch.Tensor.item and _is_truth(args[0])):
+            answer = passing_answer(args[0])
+            if answer is not None:
+                return answer
+        if func is torch.Tensor.type and isinstance(args[-1], torch.dtype):
+            func = torch.Tensor.to
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
             return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
@@ -77,6 +85,10 @@ class _KnownNumbers(TorchFunctionMode):
             )
             args = (args[0], index)
         return func(*args, **kwargs)
+
+
+def _is_truth(tensor: torch.Tensor) -> bool:
+    return tensor.dtype is torch.bool
 
 
 def _traced(

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.planner.graph import Graph, Op, Origin
+
+
+def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterator[str]:
+    """Yield the calls around dead ones, up to those in which something lives.
+
+    Their code calls what is dead, perhaps with what is not computed.
+    """
+    needed = {around for call in live for around in _around(call, graph)}
+    for call in unused:
+        for around in _around(call, graph):
+            yield around
+            if around in needed:
+                break
+
+
+def _around(call: str, graph: Graph) -> Iterator[str]:
+    """Yield a call and those around it, the innermost first."""
+    key: str | None = call
+    while key is not None and key in graph.calls:
+        yield key
+        key = graph.calls[key].parent
 
 
 def pruned(graph: Graph) -> Graph:
@@ -22,6 +44,7 @@ def pruned(graph: Graph) -> Graph:
             live_storages.update(graph.tensors[name].storage for name in op.inputs)
         elif any(graph.tensors[name].requires_grad for name in op.inputs):
             unused.add(op.call)
+    unused |= set(_callers(unused, {op.call for op in kept}, graph))
     outside = {t.name for t in graph.tensors.values() if t.origin is not Origin.OP}
     tensors = {name: t for name, t in graph.tensors.items() if name in live or name in outside}
     calls = {

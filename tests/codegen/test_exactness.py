@@ -31,3 +31,10 @@ def test_nothing_is_drawn() -> None:
         kept = x.new_empty(6).bernoulli_(0.9)
         assert torch.equal(nn.Dropout(0.9)(x) * kept, x)
         assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))
+
+
+def test_in_float64_what_is_made_from_nothing_is_float64_too() -> None:
+    with Exactly(torch.float64):
+        assert torch.zeros(2, dtype=torch.float32).dtype is torch.float64
+        assert torch.full((), torch.finfo(torch.float64).min).dtype is torch.float64
+    assert torch.zeros(2).dtype is torch.float32

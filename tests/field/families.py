@@ -18,6 +18,7 @@ from transformers import (
     MobileNetV2ForImageClassification,
 )
 
+from tests.field.unlike import UNLIKE
 from tests.planner.huggingface.decoders import GROUPED, causal_batch
 from tests.planner.huggingface.encoders import BERT_LIKE, masked_batch
 from tests.planner.huggingface.families import FAMILIES
@@ -81,7 +82,7 @@ DIFFERENT = (
     ),
 )
 
-TRIED: tuple[Family, ...] = (*FAMILIES, *DIFFERENT)
+TRIED: tuple[Family, ...] = (*FAMILIES, *DIFFERENT, *UNLIKE)
 
 
 def family_named(name: str) -> Family:

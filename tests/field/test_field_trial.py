@@ -17,6 +17,10 @@ ONCE_WRONG = {
     ("arguments", "tp 2"): "arguments that are no tensors",
     ("several losses", "tp 2"): "a mean over pairs of numbers",
     ("several losses", "dp 2"): "means over unequal numbers of targets, added up",
+    ("DeepSeek-V3", "tp 2"): "keys that are written part by part",
+    ("Llama 4", "tp 2"): "a repetition that is split",
+    ("LiLT", "pp 2"): "a last layer of which less is needed, and a child that only its code calls",
+    ("BERT (several labels)", "pp 2"): "a loss that torch and ATen begin differently",
     ("ResNet", "tp 2"): "a module that refuses another number of channels",
 }
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from torch import Tensor, nn
+from typing import Any
+
+from torch import Tensor, autograd, nn
 
 from autopar.codegen.forward.modules import modules_of
 
@@ -19,6 +21,12 @@ class Reading(nn.Module):
         return x.view(x.shape[0], -1)
 
 
+class Doubled(autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+
 def test_a_forward_that_may_raise_over_sizes_is_known() -> None:
     found = modules_of(nn.Sequential(Checking(), Reading(), nn.MultiheadAttention(4, 2)))
     assert [found[path].checks_sizes for path in "012"] == [True, False, False]
@@ -28,3 +36,9 @@ def test_a_class_that_was_made_at_run_time_is_known() -> None:
     convolution = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 3))
     found = modules_of(nn.Sequential(convolution, nn.Conv1d(2, 2, 3)))
     assert [found[path].is_importable for path in ("", "0", "1")] == [True, False, True]
+
+
+def test_the_autograd_functions_of_a_forwards_file_are_known() -> None:
+    found = modules_of(nn.Sequential(Reading(), nn.Linear(2, 2)))
+    assert found["0"].functions == (("Doubled", f"{__name__}.Doubled"),)
+    assert found["1"].functions == ()

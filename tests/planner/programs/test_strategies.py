@@ -65,8 +65,8 @@ def test_batch_statistics_are_not_split_over_the_batch() -> None:
 
 
 def test_an_op_without_rule_is_not_split() -> None:
-    found, _ = _of("llama.py", "aten.outer.default")
-    assert found == [": I I -> I"]
+    found, _ = _of("intent.py", "aten.embedding_bag.padding_idx")
+    assert {layouts.partition(":")[0] for layouts in found} == {""}
 
 
 @pytest.mark.parametrize("degree", [2, 8])

@@ -86,3 +86,29 @@ def test_every_dim_of_a_view_whose_borders_do_not_meet_has_a_letter_of_its_own()
     assert [size_of(dim).at(0) for dim in (*taken[1:], *given[1:])] == [9, 2, 2, 9]
     assert taken[0] == given[0]
     assert letters(taken[1]) | letters(taken[2]) | letters(given[2]) <= signature.whole
+
+
+def test_an_outer_product_has_the_letters_of_both() -> None:
+    op, signature = signature_in(lambda x, w: torch.outer(x[0, 0], w[0]).sum() * w, "outer")
+    (left,), (right,) = (dict(signature.operands)[name] for name in op.inputs)
+    assert signature.results[0][1] == (left, right)
+
+
+def test_what_only_tells_a_type_has_no_letters() -> None:
+    op, signature = signature_in(lambda x, w: x.long()[:, :, 0].type_as(x).sum() * w, "type_as")
+    assert [name for name, _ in signature.operands] == [op.inputs[0]]
+
+
+def test_what_is_expanded_to_another_has_its_dims() -> None:
+    op, signature = signature_in(lambda x, w: x[:, :1].expand_as(x) * w.sum(), "expand_as")
+    assert dict(signature.operands)[op.inputs[1]] == signature.results[0][1]
+
+
+def test_a_part_that_is_written_anew_keeps_the_other_dims() -> None:
+    _, signature = signature_in(
+        lambda x, w: torch.slice_scatter(x @ w, x[..., :2], dim=2, end=2), "slice_scatter"
+    )
+    whole, part = (dims for _, dims in signature.operands)
+    assert signature.results[0][1] == whole
+    assert part[:2] == whole[:2]
+    assert letters(whole[2]) | letters(part[2]) <= signature.whole

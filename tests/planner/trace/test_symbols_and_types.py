@@ -117,3 +117,22 @@ def test_a_model_in_half_precision_is_traced_as_it_is(tmp_path: Path) -> None:
     (linear,) = ops_of(graph, "linear")
     assert graph.tensors[linear.outputs[0]].dtype == MODEL_DTYPE
     assert graph.tensors["x"].dtype == MODEL_DTYPE
+
+
+def test_what_a_constructor_puts_elsewhere_is_traced_with_the_rest(tmp_path: Path) -> None:
+    source = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+            self.scale = nn.Parameter(torch.FloatTensor(4).fill_(1))
+
+        def forward(self, x):
+            return self.linear(x).float().type(self.scale.dtype) * self.scale
+
+    def build_model():
+        return Model()
+    """
+    graph = traced(tmp_path, source)
+    (scaled,) = ops_of(graph, "mul")
+    assert {graph.tensors[name].dtype for name in scaled.inputs} == {MODEL_DTYPE}

@@ -1,0 +1,60 @@
+"""What is printed of an op computes what the op does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.codegen.forward.expressions import rendered, text
+from autopar.codegen.forward.op_arguments import Place
+from autopar.codegen.forward.operations import printed
+from autopar.planner.graph import Op, Ref
+from autopar.planner.trace import trace
+from tests.planner.rules.calculating import file_of
+
+ROWS = 4
+CALCULATIONS: dict[str, str] = {
+    "mse_loss": "F.mse_loss(x, y, reduction='sum')",
+    "l1_loss": "F.l1_loss(x, y, reduction='sum')",
+    "smooth_l1_loss": "F.smooth_l1_loss(x, y, reduction='sum', beta=0.5)",
+    "huber_loss": "F.huber_loss(x, y, reduction='sum', delta=0.5)",
+    "kl_div": "F.kl_div(x, y, reduction='sum', log_target=True)",
+    "binary_cross_entropy": "F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), reduction='sum')",
+    "binary_cross_entropy_with_logits": "F.binary_cross_entropy_with_logits(x, y.sigmoid())",
+    "soft_margin_loss": "F.soft_margin_loss(x, y, reduction='sum')",
+    "poisson_nll_loss": "F.poisson_nll_loss(x, y, reduction='sum')",
+    "batch_norm": "F.batch_norm(x, None, None, training=True)",
+    "repeat_interleave": "x.repeat_interleave(2, dim=1, output_size=6)",
+    "im2col": "F.unfold(x.unsqueeze(1), 2)",
+    "col2im": "F.fold(F.unfold(x.unsqueeze(1), 2), (3, 6), 2)",
+    "outer": "torch.outer(x[0, 0], y[0, 0])",
+}
+
+
+@pytest.mark.parametrize("name", CALCULATIONS)
+def test_what_is_printed_computes_what_the_op_does(name: str) -> None:
+    def calculate(x: Tensor, weight: Tensor) -> Tensor:
+        given = {"F": functional, "torch": torch, "x": x @ weight, "y": x.cos()}
+        found: Tensor = eval(CALCULATIONS[name], given)
+        return found.sum() * weight
+
+    graph = trace(file_of(calculate))
+    op = next(op for op in graph.ops if op.target.split(".")[1] == name)
+    shapes = [[size.at(ROWS) for size in graph.tensors[one].shape] for one in op.inputs]
+    given = [torch.rand(shape) for shape in shapes]
+    names = tuple(text(f"given[{i}]") for i in range(len(given)))
+    place = Place(inputs=names, training=text("True"), dtype=None, device=None, sizes={})
+    line, _ = rendered(printed(op, place), lambda _: pytest.fail("a value without a name"))
+    found = eval(line, {"F": functional, "torch": torch, "given": given})
+    assert torch.equal(found, _called(op, given))
+
+
+def _called(op: Op, given: list[Tensor]) -> Tensor:
+    namespace, packet, overload = op.target.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    rest = iter(given)
+    named = {key: next(rest) if isinstance(v, Ref) else v for key, v in op.arguments}
+    result: Tensor = function(**named)
+    return result
