@@ -52,11 +52,11 @@ CASES = (
     Case(
         file="llama.py",
         arguments=("layers=4", "dim=192", "heads=6", "kv_heads=2", "ffn=512"),
-        batch=8,
+        batch=4,
     ),
-    Case(file="bert.py", arguments=("layers=6",), batch=16),
-    Case(file="t5.py", arguments=("layers=3",), batch=16),
-    Case(file="resnet.py", arguments=("size=tiny",), batch=16),
+    Case(file="bert.py", arguments=("layers=6",), batch=8),
+    Case(file="t5.py", arguments=("layers=3",), batch=8),
+    Case(file="resnet.py", arguments=("size=tiny",), batch=8),
 )
 
 

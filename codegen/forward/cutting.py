@@ -63,12 +63,14 @@ class Cutter:
     def __init__(self, opening: Opening, places: Mapping[str, int], last: int) -> None:
         self.opening, self.places, self.last = opening, places, last
         self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
+        self.buffers = frozenset(buffer.name for buffer in self.graph.buffers)
         self.depends = self._dependent_on_gradients()
         self.returns_loss = self._returns_loss()
         self.writers = self._writers()
-        self.needed = [self._needed(stage) for stage in range(last + 1)]
+        self.needed = [self._needed(*pair) for pair in enumerate(self._own())]
         self._check_random()
-        self.cuts = [self._cut(stage) for stage in range(last)]  # behind each stage
+        self.last_runs = {op: stage for stage, ops in enumerate(self.needed) for op in ops}
+        self.cuts = self._cuts()  # behind each stage
 
     def _dependent_on_gradients(self) -> frozenset[str]:
         """Return the tensors that are computed from something that needs a gradient."""
@@ -81,12 +83,11 @@ class Cutter:
 
     def _writers(self) -> Mapping[str, Sequence[Op]]:
         """Return the ops that write to memory that the forward itself has made."""
-        buffers = {buffer.name for buffer in self.graph.buffers}
         found: dict[str, list[Op]] = defaultdict(list)
         for op in self.graph.ops:
             for name in op.writes:
                 storage = self.graph.tensors[name].storage
-                if storage not in buffers and not self._is_dependent(op):
+                if storage not in self.buffers and not self._is_dependent(op):
                     found[storage].append(op)
         return found
 
@@ -102,15 +103,18 @@ class Cutter:
             return (self.graph.loss,)
         return tuple(refs(self.graph.calls[ROOT].result))
 
-    def _needed(self, stage: int) -> frozenset[str]:
-        """Return the ops that a stage runs: its own with gradients, and what those need besides."""
-        own = [
-            op
-            for op in self.graph.ops
-            if self.places[op.name] == stage
-            and (op.call != LOSS or self.returns_loss)
-            and (self._is_dependent(op) or self._writes_buffer(op))
-        ]
+    def _own(self) -> list[list[Op]]:
+        """Return the ops that only one stage runs, by stage: with gradients or for a buffer."""
+        found: list[list[Op]] = [[] for _ in range(self.last + 1)]
+        for op in self.graph.ops:
+            if (op.call != LOSS or self.returns_loss) and (
+                self._is_dependent(op) or self._writes_buffer(op)
+            ):
+                found[self.places[op.name]].append(op)
+        return found
+
+    def _needed(self, stage: int, own: Sequence[Op]) -> frozenset[str]:
+        """Return the ops that a stage runs: its own, and what those need besides."""
         needed = {op.name for op in own}
         results = self._results() if stage == self.last else ()
         todo = [name for op in own for name in op.inputs] + list(results)
@@ -138,35 +142,37 @@ class Cutter:
 
     def _writes_buffer(self, op: Op) -> bool:
         tensors = self.graph.tensors
-        buffers = {buffer.name for buffer in self.graph.buffers}
-        return any(tensors[name].storage in buffers for name in op.writes)
+        return any(tensors[name].storage in self.buffers for name in op.writes)
 
     def _is_dependent(self, op: Op) -> bool:
         return any(name in self.depends for name in op.outputs)
 
-    def _cut(self, stage: int) -> tuple[Held, ...]:
-        """Return the values that cross behind a stage."""
-        before = {
-            name
-            for op in self.graph.ops
-            if self._is_dependent(op) and self.places[op.name] <= stage
-            for name in op.outputs
-        }
-        later = [op for op in self.graph.ops if self._runs_after(op, stage)]
-        used = {name for op in later for name in op.inputs} | set(self._results())
-        crossing = [name for op in self.graph.ops for name in op.outputs if name in before & used]
-        for name in crossing:
-            if not self.graph.tensors[name].requires_grad:
-                raise InputError(
-                    f"{name} crosses a cut between stages but needs no gradient",
-                    where=self.tree.maker[name].location,
-                    expected="only tensors with gradients between the stages",
-                    fix="plan with fewer stages, or compute it from the batch",
-                )
-        return tuple(Held(name, self._crossing_layout(name, later)) for name in crossing)
+    def _cuts(self) -> list[tuple[Held, ...]]:
+        """Return the values that cross behind each stage but the last, in the order of the ops."""
+        readers: dict[str, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            for name in dict.fromkeys(op.inputs):
+                readers[name].append(op)
+        results = set(self._results())
+        cuts: list[list[Held]] = [[] for _ in range(self.last)]
+        for op in filter(self._is_dependent, self.graph.ops):
+            for name in op.outputs:
+                runs = [self.last_runs.get(reader.name, -1) for reader in readers[name]]
+                stop = self.last if name in results else max(runs, default=-1)
+                for stage in range(self.places[op.name], stop):
+                    self._check_crossing(name)
+                    later = [r for r in readers[name] if self.last_runs.get(r.name, -1) > stage]
+                    cuts[stage].append(Held(name, self._crossing_layout(name, later)))
+        return [tuple(cut) for cut in cuts]
 
-    def _runs_after(self, op: Op, stage: int) -> bool:
-        return any(op.name in self.needed[later] for later in range(stage + 1, self.last + 1))
+    def _check_crossing(self, name: str) -> None:
+        if not self.graph.tensors[name].requires_grad:
+            raise InputError(
+                f"{name} crosses a cut between stages but needs no gradient",
+                where=self.tree.maker[name].location,
+                expected="only tensors with gradients between the stages",
+                fix="plan with fewer stages, or compute it from the batch",
+            )
 
     def _crossing_layout(self, tensor: str, later: Sequence[Op]) -> Layout:
         """Return the layout in which a tensor crosses: partial sums are summed before."""
