@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import product
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -12,7 +13,17 @@ from torch import Tensor
 from autopar.codegen.reference import Trained
 from autopar.runtime.chunks import Chunks
 
-Held = Mapping[str, tuple[Chunks, Tensor]]
+
+@dataclass(frozen=True, slots=True)
+class Block:
+    """What a rank holds of a tensor, or a part of that."""
+
+    name: str
+    chunks: Chunks
+    value: Tensor
+
+
+Held: TypeAlias = Sequence[Block]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +66,10 @@ def assembled(ranks: Iterable[Held]) -> dict[str, Tensor]:
     """Put what the ranks hold together to whole tensors; what nobody holds is not a number."""
     whole: dict[str, Tensor] = {}
     for held in ranks:
-        for name, (chunks, value) in held.items():
-            full = whole.setdefault(name, torch.full(chunks.global_shape, torch.nan).double())
-            _place(full, chunks, value)
+        for block in held:
+            shape = block.chunks.global_shape
+            full = whole.setdefault(block.name, torch.full(shape, torch.nan).double())
+            _place(full, block.chunks, block.value)
     return whole
 
 

@@ -25,7 +25,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.dryrun": "recording",
         "autopar.runtime.gradients": "clip_by_global_norm sum_replicated",
         "autopar.runtime.initial_weights": "Recipe record",
-        "autopar.runtime.layer_names": "is_listed named numbered",
+        "autopar.runtime.layer_names": "named numbered",
         "autopar.runtime.loss": "loss_in loss_scales mean_loss scale_loss weighed",
         "autopar.runtime.mesh": "Axis Mesh start stop",
         "autopar.runtime.model_parts": ("Crossing StagePart names_of submodules take_classes"),

@@ -6,10 +6,12 @@
 from __future__ import annotations
 
 import importlib.util
+import math
 import os
 import pickle
 import sys
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -18,9 +20,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from autopar.codegen.comparison import Block, Held
 from autopar.codegen.exactness import Exactly
 from autopar.codegen.reference import trained_tensors
-from autopar.runtime.chunks import Chunks, chunks_by_name
+from autopar.runtime.chunks import boxes, chunks_by_name
+from autopar.runtime.held_gradients import held_gradients
 from autopar.runtime.optimizer_pieces import local_tensor
 
 NAME = "emitted_script"
@@ -31,20 +35,20 @@ class RankTrained:
     """What one rank saw and holds; the losses are the same on every rank."""
 
     losses: tuple[float, ...]
-    gradients: dict[str, tuple[Chunks, Tensor]]
-    parameters: dict[str, tuple[Chunks, Tensor]]
+    gradients: Held
+    parameters: Held
 
 
 def run_script(path: str, arguments: Sequence[str]) -> RankTrained:
     """Run a script's main here; gradients are those of the first step, clipped."""
     script: Any = imported(Path(path))
-    clip, gradients = script.clip_by_global_norm, dict[str, tuple[Chunks, Tensor]]()
+    clip, gradients = script.clip_by_global_norm, list[Block]()
     train_step = script.train_step
 
     def clip_and_keep(parts: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Tensor:
         norm: Tensor = clip(parts, *args, **kwargs)
         if not gradients:
-            gradients.update(_held(parts, of_gradients=True))
+            gradients.extend(block for part in parts for block in _gradients(part))
         return norm
 
     named = dict(pairwise(arguments)).get("--dtype", script.DTYPE)
@@ -57,7 +61,9 @@ def run_script(path: str, arguments: Sequence[str]) -> RankTrained:
     script.clip_by_global_norm, script.train_step = clip_and_keep, train_exactly
     parts, losses = script.main(arguments)
     return RankTrained(
-        losses=tuple(losses), gradients=gradients, parameters=_held(parts, of_gradients=False)
+        losses=tuple(losses),
+        gradients=tuple(gradients),
+        parameters=tuple(block for part in parts for block in _parameters(part)),
     )
 
 
@@ -72,15 +78,32 @@ def imported(path: Path) -> ModuleType:
     return module
 
 
-def _held(parts: Sequence[nn.Module], *, of_gradients: bool) -> dict[str, tuple[Chunks, Tensor]]:
-    held = {}
-    for part in parts:
-        chunks = chunks_by_name(part)
-        for name, tensor in trained_tensors(part):
-            value = tensor.grad if of_gradients else tensor
-            if value is not None:
-                held[name] = (chunks[name], local_tensor(value.detach()).double().clone())
-    return held
+def _parameters(part: nn.Module) -> Iterator[Block]:
+    chunks = chunks_by_name(part)
+    for name, tensor in trained_tensors(part):
+        yield Block(name, chunks[name], _kept(local_tensor(tensor)))
+
+
+def _gradients(part: nn.Module) -> Iterator[Block]:
+    """Yield gradients by all names of their parameters, under ZeRO-1 in this rank's parts."""
+    chunks, names = chunks_by_name(part), defaultdict[int, list[str]](list)
+    for name, parameter in part.named_parameters(remove_duplicate=False):
+        names[id(parameter)].append(name)
+    for one in held_gradients([part]):
+        for name in names[id(one.parameter)]:
+            if one.span is None:
+                yield Block(name, chunks[name], _kept(one.held))
+                continue
+            first = 0
+            for box in boxes(tuple(one.parameter.shape), one.span.start, one.span.stop):
+                held = chunks[name].within_box(box)
+                last = first + math.prod(held.local_shape)
+                yield Block(name, held, _kept(one.held[first:last].view(held.local_shape)))
+                first = last
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().double().clone()
 
 
 def rank_file(folder: Path, rank: int) -> Path:

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autopar.codegen.comparison import Comparison, assembled, compared
+from autopar.codegen.comparison import Comparison, Held, assembled, compared
 from autopar.codegen.emit import write_script
 from autopar.codegen.reference import Trained, task_of, train_alone
 from autopar.codegen.script_rank import rank_file
@@ -70,8 +70,8 @@ def _trained_by_script(plan: Plan, folder: Path, *, steps: int) -> Trained:
     )
 
 
-def _left_by(place: Path, rank: int) -> tuple[tuple[float, ...], dict, dict]:  # type: ignore[type-arg]
-    left: tuple[tuple[float, ...], dict, dict] = pickle.loads(rank_file(place, rank).read_bytes())  # type: ignore[type-arg]
+def _left_by(place: Path, rank: int) -> tuple[tuple[float, ...], Held, Held]:
+    left: tuple[tuple[float, ...], Held, Held] = pickle.loads(rank_file(place, rank).read_bytes())
     return left
 
 

@@ -62,7 +62,13 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
         recomputations=recomputations(plan),
-        wrapping=Source(call("wrap", *_wrap_arguments(plan)).laid_out(before=4, indent=4)),
+        wrapping=Source(
+            call(
+                "wrap",
+                *_wrap_arguments(plan),
+                *_apart(plan, is_summed=bool(parameters.summed), has_ties=bool(stages.ties)),
+            ).laid_out(before=4, indent=4)
+        ),
         model_arguments=model_arguments(
             plan.graph,
             takes_all=not plan.model.has_loss or _returns_loss(opened),
@@ -166,3 +172,15 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield "compress=COMPRESS"
     if synchronises_batch_norms(plan):
         yield "sync_batch_norm=SYNC_BATCH_NORM"
+
+
+def _apart(plan: Plan, *, is_summed: bool, has_ties: bool) -> Iterator[str]:
+    """Yield which parameters share no bucket with others: their gradients are summed twice."""
+    if plan.arrangement.zero is not Zero.OPTIMIZER or plan.arrangement.shard == 1:
+        return
+    ties = ["*(tie.names for tie in TIES)"] if has_ties else []
+    groups = [*ties, *(["SUMMED"] if is_summed else [])]
+    if groups:
+        yield (
+            f"apart=({', '.join(groups)},)" if len(groups) == 1 else f"apart=({', '.join(groups)})"
+        )

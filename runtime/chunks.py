@@ -4,7 +4,12 @@ The record lives on the module that owns the parameter: `fully_shard` replaces p
 but leaves modules in place.
 """
 
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -12,6 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from autopar.runtime.cuts import Ranges
+
+Box: TypeAlias = tuple[tuple[int, int], ...]  # per dim, [start, stop)
 
 RECORD = "_autopar_chunks"
 
@@ -27,6 +34,11 @@ class Chunks:
     def local_shape(self) -> tuple[int, ...]:
         """The shape of the shard."""
         return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
+
+    def within_box(self, box: Box) -> Chunks:
+        """Narrow them to a box of the shard."""
+        ranges = zip(self.ranges, box, strict=True)
+        return Chunks(self.global_shape, tuple(within(held, *sides) for held, sides in ranges))
 
 
 def whole(shape: tuple[int, ...]) -> Chunks:
@@ -81,3 +93,27 @@ def within(ranges: Ranges, start: int, stop: int) -> Ranges:
             kept.append((low + first - offset, low + last - offset))
         offset += high - low
     return tuple(kept)
+
+
+def boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
+    """Cut the elements start … stop − 1 of a flattened tensor into boxes, in their order."""
+    if start >= stop:
+        return
+    if not shape:
+        yield ()
+        return
+    row = math.prod(shape[1:])
+    first, last = -(-start // row), stop // row  # whole rows
+    if first > last:
+        yield from _boxes_of_row(shape, last, start, stop)
+        return
+    yield from _boxes_of_row(shape, first - 1, start, first * row)
+    if first < last:
+        yield ((first, last), *((0, size) for size in shape[1:]))
+    yield from _boxes_of_row(shape, last, last * row, stop)
+
+
+def _boxes_of_row(shape: tuple[int, ...], number: int, start: int, stop: int) -> Iterator[Box]:
+    offset = number * math.prod(shape[1:])
+    for box in boxes(shape[1:], start - offset, stop - offset):
+        yield ((number, number + 1), *box)

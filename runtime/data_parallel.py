@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
@@ -12,9 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
+from autopar.runtime.averaging import Averaging
 from autopar.runtime.batch_norm import synchronise_batch_norms
-from autopar.runtime.gradient_buckets import HALF_DTYPES, GradientBuckets
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.buckets import HALF_DTYPES
+from autopar.runtime.gradient_buckets import GradientBuckets
+from autopar.runtime.mesh import Axis, Mesh
 
 
 def wrap(
@@ -23,6 +25,7 @@ def wrap(
     *,
     zero: int,
     bucket_bytes: int = 25 * 2**20,
+    apart: Sequence[Collection[str]] = (),
     units: Sequence[nn.Module] = (),
     compute_dtype: torch.dtype | None = None,
     compress: bool = False,
@@ -30,12 +33,15 @@ def wrap(
 ) -> nn.Module:
     """Give a module data parallelism in place and return it; names stay as they are.
 
-    zero 0 and 1: whole parameters, gradients averaged by the bucket (what ZeRO-1 shards is the
-    optimizer's states: `build_optimizer`). zero 2 and 3: `fully_shard` over mesh.shard, copies over
-    mesh.replica; `units` (the layers) are gathered one by one, the rest with the module itself.
-    zero 3 frees a unit's gathered parameters after its forward, zero 2 keeps them for the backward.
-    A unit that is small beside the largest one (a norm) goes with the module: a message of its own
-    would cost its latency.
+    zero 0 and 1: whole parameters, gradients averaged by the bucket. With zero 1 each rank of
+    mesh.shard gets its part of every bucket, and the optimizer steps that (`build_optimizer`).
+    `apart` names parameters whose gradients are summed over other axes as well: ranks that sum must
+    have the same parts, so what one entry names shares no bucket with others.
+
+    zero 2 and 3: `fully_shard` over mesh.shard, copies over mesh.replica; `units` (the layers) are
+    gathered one by one, the rest with the module itself. zero 3 frees a unit's gathered parameters
+    after its forward, zero 2 keeps them for the backward. A unit that is small beside the largest
+    one (a norm) goes with the module: a message of its own would cost its latency.
 
     compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
     copy in fp32. compress: gradients travel in 16 bits.
@@ -53,11 +59,16 @@ def wrap(
     if half is not None:
         _compute_in(module, half)
     if half is not None or mesh.data.size > 1:
-        buckets = GradientBuckets(
-            module, mesh.data, bucket_bytes=bucket_bytes, wire_dtype=wire_dtype
-        )
+        averaging = _averaging(mesh, zero=zero, wire_dtype=wire_dtype)
+        buckets = GradientBuckets(module, averaging, bucket_bytes=bucket_bytes, apart=apart)
         object.__setattr__(module, "gradient_buckets", buckets)
     return module
+
+
+def _averaging(mesh: Mesh, *, zero: int, wire_dtype: torch.dtype | None) -> Averaging:
+    if zero == 0:
+        return Averaging(shard=Axis(0, 1, None), replica=mesh.data, wire_dtype=wire_dtype)
+    return Averaging(shard=mesh.shard, replica=mesh.replica, wire_dtype=wire_dtype)
 
 
 def buckets_of(module: nn.Module) -> GradientBuckets | None:

@@ -160,10 +160,12 @@ def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> 
     for module in modules:
         buckets = buckets_of(module)
         if buckets is not None:
-            buckets.allocate(module)
+            buckets.attach(module)
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        if buckets is not None:
+            buckets.finish()
     optimizer.step()
     optimizer.zero_grad()
 

@@ -1,23 +1,27 @@
 """Sums and clips gradients such that every element of the model counts once."""
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Sequence
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
-from torch.nn.parallel import DistributedDataParallel
 
+from autopar.runtime.held_gradients import (
+    HeldGradient,
+    held_gradients,
+    shares_gradients_out,
+)
+from autopar.runtime.layer_names import is_listed
 from autopar.runtime.mesh import Axis, Mesh
 from autopar.runtime.transport import summed
 
 
 @torch.no_grad()
-def sum_replicated(parameters: Iterable[nn.Parameter], axis: Axis) -> None:
+def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axis: Axis) -> None:
     """Sum the partial gradients of R parameters over the axis, one message per dtype."""
     if axis.size == 1:
         return
-    partial = [local(p.grad) for p in parameters if p.grad is not None]
+    partial = [one.held for one in held_gradients(model_parts) if is_listed(one.name, names)]
     for gradients in _by_dtype(partial):
         total = summed(torch.cat([gradient.reshape(-1) for gradient in gradients]), axis)
         pieces = torch.split(total, [gradient.numel() for gradient in gradients])
@@ -41,18 +45,14 @@ def clip_by_global_norm(
     that hold the same gradients (copies of the data axis) do not ask each other: none is asked
     where every gradient is whole.
     """
-    parameters = _parameters(model_parts)
-    axes = _axes_of_shares(parameters, mesh)
+    axes = _axes_of_shares(model_parts, mesh)
     gradients, counted = [], []
     met = set(tied)  # a name that comes again is a copy, in another part, of a tied parameter
-    for name, parameter in parameters:
-        gradient = parameter.grad
-        if gradient is not None:
-            held = local(gradient)
-            gradients.append(held)
-            if name not in met and _counts_here(gradient, name in split, mesh, axes):
-                counted.append(held)
-            met.add(name)
+    for one in held_gradients(model_parts):
+        gradients.append(one.held)
+        if one.name not in met and _counts_here(one, one.name in split, mesh, axes):
+            counted.append(one.held)
+        met.add(one.name)
     norm = _sum_of_squares(counted, mesh, axes).sqrt_()
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_
@@ -61,35 +61,18 @@ def clip_by_global_norm(
     return norm
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Return what this process holds of a tensor."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
-
-
-def _parameters(model_parts: Sequence[nn.Module]) -> list[tuple[str, nn.Parameter]]:
-    """Find every parameter once, also one that two parts share."""
-    found: dict[int, tuple[str, nn.Parameter]] = {}
-    for part in model_parts:
-        module = part.module if isinstance(part, DistributedDataParallel) else part
-        for name, parameter in module.named_parameters():
-            found.setdefault(id(parameter), (name, parameter))
-    return list(found.values())
-
-
-def _axes_of_shares(parameters: Sequence[tuple[str, nn.Parameter]], mesh: Mesh) -> tuple[Axis, ...]:
+def _axes_of_shares(model_parts: Sequence[nn.Module], mesh: Mesh) -> tuple[Axis, ...]:
     """Return the axes whose ranks hold different gradients, by what all of their ranks know."""
-    is_sharded = mesh.shard.size > 1 and any(isinstance(p, DTensor) for _, p in parameters)
+    is_sharded = mesh.shard.size > 1 and shares_gradients_out(model_parts)
     sharded = (mesh.shard,) if is_sharded else ()
     return tuple(axis for axis in (mesh.tensor, *sharded, mesh.pipeline) if axis.size > 1)
 
 
-def _counts_here(gradient: Tensor, is_split: bool, mesh: Mesh, axes: Sequence[Axis]) -> bool:
+def _counts_here(one: HeldGradient, is_split: bool, mesh: Mesh, axes: Sequence[Axis]) -> bool:
     """Tell whether no lower rank of these axes counts the same elements."""
     if mesh.tensor in axes and mesh.tensor.rank and not is_split:
         return False
-    if mesh.shard not in axes or mesh.shard.rank == 0:
-        return True
-    return isinstance(gradient, DTensor) and any(one.is_shard() for one in gradient.placements)
+    return mesh.shard not in axes or mesh.shard.rank == 0 or one.is_sharded
 
 
 def _sum_of_squares(gradients: list[Tensor], mesh: Mesh, axes: Sequence[Axis]) -> Tensor:

@@ -8,15 +8,15 @@ from collections.abc import Iterable
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
+from autopar.runtime.held_gradients import held_gradients
 from autopar.runtime.mesh import Mesh
 
 
 class LossScale:
     """A factor on the loss that halves after an overflow on any rank and doubles after a calm time.
 
-    In a step: backward of `loss * scale.value`; then `fits = scale.unscale(parameters)`; then clip
+    In a step: backward of `loss * scale.value`; then `fits = scale.unscale(parts)`; then clip
     and step the optimizer if it fits; then `scale.update(fits)`.
     """
 
@@ -28,16 +28,13 @@ class LossScale:
         self._calm_steps = 0
         self.value = initial
 
-    def unscale(self, parameters: Iterable[nn.Parameter]) -> bool:
+    def unscale(self, model_parts: Iterable[nn.Module]) -> bool:
         """Divide the gradients by the factor and say whether those of all ranks are finite."""
         overflow = torch.zeros(1, device=self._mesh.device)
         inverse = torch.full((1,), 1.0 / self.value, device=self._mesh.device)
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
-        for parameter in parameters:
-            if parameter.grad is not None:
-                gradient = parameter.grad
-                local = gradient.to_local() if isinstance(gradient, DTensor) else gradient
-                by_dtype[local.dtype].append(local)
+        for one in held_gradients(model_parts):
+            by_dtype[one.held.dtype].append(one.held)
         for gradients in by_dtype.values():
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
         if self._mesh.world.size > 1:

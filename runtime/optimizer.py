@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeAlias
 
 import torch
@@ -10,10 +10,16 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
-from autopar.runtime.gradient_buckets import HALF_DTYPES
+from autopar.runtime.buckets import HALF_DTYPES
+from autopar.runtime.data_parallel import buckets_of
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.optimizer_pieces import Piece, local_pieces
-from autopar.runtime.sharded_optimizer import gather_parameters, shard_parameters_flat
+from autopar.runtime.optimizer_pieces import Piece, local_pieces, state_of
+from autopar.runtime.sharded_optimizer import (
+    FlatShard,
+    forget_gradients,
+    gather_parameters,
+    shard_parameters_flat,
+)
 
 OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
@@ -22,29 +28,35 @@ NEED_WHOLE_PARAMETERS = ("Muon", "Adafactor", "LBFGS")
 
 
 def build_optimizer(
-    parameters: Iterable[nn.Parameter],
+    model_parts: Sequence[nn.Module],
     factory: OptimizerFactory | None,
     *,
     zero: int,
     mesh: Mesh,
 ) -> Optimizer:
-    """Build the user's optimizer, or AdamW, so that it steps what this rank holds.
+    """Build the user's optimizer, or AdamW, so that it steps what this rank holds of the modules.
 
     Where parameters are 16-bit, sharded, or their states are to be sharded (zero 1), the optimizer
     is given pieces in their place: fp32 masters and flat slices of plain tensors. Gradients reach
     the pieces before a step and new values leave them after it; learning rates, schedulers and
     param_groups are the user's own.
     """
-    trainable = [parameter for parameter in parameters if parameter.requires_grad]
+    parameters = {id(one): one for part in model_parts for one in part.parameters()}
+    trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     optimizer = AdamW(trainable) if factory is None else factory(trainable)
     _prefer_fused(optimizer)
-    _use_pieces(optimizer, trainable, zero=zero, mesh=mesh)
+    _use_pieces(optimizer, trainable, model_parts, zero=zero, mesh=mesh)
     optimizer.register_step_pre_hook(_lay_gradients_like_parameters)
     return optimizer
 
 
 def _use_pieces(
-    optimizer: Optimizer, trainable: list[nn.Parameter], *, zero: int, mesh: Mesh
+    optimizer: Optimizer,
+    trainable: list[nn.Parameter],
+    model_parts: Sequence[nn.Module],
+    *,
+    zero: int,
+    mesh: Mesh,
 ) -> None:
     """Have the optimizer step pieces where it cannot step the parameters themselves."""
     shards_states = zero == 1 and mesh.shard.size > 1
@@ -58,12 +70,39 @@ def _use_pieces(
             "plan with zero 0, or choose an optimizer that works element by element (AdamW, SGD)"
         )
     if shards_states:
-        shards = shard_parameters_flat(trainable, mesh.shard)
-        pieces = tuple(piece for shard in shards for piece in shard.pieces)
-        _exchange(optimizer, trainable, pieces)
-        optimizer.register_step_post_hook(lambda *_: gather_parameters(shards))
+        _step_shards(optimizer, trainable, _flat_shards(model_parts))
     else:
         _exchange(optimizer, trainable, local_pieces(trainable))
+
+
+def _flat_shards(model_parts: Sequence[nn.Module]) -> tuple[FlatShard, ...]:
+    shards: list[FlatShard] = []
+    for part in model_parts:
+        buckets = buckets_of(part)
+        if buckets is None:
+            raise RuntimeError("ZeRO-1 steps the parts of gradients that wrap(…, zero=1) leaves")
+        buckets.attach(part)
+        shards.extend(shard_parameters_flat(buckets))
+    return tuple(shards)
+
+
+def _step_shards(
+    optimizer: Optimizer, trainable: list[nn.Parameter], shards: tuple[FlatShard, ...]
+) -> None:
+    """Have the optimizer step this rank's parts, and gather what it made of them."""
+    _exchange(optimizer, trainable, tuple(piece for shard in shards for piece in shard.pieces))
+    zero_grad = optimizer.zero_grad
+
+    def forget_and_zero(set_to_none: bool = True) -> None:
+        forget_gradients(shards)
+        zero_grad(set_to_none)
+
+    def gather_and_forget(*_: Any) -> None:
+        gather_parameters(shards)
+        forget_gradients(shards)
+
+    optimizer.register_step_post_hook(gather_and_forget)
+    optimizer.zero_grad = forget_and_zero  # type: ignore[method-assign]
 
 
 def _lay_gradients_like_parameters(optimizer: Optimizer, *_: Any) -> None:
@@ -100,7 +139,7 @@ def _prefer_fused(optimizer: Optimizer) -> None:
 
 
 def _exchange(
-    optimizer: Optimizer, parameters: Iterable[nn.Parameter], pieces: tuple[Piece, ...]
+    optimizer: Optimizer, parameters: Iterable[nn.Parameter], pieces: Sequence[Piece]
 ) -> None:
     """Put the pieces in the place of the parameters, and keep the two in step."""
     by_parameter: dict[int, list[Piece]] = {}
@@ -111,7 +150,7 @@ def _exchange(
     for parameter, state in list(optimizer.state.items()):
         del optimizer.state[parameter]
         for piece in by_parameter.get(id(parameter), ()):
-            optimizer.state[piece.target] = {k: piece.of_state(v) for k, v in state.items()}
+            optimizer.state[piece.target] = {k: state_of(piece, v) for k, v in state.items()}
     owners = tuple(parameters)
 
     def take_gradients(*_: Any) -> None:

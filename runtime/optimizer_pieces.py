@@ -4,22 +4,42 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from autopar.runtime.gradient_buckets import HALF_DTYPES
+from autopar.runtime.buckets import HALF_DTYPES
+
+
+class Piece(Protocol):
+    """What the optimizer steps in place of a parameter: a part of it, in fp32."""
+
+    @property
+    def parameter(self) -> nn.Parameter:
+        """Whose piece it is."""
+
+    @property
+    def target(self) -> nn.Parameter:
+        """What the optimizer sees: in the memory of `place`, or its fp32 copy."""
+
+    @property
+    def place(self) -> Tensor:
+        """The parameter's own memory that this piece stands for, where it lies now."""
+
+    def take_gradient(self) -> None:
+        """Let the target see the parameter and its gradient, uncopied where the dtypes agree."""
+
+    def slice(self, whole: Tensor) -> Tensor:
+        """Return the piece's part of a tensor that is shaped like the parameter."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class Piece:
-    """What the optimizer steps in place of a parameter: a part of it, in fp32."""
+class LocalPiece:
+    """All that this rank holds of a parameter."""
 
     parameter: nn.Parameter
-    target: nn.Parameter  # what the optimizer sees: in the memory of `place`, or its fp32 copy
-    start: int | None = None  # where in the flattened parameter the piece lies; None: all of it
-    stop: int | None = None
+    target: nn.Parameter
 
     @property
     def place(self) -> Tensor:
@@ -27,7 +47,7 @@ class Piece:
 
         Before the first forward fully_shard moves shards that are smaller than others, to pad them.
         """
-        return self.slice(local_tensor(self.parameter).detach())
+        return local_tensor(self.parameter).detach()
 
     def take_gradient(self) -> None:
         """Let the target see the parameter and its gradient, uncopied where the dtypes agree."""
@@ -38,31 +58,28 @@ class Piece:
         if gradient is None:
             self.target.grad = None
             return
-        local = self.slice(local_tensor(gradient))
-        self.target.grad = (
-            local if local.dtype == self.target.dtype else local.to(self.target.dtype)
-        )
+        held = local_tensor(gradient)
+        self.target.grad = held if held.dtype == self.target.dtype else held.to(self.target.dtype)
 
     def slice(self, whole: Tensor) -> Tensor:
         """Return the piece's part of a tensor that is shaped like the parameter."""
-        if self.start is None:
-            return whole
-        return whole.reshape(-1)[self.start : self.stop]
-
-    def of_state(self, value: Any) -> Any:
-        """Return the piece's part of a state that the optimizer made when it was built."""
-        if isinstance(value, Tensor) and value.shape == self.parameter.shape and value.dim():
-            return self.slice(local_tensor(value)).to(self.target.dtype, copy=True)
-        return value
+        return local_tensor(whole)
 
 
-def local_pieces(parameters: Iterable[nn.Parameter]) -> tuple[Piece, ...]:
+def state_of(piece: Piece, value: Any) -> Any:
+    """Return the piece's part of a state that the optimizer made when it was built."""
+    if isinstance(value, Tensor) and value.shape == piece.parameter.shape and value.dim():
+        return piece.slice(value).to(piece.target.dtype, copy=True)
+    return value
+
+
+def local_pieces(parameters: Iterable[nn.Parameter]) -> tuple[LocalPiece, ...]:
     """Return a piece per parameter: its local shard, as an fp32 master where it is 16-bit."""
     pieces = []
     for parameter in parameters:
         place = local_tensor(parameter.detach())
         if place.numel():
-            pieces.append(Piece(parameter=parameter, target=target_of(place)))
+            pieces.append(LocalPiece(parameter=parameter, target=target_of(place)))
     return tuple(pieces)
 
 

@@ -1,80 +1,85 @@
-"""Turns whole parameters into equal flat shards, one per rank, that ZeRO-1 steps and gathers."""
+"""Turns the parameters of a bucket into a flat buffer of which each rank steps a part: ZeRO-1."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.runtime.mesh import Axis
-from autopar.runtime.optimizer_pieces import Piece, target_of
+from autopar.runtime.buckets import Bucket, Span, laid_out
+from autopar.runtime.gradient_buckets import GradientBuckets
+from autopar.runtime.optimizer_pieces import target_of
+from autopar.runtime.transport import started_gather
 
-# torch 2.13 renamed it; the old name warns there.
-_all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class FlatPiece:
+    """The elements of one parameter in this rank's part of a bucket."""
+
+    parameter: nn.Parameter
+    target: nn.Parameter
+    place: Tensor
+    bucket: Bucket
+    span: Span
+
+    def take_gradient(self) -> None:
+        """Let the target see its gradient, which has its dtype."""
+        self.target.grad = self.bucket.held_at(self.span.place)
+
+    def slice(self, whole: Tensor) -> Tensor:
+        """Return the piece's part of a tensor that is shaped like the parameter."""
+        return whole.reshape(-1)[self.span.start : self.span.stop]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FlatShard:
-    """All parameters of one dtype, end to end in one buffer, and the part that this rank steps."""
+    """The parameters of a bucket, laid out as their gradients are, and what this rank steps."""
 
+    bucket: Bucket
     buffer: Tensor
-    own: Tensor
-    pieces: tuple[Piece, ...]
-    axis: Axis
+    pieces: tuple[FlatPiece, ...]
 
 
-def shard_parameters_flat(parameters: Iterable[nn.Parameter], axis: Axis) -> tuple[FlatShard, ...]:
-    """Move the parameters into flat buffers and cut these into one equal part per rank.
+def shard_parameters_flat(buckets: GradientBuckets) -> tuple[FlatShard, ...]:
+    """Move the parameters of every bucket into a flat buffer, cut as their gradients are.
 
     The cut goes through parameters, so every rank holds the same share of the states to the
     element; optimizers that work element by element do not notice.
     """
-    by_dtype: dict[torch.dtype, list[nn.Parameter]] = {}
-    for parameter in parameters:
-        by_dtype.setdefault(parameter.dtype, []).append(parameter)
-    return tuple(_flat_shard(group, axis) for group in by_dtype.values())
+    return tuple(_flat_shard(bucket) for bucket in buckets.buckets)
 
 
 def gather_parameters(shards: Iterable[FlatShard]) -> None:
     """Bring every rank's new values to all ranks."""
-    works = [work for shard in shards for work in _gather(shard)]
+    works = [work for s in shards for work in started_gather(s.buffer, s.bucket.shard)]
     for work in works:
         work.wait()
 
 
-def _gather(shard: FlatShard) -> Sequence[dist.Work]:
-    """Start gathering a buffer in place.
-
-    Over gloo too: sends and receives between pairs of ranks are quicker alone, but the step of a
-    small model took 5 % longer with them, and that of one with 14 MB as long.
-    """
-    work = _all_gather(shard.buffer, shard.own, group=shard.axis.group, async_op=True)
-    return () if work is None else (work,)
+def forget_gradients(shards: Iterable[FlatShard]) -> None:
+    """Leave the gradients' memory to the next step."""
+    for shard in shards:
+        shard.bucket.forget()
 
 
-def _flat_shard(parameters: Sequence[nn.Parameter], axis: Axis) -> FlatShard:
-    first = parameters[0]
-    share = -(-sum(parameter.numel() for parameter in parameters) // axis.size)
-    buffer = torch.zeros(share * axis.size, dtype=first.dtype, device=first.device)
-    low, high = share * axis.rank, share * (axis.rank + 1)
-    pieces, offset = [], 0
-    for parameter in parameters:
-        end = offset + parameter.numel()
-        buffer[offset:end].copy_(parameter.detach().reshape(-1))
-        parameter.data = buffer[offset:end].view(parameter.shape)
-        start, stop = max(low, offset), min(high, end)
-        if start < stop:
-            pieces.append(
-                Piece(
-                    parameter=parameter,
-                    target=target_of(buffer[start:stop]),
-                    start=start - offset,
-                    stop=stop - offset,
-                )
+def _flat_shard(bucket: Bucket) -> FlatShard:
+    first = bucket.parameters[0]
+    buffer = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
+    for parameter, view in zip(bucket.parameters, laid_out(buffer, bucket.parameters), strict=True):
+        view.copy_(parameter.detach())
+        parameter.data = view
+    pieces = []
+    for span in bucket.spans:
+        place = span.of(buffer)
+        pieces.append(
+            FlatPiece(
+                parameter=bucket.parameters[span.place],
+                target=target_of(place),
+                place=place,
+                bucket=bucket,
+                span=span,
             )
-        offset = end
-    return FlatShard(buffer=buffer, own=buffer[low:high], pieces=tuple(pieces), axis=axis)
+        )
+    return FlatShard(bucket=bucket, buffer=buffer, pieces=tuple(pieces))

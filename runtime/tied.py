@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.runtime.gradients import local
+from autopar.runtime.held_gradients import local, made_gradient
 from autopar.runtime.mesh import Mesh
 
 
@@ -18,6 +18,14 @@ class Tie:
 
     names: tuple[str, ...]
     stages: tuple[int, ...]  # pipeline ranks in ascending order; the first one owns it
+
+
+@dataclass(frozen=True, slots=True)
+class Copy:
+    """A tied parameter and the part of the model that holds it."""
+
+    part: nn.Module
+    parameter: nn.Parameter
 
 
 class TiedWeights:
@@ -43,20 +51,23 @@ class TiedWeights:
     def broadcast(self) -> None:
         """Give every copy the owner's values."""
         for tie, copies in self._held:
-            values = self._swapped(tie, local(copies[0].detach()))
+            values = self._swapped(tie, local(copies[0].parameter.detach()))
             for copy in copies:
-                local(copy.detach()).copy_(values[0])
+                local(copy.parameter.detach()).copy_(values[0])
 
     @torch.no_grad()
     def sum_gradients(self) -> None:
-        """Give every copy the sum of all copies' gradients."""
+        """Give every copy the sum of all copies' gradients, each rank of what it holds of them.
+
+        Under ZeRO-1 that is the same part on all stages if the tie is `apart` (see wrap()).
+        """
         for tie, copies in self._held:
-            mine = sum((_gradient(copy) for copy in copies[1:]), start=_gradient(copies[0]))
-            total = torch.stack(self._swapped(tie, mine)).sum(0)
-            for copy in copies:
-                if copy.grad is None:
-                    copy.grad = torch.zeros_like(copy)
-                local(copy.grad).copy_(total)
+            gradients = [made_gradient(copy.part, copy.parameter) for copy in copies]
+            if gradients[0].numel():
+                mine = sum(gradients[1:], start=gradients[0])
+                total = torch.stack(self._swapped(tie, mine)).sum(0)
+                for gradient in gradients:
+                    gradient.copy_(total)
 
     def _swapped(self, tie: Tie, mine: Tensor) -> list[Tensor]:
         """Send a tensor to the other holders; return everybody's in the order of the stages."""
@@ -75,22 +86,16 @@ class TiedWeights:
         return list(by_stage.values())
 
 
-def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[nn.Parameter]:
+def _copies(model_parts: Sequence[nn.Module], tie: Tie) -> list[Copy]:
     """Find the tie's distinct parameters in this process."""
-    found: dict[int, nn.Parameter] = {}
+    found: dict[int, Copy] = {}
     for part in model_parts:
         for name in tie.names:
             module, _, attribute = name.rpartition(".")
             with suppress(AttributeError):  # another stage's layer
                 parameter = part.get_submodule(module)._parameters.get(attribute)
                 if parameter is not None:
-                    found.setdefault(id(parameter), parameter)
+                    found.setdefault(id(parameter), Copy(part, parameter))
     if not found:
         raise KeyError(f"this stage has none of {', '.join(tie.names)}")
     return list(found.values())
-
-
-def _gradient(parameter: nn.Parameter) -> Tensor:
-    if parameter.grad is None:
-        return torch.zeros_like(local(parameter.detach()))
-    return local(parameter.grad)

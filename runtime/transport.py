@@ -18,6 +18,7 @@ from torch import Tensor
 from autopar.runtime.mesh import Axis
 
 LARGEST_GLOO_SUM_BYTES = 512 * 1024  # beyond it gloo's ring, which moves fewer bytes, wins
+FEW_BYTES = 4 * 1024  # whose sum costs its latency alone
 
 # torch 2.13 renamed both; the old names warn there.
 _all_gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -34,12 +35,25 @@ def summed(x: Tensor, axis: Axis) -> Tensor:
 
 
 class ComingSum:
-    """A tensor that turns into the sum, or the mean, of every rank's while other work is done."""
+    """A tensor that turns into the sum, or the mean, of every rank's while other work is done.
+
+    Over gloo a few bytes take a core 260 us by an all-to-all, 330 us by an all-reduce.
+    """
 
     def __init__(self, x: Tensor, axis: Axis, *, operation: Any = dist.ReduceOp.SUM) -> None:
         self._total = x
+        self._arrived: Tensor | None = None
         self._work: dist.Work | None = None
-        if axis.size > 1:
+        if axis.size == 1:
+            return
+        if axis.is_gloo and x.numel() * x.element_size() <= FEW_BYTES:
+            assert operation == dist.ReduceOp.SUM
+            copies = x.expand(axis.size, *x.shape).contiguous()
+            self._arrived = torch.empty_like(copies)
+            self._work = dist.all_to_all_single(
+                self._arrived, copies, group=axis.group, async_op=True
+            )
+        else:
             self._work = dist.all_reduce(x, op=operation, group=axis.group, async_op=True)
 
     def value(self) -> Tensor:
@@ -47,7 +61,62 @@ class ComingSum:
         if self._work is not None:
             self._work.wait()
             self._work = None
+        if self._arrived is not None:
+            torch.sum(self._arrived, 0, dtype=self._total.dtype, out=self._total)
+            self._arrived = None
         return self._total
+
+
+class ComingPart:
+    """This rank's part of a flat tensor, which turns into the sum, or the mean, of every rank's.
+
+    Over gloo all parts travel to their ranks, which add them up: two processes take 7.5 ms so for
+    13 MB, four 11 ms; gloo's all-reduce takes 10.5 and 20 ms, its reduce-scatter 18 and 48 ms.
+    Below 256 KB all three are within 0.2 ms.
+    """
+
+    def __init__(self, x: Tensor, axis: Axis, *, operation: Any = dist.ReduceOp.SUM) -> None:
+        parts = x.view(axis.size, -1)
+        self._own = parts[axis.rank]
+        self._arrived: Tensor | None = None
+        self._work: dist.Work | None = None
+        if axis.is_gloo:
+            assert operation == dist.ReduceOp.SUM
+            self._arrived = torch.empty_like(parts)
+            self._work = dist.all_to_all_single(
+                self._arrived, parts, group=axis.group, async_op=True
+            )
+        elif axis.size > 1:
+            self._work = _reduce_scatter(
+                self._own, x, op=operation, group=axis.group, async_op=True
+            )
+
+    def value(self) -> Tensor:
+        """Return the part, in the memory of the tensor, the first time after waiting for it."""
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        if self._arrived is not None:
+            torch.sum(self._arrived, 0, out=self._own)
+            self._arrived = None
+        return self._own
+
+
+def started_gather(flat: Tensor, axis: Axis) -> tuple[dist.Work, ...]:
+    """Start to give every rank all parts of a flat tensor, in place; each brings its own.
+
+    Over gloo every rank broadcasts its part: two processes take 4.9 ms so for 13 MB, four 11 ms;
+    gloo's all-gather takes 8.3 and 24 ms. Below 256 KB both take the same time.
+    """
+    parts = flat.view(axis.size, -1)
+    if not axis.is_gloo:
+        work = _all_gather(flat, parts[axis.rank], group=axis.group, async_op=True)
+        return () if work is None else (work,)
+    works = (
+        dist.broadcast(part, group_src=rank, group=axis.group, async_op=True)
+        for rank, part in enumerate(parts)
+    )
+    return tuple(work for work in works if work is not None)
 
 
 def gathered(x: Tensor, axis: Axis) -> Tensor:

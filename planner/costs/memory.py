@@ -31,7 +31,9 @@ def memory_of(
     work         = of the layer that needs most: transient + unsharded
     unsharded    = ZeRO-3: parameters of the layer, and of the next that is gathered ahead;
                    ZeRO-2 and 3: its whole gradient, from when its first weight's is made
-    buffers      = the bucket that a reduction fills and sends
+    buffers      = the 16-bit copy of a bucket, where gradients travel so; else buckets are reduced
+                   where the gradients lie: under ZeRO-1 each rank's part of the mean comes there,
+                   and the rest of the bucket stays for the next step
     margin       = share · all of these
     """
     loads = [one.load for one in held]
@@ -129,11 +131,12 @@ def _work_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[i
 
 
 def _bucket_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> int:
-    """Return the buckets of ZeRO-0 and 1; those of 0 are where the gradients lie anyway."""
-    if arrangement.data == 1 or arrangement.zero is not Zero.OPTIMIZER:
+    """Return the copy of a bucket of ZeRO-0 and 1 that travels."""
+    if not arrangement.compressed_gradients or arrangement.data == 1:
         return 0
-    whole = sum(load.gradient_bytes for load in loads)
-    return min(whole, arrangement.bucket_bytes) if arrangement.bucket_bytes < whole else 0
+    if arrangement.zero >= Zero.GRADIENTS:
+        return 0
+    return min(sum(load.gradient_bytes for load in loads), arrangement.bucket_bytes) // 2
 
 
 def _communicators(arrangement: Arrangement) -> int:

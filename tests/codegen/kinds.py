@@ -31,6 +31,9 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "tp": {"tensor": 2, "microbatch": 4, "split": _MEGATRON},
         "vocab": {"tensor": 2, "microbatch": 4, "split": ("vocab",)},
         "tp_dp": {"tensor": 2, "data": 2, "microbatch": 2, "split": _MEGATRON},
+        "tp_zero1": {
+            "tensor": 2, "data": 2, "microbatch": 2, "split": _MEGATRON, **_LEVELS[Zero.OPTIMIZER],
+        },
         "tp_zero3": {
             "tensor": 2, "data": 2, "microbatch": 2, "split": _MEGATRON, **_LEVELS[Zero.PARAMETERS],
         },
@@ -41,9 +44,14 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "zero_bubble": _schedule(ScheduleKind.INTERLEAVED_ZERO_BUBBLE),
         "zero_bubble_v": _schedule(ScheduleKind.ZERO_BUBBLE_V, 2),
         "pp_dp": {"pipeline": 2, "data": 2, "microbatch": 2, **_LEVELS[Zero.NONE]},
+        "pp_zero1": {"pipeline": 2, "data": 2, "microbatch": 2, **_LEVELS[Zero.OPTIMIZER]},
         "pp_zero3": {"pipeline": 2, "data": 2, "microbatch": 2, **_LEVELS[Zero.PARAMETERS]},
         "tp_pp": {"tensor": 2, "pipeline": 2, "microbatch": 2, "split": _MEGATRON},
         "vocab_pp": {"tensor": 2, "pipeline": 2, "microbatch": 4, "split": ("vocab",)},
+        "all_zero1": {
+            "tensor": 2, "pipeline": 2, "data": 2, "microbatch": 1, "split": _MEGATRON,
+            "device": "h100-sxm", **_LEVELS[Zero.OPTIMIZER],
+        },
         "all": {
             "tensor": 2, "pipeline": 2, "data": 2, "microbatch": 1, "split": _MEGATRON,
             "device": "h100-sxm", **_LEVELS[Zero.PARAMETERS],

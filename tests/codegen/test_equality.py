@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from autopar.codegen.comparison import Comparison
+from autopar.planner.costs.prediction import Zero
 from autopar.planner.plan.plan import Plan
 from tests.codegen.equality import compare
 from tests.codegen.kinds import KINDS, plan_of
@@ -18,9 +19,14 @@ TOLERANCE = 1e-10
 # grouped queries (llama), no sequence (mnist), PyTorch's own layers (transformer_lm).
 OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bert.py", {"data": 2, "microbatch": 2}),
+    ("bert.py", {"data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)}),
     ("bert.py", {"pipeline": 2, "microbatch": 2}),
     ("t5.py", {"data": 2, "microbatch": 2}),
     ("t5.py", {"pipeline": 2, "microbatch": 2}),
+    (
+        "t5.py",
+        {"pipeline": 2, "data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)},
+    ),
     ("resnet.py", {"data": 2, "microbatch": 2}),
     ("llama.py", {"tensor": 2, "microbatch": 4, "split": ("ffn",)}),
     ("llama.py", {"pipeline": 2, "microbatch": 2}),

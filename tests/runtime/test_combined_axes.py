@@ -70,7 +70,7 @@ def train(zero: int, shard: int | None, data: int, mode: Mode) -> tuple[int, dic
         recompute(layer, mode)
     split = frozenset(n for n, _ in model.named_parameters() if n.endswith(("up", "down")))
     wrap(model, mesh, zero=zero, bucket_bytes=500, units=list(model))
-    optimizer = build_optimizer(model.parameters(), weight_decay_on_matrices, zero=zero, mesh=mesh)
+    optimizer = build_optimizer([model], weight_decay_on_matrices, zero=zero, mesh=mesh)
     for step in range(STEPS):
         optimizer.zero_grad()
         for index, x in enumerate(inputs(step, mesh.data.rank, mesh.data.size)):

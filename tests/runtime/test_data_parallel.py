@@ -44,7 +44,7 @@ def train(
         compute_dtype=compute,
         compress=compress,
     )
-    optimizer = build_optimizer(model.parameters(), weight_decay_on_matrices, zero=zero, mesh=mesh)
+    optimizer = build_optimizer([model], weight_decay_on_matrices, zero=zero, mesh=mesh)
     losses = []
     for step in range(STEPS):
         optimizer.zero_grad()
@@ -66,7 +66,7 @@ def train(
 
 @pytest.mark.parametrize(("ranks", "shard"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize(
-    ("zero", "always_sync"), [(0, False), (1, False), (2, False), (2, True), (3, False), (3, True)]
+    ("zero", "always_sync"), [(zero, always) for zero in range(4) for always in (False, True)]
 )
 def test_every_zero_level_trains_as_one_process(
     ranks: int, shard: int, zero: int, always_sync: bool
@@ -82,7 +82,8 @@ def test_optimizer_states_are_shared_out_evenly_by_zero_1() -> None:
     shares = [states for _, _, states in run_on_ranks(train, 4, 4, 1, False, None, False)]
     assert sum(shares) == all_of_it
     unused = 12  # elements of the layer that the loss does not reach: never given a state
-    assert max(shares) - min(shares) <= 2 * (unused + 3)
+    buckets = 2 + all_of_it // 2 * 8 // 4000  # the last part of each lacks up to 3 elements
+    assert max(shares) - min(shares) <= 2 * (unused + 3 * buckets)
 
 
 def test_zero_1_with_copies_shares_the_states_within_a_copy() -> None:
@@ -112,9 +113,7 @@ def step_finely() -> float:
     model = nn.Linear(1, 1, bias=False)
     nn.init.ones_(model.weight)
     wrap(model, mesh, zero=1, compute_dtype=torch.bfloat16)
-    optimizer = build_optimizer(
-        model.parameters(), lambda p: torch.optim.SGD(p, lr=1e-4), zero=1, mesh=mesh
-    )
+    optimizer = build_optimizer([model], lambda p: torch.optim.SGD(p, lr=1e-4), zero=1, mesh=mesh)
     for _ in range(100):
         optimizer.zero_grad()
         model(torch.ones(1, 1)).sum().backward()

@@ -7,7 +7,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from autopar.runtime.gradients import clip_by_global_norm, local, sum_replicated
+from autopar.runtime.gradients import clip_by_global_norm, sum_replicated
+from autopar.runtime.held_gradients import local
 from autopar.runtime.mesh import Mesh, start
 from autopar.runtime.shards import Split, local_part, shard_parameters
 from tests.runtime.ranks import run_on_ranks
@@ -128,7 +129,7 @@ def _sum(zero: bool) -> list[list[float]]:
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter.detach(), 1.0 + mesh.tensor.rank)
     model[0].bias.grad = None
-    sum_replicated(model.parameters(), mesh.tensor)
+    sum_replicated([model], [name for name, _ in model.named_parameters()], mesh.tensor)
     gradients = [parameter.grad for parameter in model.parameters()]
     assert gradients[1] is None
     return [sorted(set(local(g).flatten().tolist())) for g in gradients if g is not None]

@@ -16,7 +16,7 @@ def overflow_on(rank: int) -> tuple[bool, float, float]:
     scale = LossScale(mesh, initial=8.0)
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([16.0, float("inf") if mesh.rank == rank else 1.0])
-    fits = scale.unscale([weight])
+    fits = scale.unscale([nn.ParameterList([weight])])
     scale.update(fits)
     return fits, scale.value, weight.grad[0].item()
 
@@ -60,12 +60,10 @@ def _train_once(zero: int, initial: float) -> float:
     nn.init.zeros_(model.weight)
     wrap(model, mesh, zero=zero, compute_dtype=torch.float16)
     scale = LossScale(mesh, initial=initial)
-    optimizer = build_optimizer(
-        model.parameters(), lambda p: torch.optim.SGD(p, lr=1.0), zero=zero, mesh=mesh
-    )
+    optimizer = build_optimizer([model], lambda p: torch.optim.SGD(p, lr=1.0), zero=zero, mesh=mesh)
     loss = model(torch.ones(1, 1)).float().sum() * 1e-9
     (loss * scale.value).backward()
-    assert scale.unscale(model.parameters())
+    assert scale.unscale([model])
     optimizer.step()
     own: nn.Parameter = optimizer.param_groups[0]["params"][0]
     return -own.view(-1)[0].item()

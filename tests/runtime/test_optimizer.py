@@ -46,7 +46,7 @@ def train(name: str, zero: int) -> tuple[list[torch.Tensor], list[float]]:
     mesh = start(pipeline=1, data=2, tensor=1)
     model = build()
     wrap(model, mesh, zero=zero, units=list(model))
-    optimizer = build_optimizer(model.parameters(), OPTIMIZERS[name], zero=zero, mesh=mesh)
+    optimizer = build_optimizer([model], OPTIMIZERS[name], zero=zero, mesh=mesh)
     scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
     rates = []
     for _ in range(5):
@@ -76,7 +76,7 @@ def train_from_meta(zero: int) -> list[torch.Tensor]:
     model, recipe = record(build, seed=0)
     wrap(model, mesh, zero=zero)
     recipe.materialise(model, {}, mesh.tensor, mesh.device)
-    optimizer = build_optimizer(model.parameters(), SGD_OF_TENTHS, zero=zero, mesh=mesh)
+    optimizer = build_optimizer([model], SGD_OF_TENTHS, zero=zero, mesh=mesh)
     for _ in range(3):
         step(model, optimizer, data().chunk(2)[mesh.rank])
     return list(whole(model.named_parameters()).values())
@@ -102,7 +102,7 @@ def refuse(zero: int) -> str:
     model = build()
     wrap(model, mesh, zero=zero)
     try:
-        build_optimizer(model.parameters(), muon, zero=zero, mesh=mesh)
+        build_optimizer([model], muon, zero=zero, mesh=mesh)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -121,7 +121,7 @@ def test_one_process_without_sharding_gets_the_users_optimizer_as_it_is() -> Non
 def plain() -> tuple[str, bool, bool]:
     mesh = start(pipeline=1, data=1, tensor=1)
     model = build()
-    optimizer = build_optimizer(model.parameters(), None, zero=3, mesh=mesh)
+    optimizer = build_optimizer([model], None, zero=3, mesh=mesh)
     group = optimizer.param_groups[0]
     same = all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
     return type(optimizer).__name__, bool(group["fused"]), same
@@ -133,9 +133,9 @@ def test_a_choice_of_kernel_by_the_user_stands() -> None:
 
 def chosen_kernel() -> bool | None:
     mesh = start(pipeline=1, data=1, tensor=1)
-    parameters = build().parameters()
+    model = build()
     optimizer = build_optimizer(
-        parameters, lambda p: torch.optim.AdamW(p, foreach=True), zero=0, mesh=mesh
+        [model], lambda p: torch.optim.AdamW(p, foreach=True), zero=0, mesh=mesh
     )
     fused: bool | None = optimizer.param_groups[0]["fused"]
     return fused
@@ -151,7 +151,7 @@ def gradient_after_zero(set_to_none: bool) -> float:
     mesh = start(pipeline=1, data=2, tensor=1)
     model = build()
     wrap(model, mesh, zero=1)
-    optimizer = build_optimizer(model.parameters(), None, zero=1, mesh=mesh)
+    optimizer = build_optimizer([model], None, zero=1, mesh=mesh)
     step(model, optimizer, data())
     optimizer.zero_grad(set_to_none=set_to_none)
     return sum(p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None)
@@ -167,7 +167,7 @@ def test_a_gradient_in_another_memory_order_reaches_its_own_weights(
     found = []
     for order in (torch.contiguous_format, torch.channels_last):
         parameter = nn.Parameter(weight.clone())
-        optimizer = build_optimizer([parameter], make, zero=0, mesh=mesh)
+        optimizer = build_optimizer([nn.ParameterList([parameter])], make, zero=0, mesh=mesh)
         parameter.grad = gradient.clone(memory_format=order)
         optimizer.step()
         found.append(parameter.detach())

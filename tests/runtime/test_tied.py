@@ -3,7 +3,7 @@ import torch
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 
-from autopar.runtime.gradients import local
+from autopar.runtime.held_gradients import local
 from autopar.runtime.mesh import start
 from autopar.runtime.tied import Tie, TiedWeights
 from tests.runtime.ranks import run_on_ranks

@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 1fb21292106e45b7.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 4a0925fd1c6a940a.
 
 from __future__ import annotations
 
@@ -159,8 +159,7 @@ def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Me
         if options.weights is not None:
             load_safetensors(part, options.weights, {}, mesh.tensor, device=mesh.device)
         recipe.materialise(part, {}, mesh.tensor, mesh.device)
-    parameters = [parameter for part in model.parts for parameter in part.parameters()]
-    optimizer = build_optimizer(parameters, new_optimizer, zero=ZERO, mesh=mesh)
+    optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh)
     if options.lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = options.lr

@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a5a4d12e679b9505.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 4d2322abe677f51e.
 
 from __future__ import annotations
 
@@ -162,8 +162,7 @@ def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Me
         if options.weights is not None:
             load_safetensors(part, options.weights, {}, mesh.tensor, device=mesh.device)
         recipe.materialise(part, {}, mesh.tensor, mesh.device)
-    parameters = [parameter for part in model.parts for parameter in part.parameters()]
-    optimizer = build_optimizer(parameters, new_optimizer, zero=ZERO, mesh=mesh)
+    optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh)
     if options.lr is not None:
         for group in optimizer.param_groups:
             group["lr"] = options.lr

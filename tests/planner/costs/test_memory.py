@@ -102,3 +102,11 @@ def test_one_rank_has_no_buffers_for_others() -> None:
     found = memory_of([TWO], ARRANGEMENT, replace(SILENT, communicator_bytes=10))
     assert found.context_bytes == 0
     assert found.communication_bytes == 0
+
+
+@pytest.mark.parametrize("zero", [Zero.NONE, Zero.OPTIMIZER])
+def test_only_gradients_that_travel_in_16_bits_are_copied(zero: Zero) -> None:
+    arrangement = replace(ARRANGEMENT, data=2, shard=2, zero=zero, bucket_bytes=1000)
+    assert memory_of([TWO], arrangement, SILENT).communication_bytes == 0
+    compressed = replace(arrangement, compressed_gradients=True)
+    assert memory_of([TWO], compressed, SILENT).communication_bytes == 1000 // 2
