@@ -34,6 +34,12 @@ class DType:
 Value = Ref | DType | Extent | str | bool | int | float | None | tuple["Value", ...]
 
 
+class Listed(tuple[Value, ...]):
+    """What crosses the border of a call as a list, where other sequences are tuples."""
+
+    __slots__ = ()
+
+
 class Origin(StrEnum):
     """Where a tensor comes from."""
 
@@ -97,7 +103,8 @@ class Call:
 
     `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
     own, so it is called as it is and never opened.
-    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>".
+    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>". Lists are
+    `Listed`, for callers concatenate them.
     `has_unused` marks a call that computes with activations what the loss does not depend on.
     """
 

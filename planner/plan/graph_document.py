@@ -2,8 +2,8 @@
 
 What JSON has no word for stands as an object of one key: {"tensor": …} for a tensor as an argument,
 {"dtype": …} for an element type, {"size": …} for a size, {"float": …} for a float, so that 1.0 and
-infinity survive every JSON tool. Lists are tuples. A size is a number, or the list of its
-coefficients where it depends on the batch.
+infinity survive every JSON tool. Lists are tuples; {"list": […]} is what the model has as a list. A
+size is a number, or the list of its coefficients where it depends on the batch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.planner.graph import (
     Constant,
     DType,
     Graph,
+    Listed,
     Op,
     Origin,
     Parameter,
@@ -126,6 +127,8 @@ def value_document(value: Value) -> JsonValue:
             return {"size": list(value.coefficients)}
         case float():
             return {"float": value if math.isfinite(value) else str(value)}
+        case Listed():
+            return {"list": [value_document(item) for item in value]}
         case tuple():
             return [value_document(item) for item in value]
     return value
@@ -138,6 +141,8 @@ def value_of(document: JsonValue) -> Value:
             return document
         case list():
             return tuple(map(value_of, document))
+        case {"list": list(items), **rest} if not rest:
+            return Listed(map(value_of, items))
         case {"tensor": str(name), **rest} if not rest:
             return Ref(name)
         case {"dtype": str(name), **rest} if not rest:

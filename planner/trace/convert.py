@@ -21,6 +21,7 @@ from autopar.planner.graph import (
     Constant,
     DType,
     Graph,
+    Listed,
     Op,
     Origin,
     Ref,
@@ -491,7 +492,8 @@ def _structured(value: Any) -> Value:
     if isinstance(value, Mapping):
         return tuple((str(key), _structured(item)) for key, item in value.items())
     if isinstance(value, (tuple, list)):
-        return tuple(map(_structured, value))
+        kind = Listed if isinstance(value, list) else tuple
+        return kind(map(_structured, value))
     if isinstance(value, (Ref, DType, Extent, str, bool, int, float, type(None))):
         return value
     return f"<{type(value).__name__}>"
