@@ -26,6 +26,7 @@ from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.whole_batch import splits_batch
 from autopar.planner.profile.file import read_measurements
 from autopar.planner.trace import trace
 from autopar.progress import reported
@@ -116,7 +117,7 @@ def make_plan(
         layers = find_layers(graph, axes)
         check_degrees(cluster.size, constraints, fixed_batch=graph.fixed_batch)
         check_names(constraints, graph, axes, layers=len(layers.layers))
-        _note_meeting_rows(graph)
+        _note_meeting_rows(graph, constraints)
         report("searching")
         return search(
             graph,
@@ -131,12 +132,19 @@ def make_plan(
         )
 
 
-def _note_meeting_rows(graph: Graph) -> None:
-    """Say that a split batch has another loss where its rows are compared with each other."""
+def _note_meeting_rows(graph: Graph, constraints: Constraints) -> None:
+    """Say what becomes of a batch whose rows are compared with each other."""
     met = meeting_rows(graph)
-    if met is not None:
+    if met is None:
+        return
+    place = f"the rows of a batch meet in {met.name} ({met.location})"
+    if splits_batch(constraints):
         tell_note(
-            f"the rows of a batch meet in {met.name} ({met.location}): each microbatch of each "
-            "data rank compares its own rows only. For the loss of one process, pin dp=1 and "
-            "microbatch to the global batch."
+            f"{place}: by the pins each microbatch of each data rank compares its own rows only. "
+            "For the loss of one process, pin neither dp nor microbatch."
+        )
+    else:
+        tell_note(
+            f"{place}, so the batch stays whole, in one microbatch of one data rank. To split it "
+            "all the same, pin dp or microbatch."
         )

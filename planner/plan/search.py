@@ -45,6 +45,7 @@ from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.questions import Questions
 from autopar.planner.plan.refusal import nothing_runs, too_large, too_late
 from autopar.planner.plan.space import Choices, microbatches_of, simplest, variants
+from autopar.planner.plan.whole_batch import with_whole_batch
 from autopar.planner.plan.words import arrangement_words, degrees_words
 
 ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
@@ -70,7 +71,7 @@ def search(
 ) -> Plan:
     """Return the best plan with its proof and the runners-up."""
     subject = Subject(graph=graph, axes=axes, layers=layers)
-    constraints = with_batch(constraints, cluster, graph)
+    constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
     explorer = Explorer(subject, cluster, constraints, report=report, measured=measured)
     began = time.perf_counter()
     limit = time_limit_seconds or float("inf")
