@@ -143,7 +143,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """A model with its loss, traced once for every batch size."""
+    """A model with its loss, traced once for every batch size.
+
+    `fixed_batch` is the one batch size of a model that takes it for a constant, `fixed_at` where.
+    """
 
     ops: tuple[Op, ...]
     tensors: Mapping[str, Tensor]
@@ -154,6 +157,7 @@ class Graph:
     calls: Mapping[str, Call]
     loss: str
     fixed_batch: int | None
+    fixed_at: str = ""
 
 
 def refs(value: Value) -> Iterator[str]:

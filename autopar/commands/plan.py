@@ -26,9 +26,9 @@ from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.whole_batch import splits_batch
+from autopar.planner.plan.whole_batch import rows_at_once, splits_batch
 from autopar.planner.profile.file import read_measurements
-from autopar.planner.trace import trace
+from autopar.planner.trace import trace_for_rows
 from autopar.progress import reported
 
 
@@ -111,12 +111,14 @@ def make_plan(
     check_degrees(cluster.size, constraints)
     model_file = load_model_file(spec, arguments)
     with reported("tracing the model") as report:
-        graph = trace(model_file)
+        graph = trace_for_rows(model_file, rows_at_once(constraints))
         report("finding its axes and layers")
         axes = infer_axes(graph)
         layers = find_layers(graph, axes)
-        check_degrees(cluster.size, constraints, fixed_batch=graph.fixed_batch)
+        fixed, fixed_at = graph.fixed_batch, graph.fixed_at
+        check_degrees(cluster.size, constraints, fixed_batch=fixed, fixed_at=fixed_at)
         check_names(constraints, graph, axes, layers=len(layers.layers))
+        _note_fixed_rows(graph)
         _note_meeting_rows(graph, constraints)
         report("searching")
         return search(
@@ -129,6 +131,17 @@ def make_plan(
             time_limit_seconds=time_limit_seconds,
             report=report,
             measured=measured,
+        )
+
+
+def _note_fixed_rows(graph: Graph) -> None:
+    """Say that a model takes one number of rows alone."""
+    if graph.fixed_batch is not None:
+        place = f" at {graph.fixed_at}" if graph.fixed_at else ""
+        tell_note(
+            f"the model takes its number of rows for a constant{place}, so it was traced for "
+            f"{graph.fixed_batch} rows, and every microbatch has so many. Whether rows meet "
+            "cannot be seen."
         )
 
 

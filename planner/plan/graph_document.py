@@ -114,6 +114,7 @@ class GraphDocument:
     buffers: tuple[BufferRow, ...]
     constants: tuple[ConstantRow, ...]
     calls: tuple[CallRow, ...]
+    fixed_at: str = ""
 
 
 def value_document(value: Value) -> JsonValue:
@@ -169,6 +170,7 @@ def graph_document(graph: Graph) -> GraphDocument:
     return GraphDocument(
         loss=graph.loss,
         fixed_batch=graph.fixed_batch,
+        fixed_at=graph.fixed_at,
         inputs=graph.inputs,
         ops=tuple(map(_op_row, graph.ops)),
         tensors=tuple(
@@ -245,6 +247,7 @@ def graph_of(document: GraphDocument) -> Graph:
         calls=MappingProxyType({row.key: _call(row) for row in document.calls}),
         loss=document.loss,
         fixed_batch=document.fixed_batch,
+        fixed_at=document.fixed_at,
     )
     for fault in _faults(graph):
         raise ValueError(fault)

@@ -98,9 +98,10 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
     """Return the constraints with a global batch: a few rows for each device where none is set."""
     if constraints.global_batch is not None:
         return constraints
-    rows = ROWS_PER_DEVICE * cluster.size * (graph.fixed_batch or 1)
+    if graph.fixed_batch is not None:  # whether its rows meet cannot be seen: it stays whole
+        return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
     pinned = constraints.microbatch or 1
-    return replace(constraints, global_batch=rows * pinned)
+    return replace(constraints, global_batch=ROWS_PER_DEVICE * cluster.size * pinned)
 
 
 class Explorer:
@@ -163,9 +164,12 @@ class Explorer:
 
     def points(self) -> Iterator[Arrangement]:
         """Yield the degrees and microbatches that the constraints allow."""
-        constraints, fixed = self.constraints, self.subject.graph.fixed_batch
+        constraints, graph = self.constraints, self.subject.graph
         assert constraints.global_batch is not None
-        legal = check_degrees(self.cluster.size, constraints, fixed_batch=fixed)
+        fixed = graph.fixed_batch
+        legal = check_degrees(
+            self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
+        )
         layers = len(self.subject.layers.layers)
         for pipeline, data, tensor in legal:
             if pipeline > layers or tensor > self.most_tensor():

@@ -41,3 +41,11 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
 def splits_batch(constraints: Constraints) -> bool:
     """Whether a person says how the batch is split."""
     return constraints.microbatch is not None or constraints.data not in (None, 1)
+
+
+def rows_at_once(constraints: Constraints) -> int | None:
+    """Return the rows of a batch that nobody splits: a model that takes one number takes these.
+
+    Whether its rows meet cannot be seen, so no number is given where the batch is split.
+    """
+    return None if splits_batch(constraints) else constraints.global_batch

@@ -91,7 +91,7 @@ class _Converter:
     def __init__(self, exported: Exported) -> None:
         self.program = exported.program
         self.recording = exported.recording
-        self.subject = exported.subject
+        self.subject, self.fixed_at = exported.subject, exported.fixed_at
         self.specs: dict[str, InputSpec] = {
             spec.arg.name: spec for spec in self.program.graph_signature.input_specs
         }
@@ -124,6 +124,7 @@ class _Converter:
             calls=MappingProxyType(self.calls),
             loss=loss,
             fixed_batch=self.symbols.fixed_batch,
+            fixed_at=self.fixed_at if self.symbols.fixed_batch is not None else "",
         )
         return pruned(with_scatters(graph))
 

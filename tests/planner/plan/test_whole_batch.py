@@ -6,7 +6,7 @@ import pytest
 
 from autopar.planner.graph import Graph
 from autopar.planner.model_file import load_model_file
-from autopar.planner.plan.whole_batch import with_whole_batch
+from autopar.planner.plan.whole_batch import rows_at_once, with_whole_batch
 from autopar.planner.trace import trace
 from tests.field.cells import MODELS
 from tests.planner.plan.searches import declared
@@ -41,3 +41,9 @@ def test_who_pins_a_part_of_the_batch_gets_it(pairs: Graph, pins: dict[str, int]
 def test_rows_that_do_not_meet_are_split_freely() -> None:
     constraints = declared(global_batch=8)
     assert with_whole_batch(constraints, zoo_graph("gpt2.py")) is constraints
+
+
+def test_a_model_of_one_number_of_rows_is_traced_for_a_batch_that_nobody_splits() -> None:
+    assert rows_at_once(declared(global_batch=8, pins__dp=1)) == 8
+    assert rows_at_once(declared(global_batch=8, pins__dp=2)) is None
+    assert rows_at_once(declared(global_batch=8, pins__microbatch=4)) is None
