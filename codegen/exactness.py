@@ -13,7 +13,12 @@ _MHA_DROPOUT = 10  # where F.multi_head_attention_forward takes dropout_p
 
 
 _DRAWN = 0.5  # in place of every random number
-_DRAWING = (torch.rand, torch.randn, torch.rand_like, torch.randn_like)
+_DRAWING = frozenset(
+    {
+        torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal,
+        Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
+    }
+)  # fmt: skip
 
 
 class Exactly(TorchFunctionMode):

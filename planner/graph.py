@@ -34,6 +34,12 @@ class DType:
 Value = Ref | DType | Extent | str | bool | int | float | None | tuple["Value", ...]
 
 
+class Listed(tuple[Value, ...]):
+    """What crosses the border of a call as a list, where other sequences are tuples."""
+
+    __slots__ = ()
+
+
 class Origin(StrEnum):
     """Where a tensor comes from."""
 
@@ -97,7 +103,8 @@ class Call:
 
     `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
     own, so it is called as it is and never opened.
-    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>".
+    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>". Lists are
+    `Listed`, for callers concatenate them.
     `has_unused` marks a call that computes with activations what the loss does not depend on.
     """
 
@@ -136,7 +143,10 @@ class Op:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Graph:
-    """A model with its loss, traced once for every batch size."""
+    """A model with its loss, traced once for every batch size.
+
+    `fixed_batch` is the one batch size of a model that takes it for a constant, `fixed_at` where.
+    """
 
     ops: tuple[Op, ...]
     tensors: Mapping[str, Tensor]
@@ -147,6 +157,7 @@ class Graph:
     calls: Mapping[str, Call]
     loss: str
     fixed_batch: int | None
+    fixed_at: str = ""
 
 
 def refs(value: Value) -> Iterator[str]:

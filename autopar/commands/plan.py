@@ -26,8 +26,9 @@ from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.whole_batch import rows_at_once, splits_batch
 from autopar.planner.profile.file import read_measurements
-from autopar.planner.trace import trace
+from autopar.planner.trace import trace_for_rows
 from autopar.progress import reported
 
 
@@ -110,13 +111,15 @@ def make_plan(
     check_degrees(cluster.size, constraints)
     model_file = load_model_file(spec, arguments)
     with reported("tracing the model") as report:
-        graph = trace(model_file)
+        graph = trace_for_rows(model_file, rows_at_once(constraints))
         report("finding its axes and layers")
         axes = infer_axes(graph)
         layers = find_layers(graph, axes)
-        check_degrees(cluster.size, constraints, fixed_batch=graph.fixed_batch)
+        fixed, fixed_at = graph.fixed_batch, graph.fixed_at
+        check_degrees(cluster.size, constraints, fixed_batch=fixed, fixed_at=fixed_at)
         check_names(constraints, graph, axes, layers=len(layers.layers))
-        _note_meeting_rows(graph)
+        _note_fixed_rows(graph)
+        _note_meeting_rows(graph, constraints)
         report("searching")
         return search(
             graph,
@@ -131,12 +134,30 @@ def make_plan(
         )
 
 
-def _note_meeting_rows(graph: Graph) -> None:
-    """Say that a split batch has another loss where its rows are compared with each other."""
-    met = meeting_rows(graph)
-    if met is not None:
+def _note_fixed_rows(graph: Graph) -> None:
+    """Say that a model takes one number of rows alone."""
+    if graph.fixed_batch is not None:
+        place = f" at {graph.fixed_at}" if graph.fixed_at else ""
         tell_note(
-            f"the rows of a batch meet in {met.name} ({met.location}): each microbatch of each "
-            "data rank compares its own rows only. For the loss of one process, pin dp=1 and "
-            "microbatch to the global batch."
+            f"the model takes its number of rows for a constant{place}, so it was traced for "
+            f"{graph.fixed_batch} rows, and every microbatch has so many. Whether rows meet "
+            "cannot be seen."
+        )
+
+
+def _note_meeting_rows(graph: Graph, constraints: Constraints) -> None:
+    """Say what becomes of a batch whose rows are compared with each other."""
+    met = meeting_rows(graph)
+    if met is None:
+        return
+    place = f"the rows of a batch meet in {met.name} ({met.location})"
+    if splits_batch(constraints):
+        tell_note(
+            f"{place}: by the pins each microbatch of each data rank compares its own rows only. "
+            "For the loss of one process, pin neither dp nor microbatch."
+        )
+    else:
+        tell_note(
+            f"{place}, so the batch stays whole, in one microbatch of one data rank. To split it "
+            "all the same, pin dp or microbatch."
         )

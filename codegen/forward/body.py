@@ -16,6 +16,7 @@ from autopar.codegen.forward.expressions import (
     call,
     joined,
     method,
+    sequence,
     text,
 )
 from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
@@ -283,7 +284,7 @@ class BodyBuilder:
             return self.value(value.tensor, need)
         if isinstance(value, tuple):
             items = tuple(self.result(item) for item in value)
-            return joined(items)
+            return sequence(value, items)
         if value is None or isinstance(value, (bool, int, float)):
             return literal(value)
         raise NeedsInlineError(self.scope, self.graph.calls[self.scope], reason=str(value))

@@ -19,7 +19,7 @@ from autopar.codegen.forward.results import is_mapping
 from autopar.codegen.forward.wrapping import wrapped_definition
 from autopar.codegen.forward.writer import Style, written
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Ref, Value, refs
+from autopar.planner.graph import Listed, Ref, Value, refs
 
 _KINDS = inspect.Parameter
 
@@ -50,7 +50,7 @@ def returned(builder: BodyBuilder, value: Value) -> Expression:
     if is_mapping(value):
         record = builder.graph.calls[builder.scope]
         raise NeedsInlineError(builder.scope, record, reason="its result is no plain tuple")
-    if isinstance(value, tuple) and len(value) > 1:
+    if isinstance(value, tuple) and not isinstance(value, Listed) and len(value) > 1:
         return tuple_of([builder.result(item) for item in value])
     return builder.result(value)
 

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
+from autopar.planner.graph import Listed, Value
 from autopar.planner.layouts import Layout
 
 
@@ -111,6 +112,19 @@ def joined(items: tuple[Expression, ...]) -> Form:
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
     return Form((*parts, ",)" if len(items) == 1 else ")"), is_tensor=False)
+
+
+def listed(items: tuple[Expression, ...]) -> Form:
+    """Return a list."""
+    parts: list[str | Slot] = ["["]
+    for number, item in enumerate(items):
+        parts += [", " if number else "", Slot(item)]
+    return Form((*parts, "]"), is_tensor=False)
+
+
+def sequence(value: tuple[Value, ...], items: tuple[Expression, ...]) -> Form:
+    """Return values as the model has them, in a list or in a tuple."""
+    return listed(items) if isinstance(value, Listed) else joined(items)
 
 
 def binary(left: Expression, operator: str, right: Expression, level: Level) -> Form:

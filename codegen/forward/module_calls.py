@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autopar.codegen.forward.changes import is_random, is_split_random
-from autopar.codegen.forward.expressions import Expression, Form, Held, call, joined, text
+from autopar.codegen.forward.expressions import Expression, Form, Held, call, sequence, text
 from autopar.codegen.forward.lines import Line, Pattern
 from autopar.codegen.forward.literals import literal
 from autopar.codegen.forward.owned import NeedsInlineError
@@ -82,7 +82,7 @@ def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:
     if isinstance(value, Ref):
         return _handed(value.tensor, unit, body)
     if isinstance(value, tuple):
-        return joined(tuple(_argument(item, unit, body) for item in value))
+        return sequence(value, tuple(_argument(item, unit, body) for item in value))
     if isinstance(value, Extent):
         return body.sizes.whole(value)
     if isinstance(value, DType):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import re
 import sys
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, autograd, nn
 
+from autopar.codegen.forward.forward_source import checks_sizes, keeps_state
 from autopar.codegen.forward.identifiers import is_identifier
 
 
@@ -53,6 +53,7 @@ class Module:
     numbers: tuple[tuple[str, int | float], ...]
     is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
+    keeps_state: bool = False  # its forward reads an attribute that an earlier call has set
     functions: tuple[tuple[str, str], ...] = ()  # autograd Functions at hand there, and their paths
 
     @property
@@ -68,13 +69,15 @@ def modules_of(model: nn.Module) -> Modules:
     """Return what is known of every module of a model, by path; the root's path is ""."""
     signatures: dict[type, tuple[tuple[Argument, ...], str]] = {}
     checks: dict[type, bool] = {}
+    keeps: dict[type, bool] = {}
     functions: dict[type, tuple[tuple[str, str], ...]] = {}
     found: dict[str, Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         if kind not in signatures:
-            signatures[kind], checks[kind] = _signature(kind), _checks_sizes(kind)
-            functions[kind] = tuple(_functions(kind))
+            source = _own_source(kind)
+            checks[kind], keeps[kind] = checks_sizes(source), keeps_state(source)
+            signatures[kind], functions[kind] = _signature(kind), tuple(_functions(kind))
         arguments, returns = signatures[kind]
         found[path] = Module(
             path=path,
@@ -86,6 +89,7 @@ def modules_of(model: nn.Module) -> Modules:
             numbers=tuple(_numbers(module)),
             is_importable=_is_importable(kind),
             checks_sizes=checks[kind],
+            keeps_state=keeps[kind],
             functions=functions[kind],
         )
     return found
@@ -101,16 +105,14 @@ def _is_importable(kind: type) -> bool:
     return holder is kind
 
 
-def _checks_sizes(kind: type[nn.Module]) -> bool:
-    """Whether a class that is not PyTorch's reads sizes in its forward, and may raise an error."""
+def _own_source(kind: type[nn.Module]) -> str:
+    """Return the source of a forward that is not PyTorch's; nothing where there is none to read."""
     if kind.__module__.startswith("torch."):
-        return False
+        return ""
     try:
-        source = inspect.getsource(inspect.unwrap(kind.forward))
+        return inspect.getsource(inspect.unwrap(kind.forward))
     except (OSError, TypeError):  # made by exec, or in C
-        return False
-    raises = re.search(r"^\s*(raise|assert)\b", source, flags=re.M) is not None
-    return raises and re.search(r"\.(shape|size)\b|\blen\(", source) is not None
+        return ""
 
 
 def _functions(kind: type[nn.Module]) -> Iterator[tuple[str, str]]:

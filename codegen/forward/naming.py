@@ -108,10 +108,12 @@ class _Namer:
         return Named(names=self.names, typed=frozenset(self.typed), shapes=self.shapes)
 
     def _name_carried(self, number: int, loop: Loop) -> None:
+        # What every turn reads must not lie under a name that is given before the first of them.
+        read = {self.names[p if isinstance(p, Held) else p.held] for p in pieces(loop.expression)}
         for start, end in loop.carried:
             name = self.names[start]
             is_free = self.last.get(start, -1) <= number and not hasattr(builtins, name)
-            self.names[end] = name if is_free else self._free(number, [], {name})
+            self.names[end] = name if is_free else self._free(number, [], read)
             if start in self.typed:
                 self.typed.add(end)
                 self.kinds[self.names[end]] = True

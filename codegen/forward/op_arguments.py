@@ -88,6 +88,8 @@ class Arguments:
             return self._extreme("min" if value < 0 else "max")
         if name == "device" and value is not None:
             return self.place.device or literal("cpu")
+        if name == "memory_format" and isinstance(value, str):
+            return text(value)  # torch.channels_last and its like say their own name
         if name == "reduction" and isinstance(value, int):
             return literal(table.REDUCTIONS[value])
         if name == "mode" and isinstance(value, int):

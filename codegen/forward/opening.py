@@ -127,6 +127,7 @@ class _Opener:
         for group in groups:
             self._place(group)
         self._open_for_randomness()
+        self._open_for_state()
         return Opening(
             split=self.split,
             tree=self.tree,
@@ -267,6 +268,19 @@ class _Opener:
             inner = chain[open_around[-1] + 1 :] if open_around else chain
             if not open_around or (inner and self._is_mixed(inner[0])):
                 self._open(op.call)
+
+    def _open_for_state(self) -> None:
+        """Open what keeps state where its caller is open: that may have been what resets it."""
+        for call, chain in self.tree.chains.items():
+            if len(chain) < 3 or self.tree.graph.calls[call].is_function or call in self.inlined:
+                continue
+            module = self.split.modules.get(self.tree.graph.calls[call].path)
+            if (
+                module is not None
+                and module.keeps_state
+                and chain[-2] in self.opened | self.inlined
+            ):
+                self._open(call)
 
     def _chain_from(self, op: Op, call: str) -> tuple[str, ...]:
         chain = self.tree.chain(op)

@@ -55,9 +55,16 @@ def _rows(degrees: Degrees, constraints: Constraints, *, fixed_batch: int | None
 
 
 def check_degrees(
-    devices: int, constraints: Constraints, *, fixed_batch: int | None = None
+    devices: int,
+    constraints: Constraints,
+    *,
+    fixed_batch: int | None = None,
+    fixed_at: str = "",
 ) -> tuple[Degrees, ...]:
-    """Return the legal degrees; where there are none, raise an error that names what conflicts."""
+    """Return the legal degrees; where there are none, raise an error that names what conflicts.
+
+    `fixed_at` is where a model fixes its batch.
+    """
 
     def is_feasible(declared: Sequence[Declared]) -> bool:
         return leave_degrees(declared, devices, fixed_batch=fixed_batch)
@@ -65,7 +72,8 @@ def check_degrees(
     if is_feasible(constraints.declared):
         return legal_degrees(devices, constraints, fixed_batch=fixed_batch)
     conflict = minimal_conflict(constraints.declared, is_feasible)
-    raise _contradiction(devices, constraints, conflict, fixed_batch=fixed_batch)
+    why = "" if fixed_batch is None else _why(fixed_batch, fixed_at)
+    raise _contradiction(devices, constraints, conflict, fixed_batch=fixed_batch, why=why)
 
 
 def leave_degrees(
@@ -85,6 +93,7 @@ def _contradiction(
     conflict: tuple[Declared, ...],
     *,
     fixed_batch: int | None,
+    why: str,
 ) -> InfeasibleError:
     fields = {one.field for one in conflict}
     found = f"on {devices} devices no plan satisfies {conflict_text(conflict)}"
@@ -92,23 +101,26 @@ def _contradiction(
         return InfeasibleError(found, fix="no choice is left: allow one that both have")
     if fields == {"microbatch"}:
         fix = f"pin microbatch={fixed_batch}, or leave it open"
-        return InfeasibleError(f"{found}{_why(fixed_batch)}", fix=fix)
+        return InfeasibleError(f"{found}{why}", fix=fix)
+    if "global_batch" in fields and fixed_batch == constraints.global_batch:
+        fix = "allow pipeline or tensor ranks: a batch that stays whole has no data ranks"
+        return InfeasibleError(f"{found}{why}", fix=fix)
     if "global_batch" in fields:
         near = _nearest_batches(devices, conflict, fixed_batch=fixed_batch)
         fix = f"the nearest global batch that fits is {near}"
-        return InfeasibleError(f"{found}{_why(fixed_batch)}", fix=fix)
+        return InfeasibleError(f"{found}{why}", fix=fix)
     rest = constraints_of(one for one in constraints.declared if one not in conflict)
     legal = legal_degrees(devices, rest) or legal_degrees(devices, Constraints())
     wanted = (constraints.pipeline, constraints.data, constraints.tensor)
     return InfeasibleError(found, expected=f"legal are {_told(nearest_degrees(legal, wanted))}")
 
 
-def _why(fixed_batch: int | None) -> str:
-    if fixed_batch is None:
-        return ""
+def _why(fixed_batch: int, fixed_at: str) -> str:
+    place = f" at {fixed_at}" if fixed_at else ""
     return (
         f": the model fixes its batch to {fixed_batch}, the rows that it was traced with, because "
-        "its forward takes their number for a constant (a loop over the rows, len(), tolist())"
+        f"its forward takes their number for a constant{place} (a loop over the rows, len(), "
+        "tolist())"
     )
 
 

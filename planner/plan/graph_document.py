@@ -2,8 +2,8 @@
 
 What JSON has no word for stands as an object of one key: {"tensor": …} for a tensor as an argument,
 {"dtype": …} for an element type, {"size": …} for a size, {"float": …} for a float, so that 1.0 and
-infinity survive every JSON tool. Lists are tuples. A size is a number, or the list of its
-coefficients where it depends on the batch.
+infinity survive every JSON tool. Lists are tuples; {"list": […]} is what the model has as a list. A
+size is a number, or the list of its coefficients where it depends on the batch.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from autopar.planner.graph import (
     Constant,
     DType,
     Graph,
+    Listed,
     Op,
     Origin,
     Parameter,
@@ -113,6 +114,7 @@ class GraphDocument:
     buffers: tuple[BufferRow, ...]
     constants: tuple[ConstantRow, ...]
     calls: tuple[CallRow, ...]
+    fixed_at: str = ""
 
 
 def value_document(value: Value) -> JsonValue:
@@ -126,6 +128,8 @@ def value_document(value: Value) -> JsonValue:
             return {"size": list(value.coefficients)}
         case float():
             return {"float": value if math.isfinite(value) else str(value)}
+        case Listed():
+            return {"list": [value_document(item) for item in value]}
         case tuple():
             return [value_document(item) for item in value]
     return value
@@ -138,6 +142,8 @@ def value_of(document: JsonValue) -> Value:
             return document
         case list():
             return tuple(map(value_of, document))
+        case {"list": list(items), **rest} if not rest:
+            return Listed(map(value_of, items))
         case {"tensor": str(name), **rest} if not rest:
             return Ref(name)
         case {"dtype": str(name), **rest} if not rest:
@@ -164,6 +170,7 @@ def graph_document(graph: Graph) -> GraphDocument:
     return GraphDocument(
         loss=graph.loss,
         fixed_batch=graph.fixed_batch,
+        fixed_at=graph.fixed_at,
         inputs=graph.inputs,
         ops=tuple(map(_op_row, graph.ops)),
         tensors=tuple(
@@ -240,6 +247,7 @@ def graph_of(document: GraphDocument) -> Graph:
         calls=MappingProxyType({row.key: _call(row) for row in document.calls}),
         loss=document.loss,
         fixed_batch=document.fixed_batch,
+        fixed_at=document.fixed_at,
     )
     for fault in _faults(graph):
         raise ValueError(fault)

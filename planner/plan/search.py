@@ -45,6 +45,7 @@ from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.questions import Questions
 from autopar.planner.plan.refusal import nothing_runs, too_large, too_late
 from autopar.planner.plan.space import Choices, microbatches_of, simplest, variants
+from autopar.planner.plan.whole_batch import with_whole_batch
 from autopar.planner.plan.words import arrangement_words, degrees_words
 
 ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
@@ -70,7 +71,7 @@ def search(
 ) -> Plan:
     """Return the best plan with its proof and the runners-up."""
     subject = Subject(graph=graph, axes=axes, layers=layers)
-    constraints = with_batch(constraints, cluster, graph)
+    constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
     explorer = Explorer(subject, cluster, constraints, report=report, measured=measured)
     began = time.perf_counter()
     limit = time_limit_seconds or float("inf")
@@ -97,9 +98,10 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
     """Return the constraints with a global batch: a few rows for each device where none is set."""
     if constraints.global_batch is not None:
         return constraints
-    rows = ROWS_PER_DEVICE * cluster.size * (graph.fixed_batch or 1)
+    if graph.fixed_batch is not None:  # whether its rows meet cannot be seen: it stays whole
+        return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
     pinned = constraints.microbatch or 1
-    return replace(constraints, global_batch=rows * pinned)
+    return replace(constraints, global_batch=ROWS_PER_DEVICE * cluster.size * pinned)
 
 
 class Explorer:
@@ -162,9 +164,12 @@ class Explorer:
 
     def points(self) -> Iterator[Arrangement]:
         """Yield the degrees and microbatches that the constraints allow."""
-        constraints, fixed = self.constraints, self.subject.graph.fixed_batch
+        constraints, graph = self.constraints, self.subject.graph
         assert constraints.global_batch is not None
-        legal = check_degrees(self.cluster.size, constraints, fixed_batch=fixed)
+        fixed = graph.fixed_batch
+        legal = check_degrees(
+            self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
+        )
         layers = len(self.subject.layers.layers)
         for pipeline, data, tensor in legal:
             if pipeline > layers or tensor > self.most_tensor():

@@ -48,7 +48,10 @@ def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None
     fixed = (*pins.declared, _batch_of(plan))
     try:
         check_degrees(
-            plan.machines.devices, constraints_of(fixed), fixed_batch=plan.graph.fixed_batch
+            plan.machines.devices,
+            constraints_of(fixed),
+            fixed_batch=plan.graph.fixed_batch,
+            fixed_at=plan.graph.fixed_at,
         )
     except InfeasibleError as error:
         return answer(error.found, *filter(None, (error.expected, error.fix)))

@@ -14,7 +14,7 @@ from autopar.planner.trace.convert import CannotReplayError, convert
 from autopar.planner.trace.export import export
 from autopar.planner.trace.products import check_products
 
-__all__ = ["trace"]
+__all__ = ["trace", "trace_for_rows"]
 
 # A model that cannot be built or traced without memory is built for real, up to this size.
 _LARGEST_REAL_BYTES = 4 * 2**30
@@ -54,6 +54,17 @@ def trace(model_file: ModelFile, *, batch_size: int = TRACED_BATCH) -> Graph:
         except (InputError, TraceError) as error:
             failures.append(error)
     raise failures[-1]
+
+
+def trace_for_rows(model_file: ModelFile, rows: int | None) -> Graph:
+    """Trace a model for every batch size, or for so many rows where it takes one number alone."""
+    graph = trace(model_file)
+    if rows is None or graph.fixed_batch in (None, rows):
+        return graph
+    try:
+        return trace(model_file, batch_size=rows)
+    except (InputError, TraceError):  # the number itself stands in the model's code
+        return graph
 
 
 def _graph(subject: Subject) -> Graph:

@@ -21,6 +21,7 @@ from autopar.planner.graph import (
     Constant,
     DType,
     Graph,
+    Listed,
     Op,
     Origin,
     Ref,
@@ -90,7 +91,7 @@ class _Converter:
     def __init__(self, exported: Exported) -> None:
         self.program = exported.program
         self.recording = exported.recording
-        self.subject = exported.subject
+        self.subject, self.fixed_at = exported.subject, exported.fixed_at
         self.specs: dict[str, InputSpec] = {
             spec.arg.name: spec for spec in self.program.graph_signature.input_specs
         }
@@ -123,6 +124,7 @@ class _Converter:
             calls=MappingProxyType(self.calls),
             loss=loss,
             fixed_batch=self.symbols.fixed_batch,
+            fixed_at=self.fixed_at if self.symbols.fixed_batch is not None else "",
         )
         return pruned(with_scatters(graph))
 
@@ -491,7 +493,8 @@ def _structured(value: Any) -> Value:
     if isinstance(value, Mapping):
         return tuple((str(key), _structured(item)) for key, item in value.items())
     if isinstance(value, (tuple, list)):
-        return tuple(map(_structured, value))
+        kind = Listed if isinstance(value, list) else tuple
+        return kind(map(_structured, value))
     if isinstance(value, (Ref, DType, Extent, str, bool, int, float, type(None))):
         return value
     return f"<{type(value).__name__}>"

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.planner.errors import AutoparError, TraceError
 from autopar.planner.trace.build import Step, Subject
 from autopar.planner.trace.checks import passing_answer
+from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
@@ -31,6 +32,7 @@ class Exported:
     program: ExportedProgram
     recording: Recording
     subject: Subject
+    fixed_at: str  # where the model took the number of rows for a constant, if it did
 
 
 def export(subject: Subject, *, fold: bool) -> Exported:
@@ -42,6 +44,7 @@ def export(subject: Subject, *, fold: bool) -> Exported:
             _quiet(),
             no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
+            fixing_noted() as places,
             _OnMeta(),
         ):
             program = torch.export.export(
@@ -55,7 +58,8 @@ def export(subject: Subject, *, fold: bool) -> Exported:
         raise
     except BaseException as error:
         raise told(error, subject) from error
-    return Exported(program=program, recording=recording, subject=subject)
+    fixed_at = next(iter(places), "")
+    return Exported(program=program, recording=recording, subject=subject, fixed_at=fixed_at)
 
 
 class _OnMeta(TorchFunctionMode):

@@ -193,7 +193,7 @@ class _Scattering:
     def _renamed(self, value: Value) -> Value:
         if isinstance(value, Ref):
             return Ref(self._name(value.tensor))
-        return tuple(map(self._renamed, value)) if isinstance(value, tuple) else value
+        return type(value)(map(self._renamed, value)) if isinstance(value, tuple) else value
 
 
 class _Spans:

@@ -28,11 +28,30 @@ def told(ran: Ran) -> str:
     return " ".join((ran.out + ran.err).split())
 
 
-def test_a_loss_that_compares_rows_is_noted(autopar: Autopar) -> None:
-    demands = ("--gpus", "2", "--global-batch", "8", "--device", "h100")
-    ran = autopar("plan", str(ZOO.parent / "tests/field/models/pairs.py"), *demands)
+PAIRS = str(ZOO.parent / "tests/field/models/pairs.py")
+ON_TWO = ("--gpus", "2", "--global-batch", "8", "--device", "h100")
+
+
+def test_a_batch_whose_rows_a_loss_compares_stays_whole(autopar: Autopar) -> None:
+    ran = autopar("plan", PAIRS, *ON_TWO)
     assert ran.code == 0
     assert "note: the rows of a batch meet in matmul" in told(ran)
+    assert "so the batch stays whole" in told(ran)
+    arranged = read_plan(Path("plan.json")).arrangement
+    assert (arranged.data, arranged.microbatch) == (1, 8)
+
+
+def test_a_batch_whose_rows_a_loss_compares_is_split_where_that_is_pinned(autopar: Autopar) -> None:
+    ran = autopar("plan", PAIRS, *ON_TWO, "--pin", "dp=2")
+    assert ran.code == 0
+    assert "each microbatch of each data rank compares its own rows only" in told(ran)
+    assert read_plan(Path("plan.json")).arrangement.data == 2
+
+
+def test_what_forbids_to_keep_a_batch_whole_is_named(autopar: Autopar) -> None:
+    ran = autopar("plan", PAIRS, *ON_TWO, "--max-tp", "1", "--max-pp", "1")
+    assert ran.code == 3
+    assert "dp=1 (the rows of a batch meet in matmul)" in told(ran)
 
 
 def test_too_little_memory_is_told_to_the_byte_and_leaves_nothing_behind(autopar: Autopar) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import nn
 from torch.nn import functional
@@ -31,6 +32,13 @@ def test_nothing_is_drawn() -> None:
         kept = x.new_empty(6).bernoulli_(0.9)
         assert torch.equal(nn.Dropout(0.9)(x) * kept, x)
         assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))
+
+
+@pytest.mark.parametrize("name", ["uniform_", "normal_", "exponential_", "log_normal_", "cauchy_"])
+def test_nothing_is_drawn_in_place(name: str) -> None:
+    with Exactly():
+        noise = getattr(torch.empty(4), name)()
+    assert torch.equal(noise, noise[:1].expand(4))
 
 
 def test_in_float64_what_is_made_from_nothing_is_float64_too() -> None:

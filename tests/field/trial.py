@@ -22,8 +22,9 @@ from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search import search
+from autopar.planner.plan.whole_batch import rows_at_once
 from autopar.planner.rules.table import rule_of
-from autopar.planner.trace import trace
+from autopar.planner.trace import trace_for_rows
 from tests.codegen.equality import compare
 from tests.field.cells import Kind, Subject
 
@@ -61,6 +62,7 @@ def cell(subject: Subject, kind: Kind) -> Cell:
         comparison = compare(plan, steps=STEPS)
     except AutoparError as refusal:
         told = " · ".join(part for part in (refusal.found, refusal.expected, refusal.fix) if part)
+        told = re.sub(r"\S*/site-packages/", "", told)  # where packages lie here says nothing
         return Cell(verdict=Verdict.REFUSED, detail=told)
     except Exception as failure:
         return Cell(verdict=Verdict.WRONG, detail=cause_of(failure))
@@ -73,7 +75,7 @@ def cell(subject: Subject, kind: Kind) -> Cell:
         verdict=Verdict.EQUAL if is_equal else Verdict.WRONG,
         detail=f"{worst.largest:.1e}" + ("" if is_equal else f" {worst.name}"),
         arrangement=arrangement_words(plan),
-        divided=divided_share(plan, *_parts(subject)[2:4]),
+        divided=divided_share(plan, *_parts(subject, _rows(subject, kind))[2:4]),
     )
 
 
@@ -85,21 +87,28 @@ def cause_of(failure: Exception) -> str:
 
 
 @cache
-def _parts(subject: Subject) -> tuple[Any, ...]:
+def _parts(subject: Subject, rows: int | None) -> tuple[Any, ...]:
     file = load_model_file(str(subject.path), subject.arguments)
-    graph = trace(file)
+    graph = trace_for_rows(file, rows)
     axes = infer_axes(graph)
     return file, graph, axes, find_layers(graph, axes)
+
+
+def _rows(subject: Subject, kind: Kind) -> int | None:
+    """Return the rows to trace for, where the model takes one number of them alone."""
+    is_free = _parts(subject, None)[1].fixed_batch is None
+    return None if is_free else rows_at_once(constraints_of(subject, kind))
 
 
 @cache
 def plan_of(subject: Subject, kind: Kind) -> Plan:
     """Return the plan of a cell, or raise what the planner refuses it with."""
-    file, graph, axes, layers = _parts(subject)
+    file, graph, axes, layers = _parts(subject, _rows(subject, kind))
     spec = str(subject.path)
     facts = model_facts(file, graph, spec=spec, arguments=subject.arguments)
     constraints = constraints_of(subject, kind)
-    check_degrees(kind.ranks, constraints, fixed_batch=graph.fixed_batch)
+    fixed, fixed_at = graph.fixed_batch, graph.fixed_at
+    check_degrees(kind.ranks, constraints, fixed_batch=fixed, fixed_at=fixed_at)
     return search(graph, axes, layers, facts, cluster_of(kind), constraints)
 
 

@@ -51,6 +51,87 @@ class Hostile(nn.Module):
         return (x * weight).square().mean()
 
 
+class Ended(nn.Module):
+    """Gives its result as the first of a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return [self.out(x)]
+
+
+class Listing(nn.Module):
+    """Concatenates the lists of its children."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(8, 4), Ended(), Ended()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        found = [x] + self.first(x) + self.second(x)  # noqa: RUF005 (a list alone)
+        return torch.stack(found).square().mean()
+
+
+class Weighing(nn.Module):
+    """Takes what it is given by position alone."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, *args: Tensor) -> Tensor:
+        x, weights = args
+        out: Tensor = self.out(x * weights)
+        return out
+
+
+class Repeating(nn.Module):
+    """Gives the same weights to equal children in a row, and needs what the first was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList([Weighing(), Weighing(), Weighing()])
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weights = self.embed(ids.flip(-1))
+        begun = x = self.embed(ids)
+        for layer in self.layers:
+            x = layer(x, weights)
+        out: Tensor = (x * begun).square().mean()
+        return out
+
+
+class Remembering(nn.Module):
+    """Begins with the state that the call before has left."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+        self.state: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        state = torch.zeros_like(x) if self.state is None else self.state
+        self.state = state + self.out(x)
+        return self.state
+
+
+class Resetting(nn.Module):
+    """Has its child forget between the calls."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner = nn.Embedding(8, 4), Remembering()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        self.inner.state = None
+        out: Tensor = self.inner(self.embed(ids))
+        return out.square().mean()
+
+
 def file_of(kind: Callable[[], nn.Module]) -> ModelFile:
     """Return a model file that builds a small model and gives it whole numbers."""
     return ModelFile(

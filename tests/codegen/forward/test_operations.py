@@ -10,7 +10,7 @@ from torch.nn import functional
 from autopar.codegen.forward.expressions import rendered, text
 from autopar.codegen.forward.op_arguments import Place
 from autopar.codegen.forward.operations import printed
-from autopar.planner.graph import Op, Ref
+from autopar.planner.graph import Op, Ref, Value
 from autopar.planner.trace import trace
 from tests.planner.rules.calculating import file_of
 
@@ -29,6 +29,7 @@ CALCULATIONS: dict[str, str] = {
     "repeat_interleave": "x.repeat_interleave(2, dim=1, output_size=6)",
     "im2col": "F.unfold(x.unsqueeze(1), 2)",
     "col2im": "F.fold(F.unfold(x.unsqueeze(1), 2), (3, 6), 2)",
+    "zeros_like": "x + torch.zeros_like(x, memory_format=torch.contiguous_format)",
     "outer": "torch.outer(x[0, 0], y[0, 0])",
 }
 
@@ -55,6 +56,12 @@ def _called(op: Op, given: list[Tensor]) -> Tensor:
     namespace, packet, overload = op.target.split(".")
     function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
     rest = iter(given)
-    named = {key: next(rest) if isinstance(v, Ref) else v for key, v in op.arguments}
+    named = {key: next(rest) if isinstance(v, Ref) else _meant(v) for key, v in op.arguments}
     result: Tensor = function(**named)
     return result
+
+
+def _meant(value: Value) -> object:
+    """Return what an argument stands for; the graph has torch's own constants by name."""
+    is_name = isinstance(value, str) and value.startswith("torch.")
+    return getattr(torch, str(value).removeprefix("torch.")) if is_name else value

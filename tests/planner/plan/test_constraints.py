@@ -180,8 +180,8 @@ def test_of_many_constraints_only_those_that_conflict_are_named() -> None:
 
 
 def test_a_model_that_fixes_its_batch_takes_no_other_microbatch() -> None:
-    with pytest.raises(InfeasibleError, match="fixes its batch to 6"):
-        check_degrees(8, declared(pins__microbatch=4), fixed_batch=6)
+    with pytest.raises(InfeasibleError, match=r"fixes its batch to 6.* at clip\.py:48"):
+        check_degrees(8, declared(pins__microbatch=4), fixed_batch=6, fixed_at="clip.py:48")
     assert check_degrees(8, declared(pins__microbatch=6), fixed_batch=6)
 
 

@@ -19,7 +19,7 @@ from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.extent import Extent
-from autopar.planner.graph import DType, Graph, Ref, Value
+from autopar.planner.graph import DType, Graph, Listed, Ref, Value
 from autopar.planner.layouts import WHOLE, ParameterLayout
 from autopar.planner.plan.cluster_document import cluster_document, cluster_of
 from autopar.planner.plan.consistency import layout_faults
@@ -36,13 +36,20 @@ plain = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), texts, texts.map(Ref), texts.map(DType),
     st.lists(st.integers()).map(lambda sizes: Extent(tuple(sizes))),
 )  # fmt: skip
-values = st.recursive(plain, lambda inner: st.lists(inner).map(tuple))
+values = st.recursive(plain, lambda inner: st.lists(inner).map(tuple) | st.lists(inner).map(Listed))
 
 
 @given(values)
 def test_every_argument_comes_back_with_its_type(value: Value) -> None:
     document = json.loads(json.dumps(value_document(value)))
-    assert repr(value_of(document)) == repr(value)  # == takes 1, 1.0 and True for equal
+    assert _typed(value_of(document)) == _typed(value)
+
+
+def _typed(value: Value) -> str:
+    """Return a value as text: == takes 1, 1.0 and True for equal, and lists for tuples."""
+    if isinstance(value, tuple):
+        return f"{type(value).__name__}({', '.join(map(_typed, value))})"
+    return repr(value)
 
 
 @pytest.mark.parametrize(

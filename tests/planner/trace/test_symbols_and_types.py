@@ -7,7 +7,9 @@ import pytest
 from autopar.planner.errors import TraceError
 from autopar.planner.extent import BATCH, Extent, constant
 from autopar.planner.graph import MODEL_DTYPE, DType, Graph
-from tests.planner.trace.model_source import ops_of, traced
+from autopar.planner.model_file import load_model_file
+from autopar.planner.trace import trace_for_rows
+from tests.planner.trace.model_source import line_of, ops_of, traced, written
 
 MODEL = """
     class Model(nn.Module):
@@ -53,6 +55,39 @@ def test_a_model_that_fixes_its_batch_says_so(tmp_path: Path) -> None:
     (op,) = ops_of(graph, "sigmoid")
     assert graph.fixed_batch == 7
     assert graph.tensors[op.outputs[0]].shape == (constant(7), constant(2), constant(3))
+
+
+LISTING = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return torch.stack([self.out(row) for row in x])  # here
+
+def build_model():
+    return Model()
+"""
+
+
+def test_where_a_model_fixes_its_batch_is_named(tmp_path: Path) -> None:
+    graph = traced(tmp_path, LISTING)
+    path = tmp_path / "subject.py"
+    assert (graph.fixed_batch, graph.fixed_at) == (7, f"{path}:{line_of(path, '# here')}")
+
+
+def test_a_model_that_takes_any_number_of_rows_but_one_at_a_time_is_traced_for_that(
+    tmp_path: Path,
+) -> None:
+    file = load_model_file(str(written(tmp_path, LISTING)))
+    assert trace_for_rows(file, 6).fixed_batch == 6
+    assert trace_for_rows(file, None).fixed_batch == 7
+
+
+def test_a_model_whose_code_has_the_number_of_rows_keeps_it(tmp_path: Path) -> None:
+    source = LISTING.replace("torch.stack([self.out(row) for row in x])", "self.out(x.view(7, 4))")
+    assert trace_for_rows(load_model_file(str(written(tmp_path, source))), 6).fixed_batch == 7
 
 
 def test_a_size_that_is_no_whole_multiple_of_the_batch_is_refused(tmp_path: Path) -> None:

@@ -1,0 +1,45 @@
+"""Reads in the source of a forward what a graph of its ops does not show."""
+
+from __future__ import annotations
+
+import ast
+import re
+from textwrap import dedent
+
+_Place = tuple[int, int]  # line, column
+
+
+def checks_sizes(source: str) -> bool:
+    """Whether a forward reads sizes and may raise an error."""
+    raises = re.search(r"^\s*(raise|assert)\b", source, flags=re.M) is not None
+    return raises and re.search(r"\.(shape|size)\b|\blen\(", source) is not None
+
+
+def keeps_state(source: str) -> bool:
+    """Whether a forward reads an attribute before it sets it: what an earlier call has left."""
+    try:
+        tree = ast.parse(dedent(source))
+    except SyntaxError:  # a lambda amid an expression
+        return False
+    first_set: dict[str, _Place] = {}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.AugAssign) and _attributes(node.target, ast.Store):
+            return True
+        if isinstance(node, (ast.Assign, ast.AnnAssign)):
+            for name, _ in _attributes(node, ast.Store):
+                end = (node.end_lineno or 0, node.end_col_offset or 0)
+                first_set[name] = min(end, first_set.get(name, end))
+    return any(
+        name in first_set and place < first_set[name] for name, place in _attributes(tree, ast.Load)
+    )
+
+
+def _attributes(tree: ast.AST, context: type[ast.expr_context]) -> list[tuple[str, _Place]]:
+    return [
+        (node.attr, (node.lineno, node.col_offset))
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, context)
+        and isinstance(node.value, ast.Name)
+        and node.value.id == "self"
+    ]

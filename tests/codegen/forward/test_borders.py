@@ -1,0 +1,54 @@
+"""Code of their own lets calls give and take what they do without it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.forward.emit import open_split
+from autopar.codegen.forward.modules import modules_of
+from autopar.codegen.forward.split import split_graph
+from autopar.planner.trace import trace
+from tests.codegen.forward.running import namespace, take_classes
+from tests.codegen.forward.small_models import Listing, Repeating, Resetting, file_of
+
+IDS = torch.arange(8).reshape(2, 4)
+
+
+def printed(kind: Callable[[], nn.Module], calls: list[str]) -> tuple[nn.Module, nn.Module]:
+    """Return a model, and a copy some of whose calls have printed code."""
+    model = kind()
+    split = split_graph(trace(file_of(kind)), modules_of(model))
+    opened = open_split(split, [len(split.layers.layers)], opened=calls)
+    changed = copy.deepcopy(model)
+    classes = (*opened.classes, *(stage.cls for stage in opened.stages))
+    assert classes
+    take_classes(changed, classes, namespace(opened))
+    return model, changed
+
+
+def learned(model: nn.Module) -> list[Tensor]:
+    """Return the loss of a batch and its gradients."""
+    loss = model(ids=IDS)
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("calls", [["first"], ["first", "second"], ["", "first", "second"]])
+def test_a_list_is_given_as_a_list(calls: list[str]) -> None:
+    model, changed = printed(Listing, calls)
+    torch.testing.assert_close(learned(changed), learned(model))
+
+
+def test_what_every_turn_of_a_loop_reads_keeps_its_name() -> None:
+    model, changed = printed(Repeating, [""])
+    torch.testing.assert_close(learned(changed), learned(model))
+
+
+def test_what_keeps_state_begins_anew_where_its_caller_no_longer_resets_it() -> None:
+    model, changed = printed(Resetting, [""])
+    for _ in range(2):
+        torch.testing.assert_close(learned(changed), learned(model))

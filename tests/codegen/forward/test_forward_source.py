@@ -1,0 +1,39 @@
+"""What a graph does not show is read in the source of a forward."""
+
+from __future__ import annotations
+
+import pytest
+
+from autopar.codegen.forward.forward_source import keeps_state
+
+BEFORE = """
+    def forward(self, x):
+        y, state = self.scan(x, self.state)
+        self.state = state
+        return y
+"""
+BEHIND = """
+    def forward(self, x):
+        self.scale = x.mean()
+        return x * self.scale
+"""
+IN_ONE = """
+    def forward(self, x):
+        self.state = x if self.state is None else x + self.state
+        return self.state
+"""
+ADDED = """
+    def forward(self, x):
+        self.total += x.mean()
+        return x
+"""
+
+
+@pytest.mark.parametrize("source", [BEFORE, IN_ONE, ADDED])
+def test_an_attribute_that_is_read_before_it_is_set_is_state(source: str) -> None:
+    assert keeps_state(source)
+
+
+@pytest.mark.parametrize("source", [BEHIND, "", "lambda self, x: (self.layer(x),"])
+def test_an_attribute_that_is_set_first_is_none(source: str) -> None:
+    assert not keeps_state(source)
