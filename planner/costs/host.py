@@ -15,7 +15,8 @@ from autopar.planner.costs.measurements import HostTimes
 class Host:
     """What dispatching one op takes; `runs_ahead` where the device works meanwhile.
 
-    Selective recompute looks at every op of a layer, in the forward and when that runs again.
+    Selective recompute looks at every op of a layer, in the forward and when that runs again; where
+    the host runs ahead, the backward of the layer behind hides that.
     """
 
     forward_seconds: float
@@ -28,7 +29,8 @@ class Host:
         self, device_seconds: float, ops: int, *, is_selective: bool = False
     ) -> float:
         """Return the seconds of some ops' forward."""
-        each = self.forward_seconds + (self.selective_seconds if is_selective else 0.0)
+        shows = is_selective and not self.runs_ahead
+        each = self.forward_seconds + (self.selective_seconds if shows else 0.0)
         return self._region_seconds(device_seconds, ops, each)
 
     def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
@@ -50,7 +52,9 @@ def read_host(architecture: str) -> Host:
     return Host(
         forward_seconds=figure(table, "forward", parse_seconds, where=kind),
         backward_seconds=figure(table, "backward", parse_seconds, where=kind),
-        selective_seconds=figure(table, "selective", parse_seconds, where=kind),
+        selective_seconds=0.0
+        if kind == "gpu"
+        else figure(table, "selective", parse_seconds, where=kind),
         runs_ahead=kind == "gpu",
     )
 

@@ -108,9 +108,10 @@ def _forward(flow: LayerFlow, run: Again, *, is_selective: bool) -> float:
 def _recompute(flow: LayerFlow, again: Again, mode: Recompute) -> float:
     """Return the seconds of what runs again.
 
-    Under selective recompute the host calls every op of the layer; what was kept is handed out.
+    Under selective recompute the host calls every op of the layer; what was kept is handed out. It
+    has the time where it runs ahead of the device.
     """
-    if mode is not Recompute.SELECTIVE:
+    if mode is not Recompute.SELECTIVE or flow.pricer.host.runs_ahead:
         return _forward(flow, again, is_selective=False)
     dispatches = len(flow.ops) + DISPATCHES * len(flow.conversions)
     return flow.pricer.host.forward_region_seconds(
