@@ -178,9 +178,8 @@ def _apart(plan: Plan, *, is_summed: bool, has_ties: bool) -> Iterator[str]:
     """Yield which parameters share no bucket with others: their gradients are summed twice."""
     if plan.arrangement.zero is not Zero.OPTIMIZER or plan.arrangement.shard == 1:
         return
-    ties = ["*(tie.names for tie in TIES)"] if has_ties else []
-    groups = [*ties, *(["SUMMED"] if is_summed else [])]
-    if groups:
-        yield (
-            f"apart=({', '.join(groups)},)" if len(groups) == 1 else f"apart=({', '.join(groups)})"
-        )
+    ties = "tie.names for tie in TIES"
+    if is_summed:
+        yield f"apart=[*({ties}), SUMMED]" if has_ties else "apart=[SUMMED]"
+    elif has_ties:
+        yield f"apart=[{ties}]"

@@ -3,12 +3,17 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from itertools import pairwise
 
-from autopar.planner.cluster.link import Topology
+from autopar.planner.cluster.link import MeasuredCollective, Topology
 from autopar.planner.cluster.shape import Crossing, GroupShape
 from autopar.planner.costs import collectives
-from autopar.planner.costs.collective_measured import Collective, measured_seconds
+from autopar.planner.costs.collective_measured import (
+    Collective,
+    least_seconds_per_byte,
+    measured_seconds,
+)
 from autopar.planner.costs.collective_protocols import (
     CollectiveConstants,
     Protocol,
@@ -26,7 +31,15 @@ class Priced:
     protocol: str
 
 
-__all__ = ["Collective", "Priced", "cheapest", "collective_seconds", "ring_hops", "ways"]
+__all__ = [
+    "Collective",
+    "Priced",
+    "cheapest",
+    "collective_seconds",
+    "least_seconds",
+    "ring_hops",
+    "ways",
+]
 
 TREES = frozenset({Topology.TREE, Topology.MESH, Topology.SWITCH})
 FREE = Priced(seconds=0.0, algorithm="nothing", protocol="none")
@@ -40,6 +53,19 @@ def collective_seconds(
 ) -> float:
     """Return the time of the cheapest way to run a collective."""
     return cheapest(collective, payload_bytes, shape, constants).seconds
+
+
+@lru_cache(maxsize=65536)
+def least_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
+    """Return what a payload takes at least, in however many collectives.
+
+    By the formulas one is the least, since they grow by less and less; measurements may not.
+    """
+    measured = _measured(collective, shape)
+    if measured is None or shape.ranks == 1:
+        return collective_seconds(collective, payload_bytes, shape)
+    known, crossing = measured
+    return payload_bytes * least_seconds_per_byte(known, shape.ranks, shared=crossing.shared)
 
 
 def cheapest(
@@ -75,14 +101,25 @@ def ways(
 
 
 def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape) -> Priced | None:
-    """Return the time that a profile knows; groups over several levels are left to the formulas."""
+    """Return the time that a profile knows."""
+    measured = _measured(collective, shape)
+    if measured is None:
+        return None
+    known, crossing = measured
+    seconds = measured_seconds(known, payload_bytes, shape.ranks, shared=crossing.shared)
+    return Priced(seconds=seconds, algorithm="as measured", protocol="as measured")
+
+
+def _measured(
+    collective: Collective, shape: GroupShape
+) -> tuple[MeasuredCollective, Crossing] | None:
+    """Return what a profile knows; groups over several levels are left to the formulas."""
     if len(shape.crossings) != 1:
         return None
     crossing = shape.crossings[0]
     for known in crossing.collectives:
         if known.collective == collective:
-            seconds = measured_seconds(known, payload_bytes, shape.ranks, shared=crossing.shared)
-            return Priced(seconds=seconds, algorithm="as measured", protocol="as measured")
+            return known, crossing
     return None
 
 

@@ -42,6 +42,21 @@ def measured_seconds(
     return seconds + here - there if here >= there else seconds * here / there
 
 
+def least_seconds_per_byte(known: MeasuredCollective, ranks: int, *, shared: float = 1.0) -> float:
+    """Return what a byte takes at least, in whatever payload; see `measured_seconds`.
+
+    Between two measured payloads it lies between what it takes in these.
+    """
+    least = min(seconds / size for size, seconds in known.points)
+    collective = Collective(known.collective)
+    here = sent_share(collective, ranks) / shared
+    there = sent_share(collective, known.ranks)
+    if ranks >= known.ranks:
+        return least + max(0.0, here - there) / known.bytes_per_second
+    latency = hops(collective, ranks) / hops(collective, known.ranks)
+    return least * min(1.0, latency, here / there)
+
+
 def _line(known: MeasuredCollective, payload_bytes: float, ranks: int, shared: float) -> float:
     collective = Collective(known.collective)
     wire = sent_share(collective, ranks) * payload_bytes / (known.bytes_per_second * shared)

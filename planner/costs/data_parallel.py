@@ -115,16 +115,6 @@ def _reducing(groups: DataGroups) -> Seconds:
     )
 
 
-def copies(bytes_per_second: float) -> UnitTimes:
-    """Return what moving a sharded unit takes a device of this rate: a read and a write."""
-    return UnitTimes(
-        gather_seconds=0.0,
-        scatter_seconds=0.0,
-        gather_byte_seconds=2 / bytes_per_second,
-        scatter_byte_seconds=2 / bytes_per_second,
-    )
-
-
 def _remembered(seconds: Callable[[float], float]) -> Seconds:
     return lru_cache(maxsize=256)(seconds)
 

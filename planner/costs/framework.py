@@ -9,6 +9,7 @@ from importlib import resources
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.reading import figure, number
 from autopar.planner.cluster.units import parse_bytes, parse_seconds
+from autopar.planner.costs.compute import Throughput
 from autopar.planner.costs.measurements import HostTimes, Measurements, UnitTimes
 
 
@@ -42,12 +43,21 @@ class FrameworkConstants:
     host: HostWork
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 state, as measured
     optimizer_tensor_seconds: float = 0.0  # of each parameter however small, as measured
-    unit: UnitTimes | None = None  # as measured; the formula of data_parallel.py where None
+    unit: UnitTimes | None = None  # as measured; see unit_on where None
 
     @property
     def is_measured(self) -> bool:
         """Whether the seconds were measured on the devices at hand."""
         return self.optimizer_element_seconds is not None
+
+    def unit_on(self, rates: Throughput) -> UnitTimes:
+        """Return what fully_shard takes for a unit: as measured, or a read and a write of it."""
+        return self.unit or UnitTimes(
+            gather_seconds=0.0,
+            scatter_seconds=0.0,
+            gather_byte_seconds=2 / rates.stream_bytes_per_second,
+            scatter_byte_seconds=2 / rates.stream_bytes_per_second,
+        )
 
 
 @cache

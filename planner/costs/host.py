@@ -15,13 +15,12 @@ from autopar.planner.costs.measurements import HostTimes
 class Host:
     """What dispatching one op takes; `runs_ahead` where the device works meanwhile.
 
-    Selective recompute looks at every op of a layer, in the forward and when that runs again; where
-    the host runs ahead, the backward of the layer behind hides that.
+    Selective recompute looks at every op of a layer, in the forward and when that runs again.
     """
 
     forward_seconds: float
     backward_seconds: float
-    selective_seconds: float  # more for each op of such a layer
+    selective_seconds: float  # more for each op of such a layer; hidden where it runs ahead
     runs_ahead: bool
     is_measured: bool = False
 
@@ -29,8 +28,7 @@ class Host:
         self, device_seconds: float, ops: int, *, is_selective: bool = False
     ) -> float:
         """Return the seconds of some ops' forward."""
-        shows = is_selective and not self.runs_ahead
-        each = self.forward_seconds + (self.selective_seconds if shows else 0.0)
+        each = self.forward_seconds + (self.selective_seconds if is_selective else 0.0)
         return self._region_seconds(device_seconds, ops, each)
 
     def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
@@ -61,10 +59,11 @@ def read_host(architecture: str) -> Host:
 
 def measured_host(times: HostTimes, architecture: str) -> Host:
     """Return the host of a device as a profile found it."""
+    runs_ahead = architecture.casefold() != "cpu"
     return Host(
         forward_seconds=times.forward_seconds,
         backward_seconds=times.backward_seconds,
-        selective_seconds=times.selective_seconds,
-        runs_ahead=architecture.casefold() != "cpu",
+        selective_seconds=0.0 if runs_ahead else times.selective_seconds,
+        runs_ahead=runs_ahead,
         is_measured=True,
     )

@@ -108,8 +108,8 @@ def _forward(flow: LayerFlow, run: Again, *, is_selective: bool) -> float:
 def _recompute(flow: LayerFlow, again: Again, mode: Recompute) -> float:
     """Return the seconds of what runs again.
 
-    Under selective recompute the host calls every op of the layer; what was kept is handed out. It
-    has the time where it runs ahead of the device.
+    Under selective recompute the host calls every op of the layer; what was kept is handed out. One
+    that runs ahead of the device has the time: the backward of the layer behind hides it.
     """
     if mode is not Recompute.SELECTIVE or flow.pricer.host.runs_ahead:
         return _forward(flow, again, is_selective=False)

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.data_parallel import DataGroups, DataSeconds, copies, data_seconds
+from autopar.planner.costs.data_parallel import DataGroups, DataSeconds, data_seconds
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.memory import Held, memory_of
 from autopar.planner.costs.optimizer import optimizer_seconds
@@ -134,7 +134,7 @@ def _data_groups(
         bucket_bytes=arrangement.bucket_bytes,
         gradient_share=_sent_share(arrangement),
         slowdown=constants.overlap_slowdown,
-        unit=constants.unit or copies(groups.stage_rates[0].stream_bytes_per_second),
+        unit=constants.unit_on(groups.stage_rates[0]),
     )
 
 

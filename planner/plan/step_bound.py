@@ -6,17 +6,16 @@ parameters to gather, of the state to update; and the slowest rank takes what wh
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.planner.costs.bounds import least_step_seconds
-from autopar.planner.costs.collective_choice import Collective
-from autopar.planner.costs.data_parallel import priced
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.optimizer import optimizer_seconds
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rank_groups import RankGroups
 from autopar.planner.costs.schedule import ScheduleKind
-from autopar.planner.plan.bottleneck import Block, Mode, Places
+from autopar.planner.plan.bottleneck import Block, Places
+from autopar.planner.plan.data_bound import DataBound
 from autopar.planner.precision import Precision
 
 _HALVINGS = 8  # of the interval in which the time of the slowest rank lies
@@ -33,11 +32,6 @@ class Totals:
     trainable: int
     input_gradient_seconds: float  # of the backward, what is not left for later
     least_output_bytes: int  # of one layer: what crosses any cut
-
-    @property
-    def seconds(self) -> float:
-        """Of one microbatch, nothing computed again."""
-        return self.forward_seconds + self.backward_seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -61,62 +55,53 @@ class StepBound:
     ) -> None:
         self.arrangement, self.groups = arrangement, groups
         self.constants, self.totals = constants, totals
+        self.data = DataBound(arrangement, groups, constants, gradient_bytes=totals.gradient_bytes)
 
     def seconds(self, pressed: Pressed, repeated: Block) -> float:
         """Return what no choice of stages beats."""
-        busy = max(self._computing(pressed, repeated), self._gathering(pressed))
+        totals = self.totals
+        backward = totals.backward_seconds + pressed.recompute_seconds
         return (
-            busy
-            + self._first_gather()
-            + self._reducing(pressed)
+            self._computing(pressed, repeated)
+            + self.data.first_forward_more(totals.forward_seconds, totals.parameter_bytes)
+            + self.data.last_backward_more(backward)
             + self._updating()
             + self.constants.step_seconds
         )
 
     def shared(self, repeated: Block) -> Block:
-        """Return the layers that repeat with what sharing their parameters adds (ZeRO-3).
+        """Return the layers that repeat with what sharing data adds to every microbatch.
 
         A stage waits for the longer of its computing and its collectives; where that are the
         collectives, other layers do not add what they compute, and are left out.
         """
-        if not self._is_sharded:
+        if not self.data.is_in_every_pass:
             return repeated
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
         modes = tuple(
-            Mode(
-                forward_seconds=self._sharded_forward(mode.forward_seconds, parameters),
-                backward_seconds=self._sharded_backward(
-                    mode.backward_seconds, parameters, gradients
-                ),
-                weight_gradient_seconds=mode.weight_gradient_seconds,
-                saved_bytes=mode.saved_bytes,
-                transient_bytes=mode.transient_bytes,
+            replace(
+                mode,
+                forward_seconds=self.data.forward(mode.forward_seconds, parameters),
+                backward_seconds=self.data.backward(mode.backward_seconds, parameters, gradients),
             )
             for mode in repeated.modes
         )
-        gather, scatter = self._gather(parameters), self._scatter(gradients)
         is_waiting = any(
-            shared.forward_seconds <= gather or shared.backward_seconds <= gather + scatter
-            for shared in modes
+            self.data.is_waiting(
+                forward_seconds=mode.forward_seconds,
+                backward_seconds=mode.backward_seconds,
+                parameter_bytes=parameters,
+                gradient_bytes=gradients,
+            )
+            for mode in modes
         )
-        return Block(
-            count=repeated.count,
-            others=() if is_waiting else repeated.others,
-            modes=modes,
-            parameter_bytes=parameters,
-            gradient_bytes=gradients,
-        )
+        return replace(repeated, others=() if is_waiting else repeated.others, modes=modes)
 
     def rank_seconds(self, layers_seconds: float) -> float:
         """Return what a rank takes for a microbatch, given its layers: actions, transfers too."""
         arrangement = self.arrangement
         acting = 2 * arrangement.stages_per_rank * self.constants.action_seconds
         return layers_seconds + acting + (self._transfer() if self._is_on_demand else 0.0)
-
-    @property
-    def _is_sharded(self) -> bool:
-        """Whether every pass gathers the parameters of each layer."""
-        return self.arrangement.zero is Zero.PARAMETERS and self.arrangement.data > 1
 
     @property
     def _is_on_demand(self) -> bool:
@@ -136,8 +121,7 @@ class StepBound:
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
         stages = ranks * arrangement.stages_per_rank
-        alone = self.totals.seconds + pressed.recompute_seconds
-        alone += 2 * stages * self.constants.action_seconds
+        alone = sum(self._passes(pressed)) + 2 * stages * self.constants.action_seconds
         if self._is_on_demand:
             alone += 2 * (stages - 1) * self._transfer()
         slowest = self.rank_seconds(pressed.bottleneck_seconds)
@@ -151,17 +135,20 @@ class StepBound:
 
     def _through(self, pressed: Pressed) -> float:
         """Return what one microbatch takes through all stages and back; split backwards wait."""
-        totals, kind = self.totals, self.arrangement.schedule
-        backward = totals.backward_seconds + pressed.recompute_seconds
-        forward = totals.forward_seconds
-        if self._is_sharded:
-            forward = self._sharded_forward(forward, totals.parameter_bytes)
-            backward = self._sharded_backward(
-                backward, totals.parameter_bytes, totals.gradient_bytes
-            )
-        if kind is not ScheduleKind.INTERLEAVED_1F1B:
-            backward -= totals.backward_seconds - totals.input_gradient_seconds
+        forward, backward = self._passes(pressed)
+        if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
+            backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
         return forward + backward
+
+    def _passes(self, pressed: Pressed) -> tuple[float, float]:
+        """Return the seconds of one microbatch's forward and backward in all layers together."""
+        totals = self.totals
+        parameters, gradients = totals.parameter_bytes, totals.gradient_bytes
+        backward = totals.backward_seconds + pressed.recompute_seconds
+        return (
+            self.data.forward(totals.forward_seconds, parameters),
+            self.data.backward(backward, parameters, gradients),
+        )
 
     @property
     def _is_split_in_turn(self) -> bool:
@@ -225,88 +212,6 @@ class StepBound:
         if microbatches <= ranks:
             return 0.0
         return whole - max(0.0, ranks * slowest - alone)
-
-    def _gathering(self, pressed: Pressed) -> float:
-        """ZeRO-3: m · (forward + backward) of the mean rank.
-
-        Σ_r max(f_r, g_r) is at least max(Σ f, Σ g), so the greatest rank has a p-th of that.
-        """
-        if not self._is_sharded:
-            return 0.0
-        totals = self.totals
-        forward = self._sharded_forward(totals.forward_seconds, totals.parameter_bytes)
-        backward = self._sharded_backward(
-            totals.backward_seconds + pressed.recompute_seconds,
-            totals.parameter_bytes,
-            totals.gradient_bytes,
-        )
-        return self.arrangement.microbatches * (forward + backward) / self.arrangement.pipeline
-
-    def _sharded_forward(self, computing: float, parameter_bytes: int) -> float:
-        return self._overlapped(
-            computing + self._copied(parameter_bytes), self._gather(parameter_bytes)
-        )
-
-    def _sharded_backward(
-        self, computing: float, parameter_bytes: int, gradient_bytes: int
-    ) -> float:
-        return self._overlapped(
-            computing + self._copied(parameter_bytes) + self._copied(self._sent(gradient_bytes)),
-            self._gather(parameter_bytes) + self._scatter(gradient_bytes),
-        )
-
-    def _overlapped(self, computing: float, communicating: float) -> float:
-        """Return max(c, t + q · c): what communicates beside computing slows it down by q each."""
-        return max(communicating, computing + self._slowing * communicating)
-
-    @property
-    def _slowing(self) -> float:
-        """A second of a collective is exposed, or slows down what is computed beside it."""
-        slowdown = self.constants.overlap_slowdown
-        return slowdown / (1.0 + slowdown)
-
-    def _copied(self, size_bytes: float) -> float:
-        """ZeRO-3 copies out of the gathered buffer, and gradients into theirs: read and written."""
-        return 2 * size_bytes / self.groups.stage_rates[0].stream_bytes_per_second
-
-    def _sent(self, gradient_bytes: float) -> float:
-        return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)
-
-    def _gather(self, parameter_bytes: int) -> float:
-        return priced(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
-
-    def _scatter(self, gradient_bytes: int) -> float:
-        sent, shard = self._sent(gradient_bytes), self.arrangement.shard
-        copies = priced(Collective.ALL_REDUCE, sent / shard, self.groups.replicas)
-        return priced(Collective.REDUCE_SCATTER, sent, self.groups.shard) + copies
-
-    def _first_gather(self) -> float:
-        """Return what gathering updated parameters adds to the first forward of the only stage."""
-        arrangement = self.arrangement
-        is_gathered = arrangement.zero in (Zero.OPTIMIZER, Zero.GRADIENTS)
-        if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
-            return 0.0
-        gather = self._gather(self.totals.parameter_bytes)
-        computing = self.totals.forward_seconds
-        return self._overlapped(computing, gather) - computing
-
-    def _reducing(self, pressed: Pressed) -> float:
-        """Return what reducing adds to the backward that it runs beside; on one stage alone.
-
-        ZeRO-2 reduces after every microbatch. ZeRO-3's is in `_gathering`.
-        """
-        arrangement = self.arrangement
-        is_sharded = arrangement.zero is Zero.PARAMETERS
-        if arrangement.data == 1 or is_sharded or arrangement.pipeline > 1:
-            return 0.0
-        gradients = self.totals.gradient_bytes
-        if arrangement.zero is Zero.NONE:
-            seconds = priced(Collective.ALL_REDUCE, self._sent(gradients), self.groups.data)
-        else:
-            seconds = self._scatter(gradients)
-        computing = self.totals.backward_seconds + pressed.recompute_seconds
-        rounds = arrangement.microbatches if arrangement.zero is Zero.GRADIENTS else 1
-        return rounds * (self._overlapped(computing, seconds) - computing)
 
     def _updating(self) -> float:
         arrangement, constants = self.arrangement, self.constants

@@ -23,7 +23,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 1df4cc7fed228b12.
+# Written by autopar 0.1.0, which never overwrites changes by hand: ea3fa304f7355966.
 
 from __future__ import annotations
 
@@ -260,7 +260,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
     """Return one stage: the model with the class of the stage, and only what that holds."""
     part = STAGES[index].taken_from(copy.deepcopy(model), mesh.tensor)
     take_classes(part, OPENED, mesh.tensor)
-    wrap(part, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=(SUMMED,))
+    wrap(part, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[SUMMED])
     return stage_at(index, STAGES, part, mesh, dtype=dtype, reduces_every_microbatch=ZERO >= 2)
 
 

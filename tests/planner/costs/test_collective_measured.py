@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.cluster.link import MeasuredCollective
-from autopar.planner.costs.collective_measured import measured_seconds
+from autopar.planner.costs.collective_measured import least_seconds_per_byte, measured_seconds
 
 KNOWN = MeasuredCollective(
     collective="all-reduce",
@@ -48,3 +48,12 @@ def test_a_larger_payload_is_never_quicker(
     known = replace(KNOWN, ranks=measured)
     small, large = (measured_seconds(known, size, ranks) for size in sorted((one, other)))
     assert 0 < small <= large * (1 + 1e-9)
+
+
+@given(st.floats(1, 1e9), st.integers(2, 64), st.integers(2, 64), st.sampled_from((1.0, 0.25)))
+def test_no_payload_takes_less_than_the_least_per_byte(
+    size: float, ranks: int, measured: int, shared: float
+) -> None:
+    known = replace(KNOWN, ranks=measured, points=(*KNOWN.points, (10_000_000, 2.0)))
+    least = size * least_seconds_per_byte(known, ranks, shared=shared)
+    assert 0 < least <= measured_seconds(known, size, ranks, shared=shared) * (1 + 1e-9)

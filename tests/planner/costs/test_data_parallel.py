@@ -9,7 +9,7 @@ import pytest
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
-from autopar.planner.costs.data_parallel import NOTHING, DataGroups, copies, data_seconds
+from autopar.planner.costs.data_parallel import NOTHING, DataGroups, data_seconds
 from autopar.planner.costs.measurements import UnitTimes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.stage_load import stage_load
@@ -18,6 +18,9 @@ from tests.planner.costs.step_factories import LAYER, layer
 CLUSTER = choose_cluster(8, "h100-sxm")
 ALL = group_shape(CLUSTER, 8, 1)
 ONE = group_shape(CLUSTER, 1, 1)
+NO_COPIES = UnitTimes(
+    gather_seconds=0.0, scatter_seconds=0.0, gather_byte_seconds=0.0, scatter_byte_seconds=0.0
+)
 GROUPS = DataGroups(
     shard=ALL,
     replicas=ONE,
@@ -25,7 +28,7 @@ GROUPS = DataGroups(
     bucket_bytes=2**62,
     gradient_share=1.0,
     slowdown=0.0,
-    unit=copies(1e30),
+    unit=NO_COPIES,
 )
 LAYERS = stage_load([LAYER] * 4).layers
 
@@ -70,8 +73,8 @@ def test_gathered_parameters_are_copied_out_of_their_buffer() -> None:
     # 4 layers · 2 passes over 2 MB at 1 GB/s = 16 ms in the forward.
     sharded = replace(GROUPS, zero=Zero.PARAMETERS)
     quick, slow = (
-        data_seconds(LAYERS, replace(sharded, unit=copies(rate)), microbatches=1)
-        for rate in (1e30, 1e9)
+        data_seconds(LAYERS, replace(sharded, unit=unit), microbatches=1)
+        for unit in (NO_COPIES, replace(NO_COPIES, gather_byte_seconds=2e-9))
     )
     assert slow.each_forward - quick.each_forward == pytest.approx(16e-3, rel=0.02)
 
@@ -88,7 +91,7 @@ def test_a_measured_unit_costs_its_hooks_once_a_pass() -> None:
         sharded = replace(GROUPS, zero=zero)
         without, found = (
             data_seconds(LAYERS, replace(sharded, unit=unit), microbatches=1)
-            for unit in (copies(1e30), hooks)
+            for unit in (NO_COPIES, hooks)
         )
         assert found.each_forward - without.each_forward == pytest.approx(forward, rel=0.05)
         assert found.each_backward - without.each_backward == pytest.approx(backward, rel=0.05)

@@ -8,6 +8,7 @@ import pytest
 from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
+from autopar.planner.costs.host import measured_host
 from autopar.planner.costs.layer import layer_cost, layer_costs
 from autopar.planner.costs.layer_flow import layer_flow
 from autopar.planner.costs.layer_recompute import run_again
@@ -29,6 +30,7 @@ from tests.planner.costs.op_factories import (
     weights,
     whole,
 )
+from tests.planner.profile.measurements import TIMES
 from tests.planner.subjects import ZOO_MODELS
 from tests.planner.trace.model_source import traced
 
@@ -145,15 +147,23 @@ def test_a_small_layer_takes_as_long_as_the_host_takes_to_dispatch_it() -> None:
     assert cost.forward_seconds == pytest.approx(len(layer.ops) * prices.host.forward_seconds)
 
 
-def test_selective_recompute_costs_every_op_in_both_passes_unless_the_host_runs_ahead() -> None:
-    for device_name, more in (("cpu", len), ("a100", lambda _: 0)):
-        prices = pricer("gpt2.py", batch=1, device_name=device_name)
-        layer = layer_of(prices, "Block")
-        costs = alone(prices, layer)
-        found = costs[Recompute.SELECTIVE].forward_seconds - costs[Recompute.NONE].forward_seconds
-        assert found == pytest.approx(more(layer.ops) * prices.host.selective_seconds)
-        again = costs[Recompute.SELECTIVE].recompute_seconds
-        assert again >= more(layer.ops) * prices.host.selective_seconds
+def test_selective_recompute_costs_the_host_every_op_in_both_passes() -> None:
+    prices = pricer("gpt2.py", batch=1, device_name="cpu")
+    layer = layer_of(prices, "Block")
+    costs = alone(prices, layer)
+    all_ops = len(layer.ops) * prices.host.selective_seconds
+    more = costs[Recompute.SELECTIVE].forward_seconds - costs[Recompute.NONE].forward_seconds
+    assert more == pytest.approx(all_ops)
+    assert costs[Recompute.SELECTIVE].recompute_seconds >= all_ops > 0
+
+
+def test_a_host_that_runs_ahead_hides_what_selective_recompute_costs_it() -> None:
+    prices = pricer("gpt2.py", batch=1, device_name="a100")
+    costs = alone(prices, layer_of(prices, "Block"))
+    plain, selective, full = costs.values()
+    assert selective.forward_seconds == plain.forward_seconds
+    assert 0 < selective.recompute_seconds < full.recompute_seconds
+    assert measured_host(TIMES, "Ampere").selective_seconds == 0.0
 
 
 @pytest.mark.parametrize(

@@ -3,35 +3,67 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from math import inf
 
 import pytest
 
 from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.costs.collective_measured import Collective
+from autopar.planner.costs.measurements import HostTimes, UnitTimes
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.costing import Subject
 from autopar.planner.plan.search import Explorer, with_batch
+from autopar.planner.profile.measured import MeasuredFile, MeasuredHost
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import declared
+from tests.planner.profile.measurements import TIMES, net
 
 ROUNDING = 1 + 1e-9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model on some devices, with little memory or much."""
+    """A model on some devices, with little memory or much, by formulas or with a profile."""
 
     model: tuple[str, ...]
     gpus: int
     batch: int
     memory: str
+    device: str = "a100-80gb-sxm"
+    measured: MeasuredFile | None = None
 
     def __str__(self) -> str:
-        return f"{' '.join(self.model)} on {self.gpus} with {self.memory}"
+        by = ", measured" if self.measured else ""
+        return f"{' '.join(self.model)} on {self.gpus} × {self.device} with {self.memory}{by}"
 
 
+def profile(times: HostTimes, *points: tuple[int, float]) -> MeasuredFile:
+    """Return a profile of CPUs with this host; every collective takes as long as these points."""
+    own = MeasuredHost(device="cpu", threads=1, torch="2.13.0", times=times)
+    kinds = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
+    collectives = tuple(
+        replace(net().collectives[0], collective=kind.value, points=points) for kind in kinds
+    )
+    nets = (replace(net(), collectives=collectives),) if points else ()
+    return MeasuredFile(hosts=(own,), nets=nets)
+
+
+# Copies in no time to speak of: a bound with the formula's copies would exceed what there is.
+QUICK_COPIES = profile(
+    replace(
+        TIMES,
+        unit=UnitTimes(
+            gather_seconds=1e-7,
+            scatter_seconds=1e-7,
+            gather_byte_seconds=1e-13,
+            scatter_byte_seconds=1e-13,
+        ),
+    )
+)
+# A large payload takes longer than its parts: a bound must not take all layers' at once.
+SLOW_LARGE = profile(TIMES, (1_000, 1e-5), (100_000, 1e-4), (10_000_000, 1e-1))
 CASES = (
     Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%"),
     Case(model=("gpt2.py",), gpus=8, batch=8, memory="80%"),
@@ -40,16 +72,32 @@ CASES = (
     Case(model=("gpt2.py", "size=124m"), gpus=8, batch=16, memory="80%"),
     Case(model=("t5.py",), gpus=2, batch=8, memory="80%"),
     Case(model=("resnet.py",), gpus=4, batch=16, memory="80%"),
+    Case(model=("gpt2.py",), gpus=2, batch=8, memory="80%", device="cpu"),
+    *(
+        Case(
+            model=("mnist.py", "hidden=2048"),
+            gpus=2,
+            batch=4,
+            memory="80%",
+            device="cpu",
+            measured=one,
+        )
+        for one in (QUICK_COPIES, SLOW_LARGE)
+    ),
 )
 
 
 def explorer(case: Case) -> Explorer:
     """The search of a case, not begun."""
     graph, axes, layers = parts_of(*case.model)
-    cluster = choose_cluster(case.gpus, "a100-80gb-sxm")
+    cluster = choose_cluster(case.gpus, case.device)
+    if case.measured is not None:
+        cluster = case.measured.on(cluster)
     constraints = declared(global_batch=case.batch, limits__memory=case.memory)
     subject = Subject(graph=graph, axes=axes, layers=layers)
-    return Explorer(subject, cluster, with_batch(constraints, cluster, graph))
+    return Explorer(
+        subject, cluster, with_batch(constraints, cluster, graph), measured=case.measured
+    )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,0 +1,124 @@
+"""Bounds from below what ranks that share data wait for, whatever the layers of their stage.
+
+Of layers that compute for c, move k in copies and take t in collectives, the passes take at least
+
+    max(t, c + k + t · q ÷ (1 + q))        for the slowdown q of what computes beside a collective
+
+ZeRO-3 gathers in every pass and scatters in every backward, ZeRO-2 scatters in every backward, and
+ZeRO-1 and 0 reduce in the last one; ZeRO-1 and 2 gather in the first forward. Collectives are taken
+at the least of every way to divide their bytes among layers and buckets.
+"""
+
+from __future__ import annotations
+
+from autopar.planner.costs.collective_choice import Collective, least_seconds
+from autopar.planner.costs.framework import FrameworkConstants
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.rank_groups import RankGroups
+
+
+class DataBound:
+    """What sharing data adds to an arrangement's passes at least."""
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        groups: RankGroups,
+        constants: FrameworkConstants,
+        *,
+        gradient_bytes: int,
+    ) -> None:
+        self.arrangement, self.groups = arrangement, groups
+        self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
+        self.unit = constants.unit_on(groups.stage_rates[0])
+        self.gradient_bytes = gradient_bytes  # of all layers
+
+    @property
+    def is_in_every_pass(self) -> bool:
+        """Whether every microbatch waits for collectives, not the first and last ones alone."""
+        return self.arrangement.zero >= Zero.GRADIENTS and self.arrangement.data > 1
+
+    def forward(self, computing_seconds: float, parameter_bytes: int) -> float:
+        """Return the least of every forward of layers."""
+        if not self._gathers_always:
+            return computing_seconds
+        gather = self._gather(parameter_bytes)
+        return self._overlapped(computing_seconds + self._copied_out(parameter_bytes), gather)
+
+    def backward(
+        self, computing_seconds: float, parameter_bytes: int, gradient_bytes: int
+    ) -> float:
+        """Return the least of every backward of layers."""
+        if not self.is_in_every_pass:
+            return computing_seconds
+        sent = self._sent(gradient_bytes)
+        copied = sent * self.unit.scatter_byte_seconds
+        if not self._gathers_always:
+            # Layers share buckets: each takes its part of what all take at once.
+            share = gradient_bytes / self.gradient_bytes if self.gradient_bytes else 0.0
+            scatter = share * self._reduced(self.gradient_bytes)
+            return self._overlapped(computing_seconds, scatter) + copied
+        copied += self._copied_out(parameter_bytes)
+        collectives = self._gather(parameter_bytes) + self._reduced(gradient_bytes)
+        return self._overlapped(computing_seconds + copied, collectives)
+
+    def is_waiting(
+        self,
+        *,
+        forward_seconds: float,
+        backward_seconds: float,
+        parameter_bytes: int,
+        gradient_bytes: int,
+    ) -> bool:
+        """Return whether passes of these lengths may be those of their collectives alone."""
+        if not self.is_in_every_pass:
+            return False
+        gather = self._gather(parameter_bytes) if self._gathers_always else 0.0
+        return (
+            self._gathers_always and forward_seconds <= gather
+        ) or backward_seconds <= gather + self._reduced(gradient_bytes)
+
+    def first_forward_more(self, computing_seconds: float, parameter_bytes: int) -> float:
+        """Return what gathering updated parameters adds to the first forward of the only stage."""
+        arrangement = self.arrangement
+        is_gathered = arrangement.zero in (Zero.OPTIMIZER, Zero.GRADIENTS)
+        if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
+            return 0.0
+        more = self._overlapped(computing_seconds, self._gather(parameter_bytes))
+        if arrangement.zero is Zero.GRADIENTS:
+            more += self._copied_out(parameter_bytes)
+        return more - computing_seconds
+
+    def last_backward_more(self, computing_seconds: float) -> float:
+        """Return what reducing adds to the last backward of the only stage, if only to that."""
+        arrangement = self.arrangement
+        if arrangement.data == 1 or self.is_in_every_pass or arrangement.pipeline > 1:
+            return 0.0
+        reduced = self._reduced(self.gradient_bytes)
+        return self._overlapped(computing_seconds, reduced) - computing_seconds
+
+    @property
+    def _gathers_always(self) -> bool:
+        return self.arrangement.zero is Zero.PARAMETERS and self.arrangement.data > 1
+
+    def _overlapped(self, computing: float, communicating: float) -> float:
+        return max(communicating, computing + self.slowing * communicating)
+
+    def _copied_out(self, parameter_bytes: int) -> float:
+        """Gathered parameters are copied to where they are used; what hooks take is left out."""
+        return parameter_bytes * self.unit.gather_byte_seconds
+
+    def _sent(self, gradient_bytes: float) -> float:
+        return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)
+
+    def _gather(self, parameter_bytes: int) -> float:
+        return least_seconds(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
+
+    def _reduced(self, gradient_bytes: int) -> float:
+        sent, shard = self._sent(gradient_bytes), self.groups.shard
+        if self.arrangement.zero is Zero.NONE:
+            return least_seconds(Collective.ALL_REDUCE, sent, self.groups.data)
+        summed = least_seconds(
+            Collective.ALL_REDUCE, sent / self.arrangement.shard, self.groups.replicas
+        )
+        return least_seconds(Collective.REDUCE_SCATTER, sent, shard) + summed
