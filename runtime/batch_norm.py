@@ -85,31 +85,32 @@ class _Normalise(torch.autograd.Function):
             unbiased = variance * (count / (count - 1).clamp(min=1))
             running_mean.lerp_(mean.to(running_mean.dtype), momentum)
             running_var.lerp_(unbiased.to(running_var.dtype), momentum)
-        inverse = torch.rsqrt(variance + eps)
-        ctx.save_for_backward(x, weight, mean, inverse, count)
-        ctx.axis = axis
-        scale = inverse if weight is None else inverse * weight
-        shift = -mean * scale if bias is None else bias - mean * scale
-        return torch.addcmul(_wide(shift, x), x, _wide(scale, x)).to(x.dtype)
+        ctx.save_for_backward(x, weight, mean, variance, count)
+        ctx.axis, ctx.eps = axis, eps
+        return _scaled(x, mean, variance, weight, bias, eps)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        """Return the gradients of x, weight and bias; the latter two are this rank's part."""
-        x, weight, mean, inverse, count = ctx.saved_tensors
-        gradient = gradients[0].to(mean.dtype)
-        dims = [0, *range(2, x.dim())]
-        normal = (x - _wide(mean, x)) * _wide(inverse, x)
-        bias_gradient = gradient.sum(dims)
-        weight_gradient = (gradient * normal).sum(dims)
-        sums = summed(torch.stack([bias_gradient, weight_gradient]), ctx.axis)
-        mean_gradient, mean_product = sums / count
+        """Return the gradients of x, weight and bias; the latter two are this rank's part.
+
+        With x̂ the normalised input and sums over all ranks' N samples of a channel:
+
+            ∂x  =  scale · (∂y − Σ ∂y ÷ N − x̂ · Σ ∂y·x̂ ÷ N)
+        """
+        x, weight, mean, variance, count = ctx.saved_tensors
+        (gradient,) = gradients
+        inverse = torch.rsqrt(variance + ctx.eps)
         scale = inverse if weight is None else inverse * weight
-        of_x = gradient - _wide(mean_gradient, x) - normal * _wide(mean_product, x)
-        of_x = (of_x * _wide(scale, x)).to(x.dtype)
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, scale, None, None, mean, inverse, True, ctx.eps, [False, True, True]
+        )
+        sums = summed(torch.stack([of_weight, of_bias]), ctx.axis)
+        product, plain = -scale * sums / count
+        of_x = _scaled(x, mean, variance, product, plain, ctx.eps)
+        of_x.addcmul_(gradient, _wide(scale, x).to(x.dtype))
         if weight is None:
             return of_x, *[None] * 7
-        of_bias = bias_gradient.to(weight.dtype)
-        return of_x, weight_gradient.to(weight.dtype), of_bias, *[None] * 5
+        return of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), *[None] * 5
 
 
 def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
@@ -117,10 +118,10 @@ def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
 
     Sums of squares would take one collective too, but lose the variance beside a large mean.
     """
-    dims = [0, *range(2, x.dim())]
     channels = x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    variance, mean = torch.var_mean(x.to(wide), dims, correction=0)
+    unused, unread = x.new_zeros((2, channels), dtype=wide)  # results are of the type of these
+    mean, variance = torch.batch_norm_update_stats(x, unused, unread, 0.0)
     count = mean.new_full((1,), x.numel() // channels)
     all_ranks = gathered(torch.cat([mean, variance, count]), axis)
     means, variances, counts = all_ranks.split([channels, channels, 1], dim=1)  # type: ignore[no-untyped-call]
@@ -128,6 +129,19 @@ def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
     mean = (means * counts).sum(0) / total
     variance = ((variances + (means - mean).square()) * counts).sum(0) / total
     return mean, variance, total
+
+
+def _scaled(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Return (x − mean) ÷ √(variance + eps) · weight + bias, in one pass over x."""
+    weight, bias = (None if one is None else one.to(mean.dtype) for one in (weight, bias))
+    return functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
 
 
 def _wide(per_channel: Tensor, like: Tensor) -> Tensor:
