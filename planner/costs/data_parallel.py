@@ -6,6 +6,8 @@
     ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
                 scatters its gradients
 
+Batch norms see the rows of all ranks, in every pass (norm_statistics.py).
+
 Where a sharded copy lies on fewer ranks than share the data (HSDP), what was scattered is summed
 over the copies. One bucket that holds everything is a reduction which nothing overlaps.
 """
@@ -19,6 +21,7 @@ from functools import lru_cache
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
 from autopar.planner.costs.measurements import UnitTimes
+from autopar.planner.costs.norm_statistics import NO_WAIT, Synchronising, synchronising
 from autopar.planner.costs.overlap import (
     LayerLoad,
     Overlapped,
@@ -37,6 +40,7 @@ from autopar.planner.costs.stage_load import Repeated
 class DataGroups:
     """The ranks that share the data of a stage, and how they share its state."""
 
+    data: GroupShape  # all of them
     shard: GroupShape  # hold one sharded copy between them
     replicas: GroupShape  # hold the same part of different copies
     zero: Zero
@@ -56,6 +60,17 @@ class DataSeconds:
     first_forward: float  # more, before the first microbatch
     gathers_alone: float  # of one step, with m microbatches
     reductions_alone: float
+    synchronising: Synchronising = NO_WAIT  # of one microbatch; not in the above
+
+    @property
+    def forward_wait(self) -> float:
+        """What every forward waits for."""
+        return self.each_forward + self.synchronising.forward_seconds
+
+    @property
+    def backward_wait(self) -> float:
+        """What every backward waits for."""
+        return self.each_backward + self.synchronising.backward_seconds
 
 
 NOTHING = DataSeconds(
@@ -79,12 +94,12 @@ def data_seconds(
     layers: tuple[Repeated, ...], groups: DataGroups, *, microbatches: int
 ) -> DataSeconds:
     """Return what gathering and reducing add to the microbatches of a stage."""
-    if groups.shard.ranks * groups.replicas.ranks == 1 or not layers:
+    if groups.data.ranks == 1 or not layers:
         return NOTHING
     loads = _loads(layers, groups.gradient_share)
-    if groups.zero is Zero.PARAMETERS:
-        return _sharded(loads, groups, microbatches)
-    return _reduced(loads, groups, microbatches)
+    shared = _sharded if groups.zero is Zero.PARAMETERS else _reduced
+    waits = (synchronising(one.statistics, groups.data) for one in layers for _ in range(one.count))
+    return replace(shared(loads, groups, microbatches), synchronising=sum(waits, NO_WAIT))
 
 
 def _loads(layers: Sequence[Repeated], gradient_share: float) -> tuple[LayerLoad, ...]:

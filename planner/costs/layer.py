@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.planner.cluster.shape import GroupShape
@@ -11,6 +11,7 @@ from autopar.planner.costs.layer_flow import Conversion, LayerFlow, PlacedOp, la
 from autopar.planner.costs.layer_memory import LayerMemory, layer_memory
 from autopar.planner.costs.layer_parameters import Held, layer_parameters
 from autopar.planner.costs.layer_recompute import Again, run_again
+from autopar.planner.costs.norm_statistics import BATCH_NORM, Statistics
 from autopar.planner.costs.ops import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.layers import Layer
@@ -72,7 +73,7 @@ def _cost(
 ) -> LayerCost:
     again = run_again(flow, mode)
     recompute = _recompute(flow, again, mode)
-    whole = Again(ops=flow.ops, conversions=flow.conversions)
+    whole, host = Again(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
     return LayerCost(
         forward_seconds=_forward(flow, whole, is_selective=mode is Recompute.SELECTIVE),
         backward_seconds=_backward(flow) + recompute,
@@ -94,7 +95,19 @@ def _cost(
         optimizer_bytes=held.optimizer_bytes,
         replicated_gradient_bytes=held.replicated_gradient_bytes,
         measured_seconds=_measured(flow, again.ops),
+        statistics=Statistics(
+            norms=tuple(_channels(flow, flow.ops)),
+            again=tuple(_channels(flow, again.ops)),
+            dispatch_seconds=0.0 if host.runs_ahead else host.forward_seconds,
+        ),
     )
+
+
+def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
+    """Yield how many channels each batch norm that takes statistics has on this rank."""
+    for one in ops:
+        if one.op.target == BATCH_NORM and one.op.argument("training"):
+            yield flow.pricer.shapes(one.op, one.split).shape(one.op.inputs[0])[1]
 
 
 def _forward(flow: LayerFlow, run: Again, *, is_selective: bool) -> float:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from autopar.planner.annotate import Precision
+from autopar.planner.costs.norm_statistics import NO_STATISTICS, Statistics
 from autopar.planner.costs.schedule import ScheduleKind
 
 
@@ -91,6 +92,7 @@ class LayerCost:
     trainable_tensors: int = 0  # that the elements with optimizer state lie in
     learning_bytes: int = 0  # as transient, while ops with weights run
     deferred_bytes: int = 0  # that a split backward holds from its first half to its second
+    statistics: Statistics = NO_STATISTICS  # of batch norms, which data ranks share
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

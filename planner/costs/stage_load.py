@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from autopar.planner.costs.norm_statistics import Statistics
 from autopar.planner.costs.overlap import LayerLoad
 from autopar.planner.costs.prediction import LayerCost
 from autopar.planner.costs.schedule_simulation import StageSeconds
@@ -13,9 +14,10 @@ from autopar.planner.costs.schedule_simulation import StageSeconds
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Repeated:
-    """Equal layers in a row, as far as gathering and reducing are concerned."""
+    """Equal layers in a row, as far as ranks that share the data are concerned."""
 
     load: LayerLoad
+    statistics: Statistics
     count: int
 
 
@@ -100,7 +102,10 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
         replicated_gradient_bytes=total("replicated_gradient_bytes"),
         deferred_bytes=total("deferred_bytes"),
         works=tuple(_works(runs)),
-        layers=tuple(Repeated(load=_load(cost), count=count) for cost, count in runs),
+        layers=tuple(
+            Repeated(load=_load(cost), statistics=cost.statistics, count=count)
+            for cost, count in runs
+        ),
     )
 
 

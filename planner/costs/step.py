@@ -63,8 +63,8 @@ def predict(
     shape = pipeline_shape(arrangement)
     slowed = tuple(
         load.slower(
-            one.each_forward + constants.action_seconds,
-            one.each_backward + constants.action_seconds,
+            one.forward_wait + constants.action_seconds,
+            one.backward_wait + constants.action_seconds,
         )
         for load, one in zip(loads, data, strict=True)
     )
@@ -128,6 +128,7 @@ def _data_groups(
     groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants
 ) -> DataGroups:
     return DataGroups(
+        data=groups.data,
         shard=groups.shard if arrangement.zero is not Zero.NONE else groups.data,
         replicas=groups.replicas,
         zero=arrangement.zero,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from autopar.planner.costs.collective_choice import Collective
 from autopar.planner.costs.data_parallel import DataSeconds
+from autopar.planner.costs.norm_statistics import NO_WAIT
 from autopar.planner.costs.pipeline import rank_of
 from autopar.planner.costs.prediction import (
     Arrangement,
@@ -107,7 +108,7 @@ def _sums(step: Step, stages: Sequence[int]) -> Busiest:
     recompute = sum(load.recompute_seconds for load in loads)
     tensor = sum(load.communication_seconds for load in loads)
     everything = sum(load.seconds for load in loads)
-    waited = sum(one.each_forward + one.each_backward for one in data)
+    waited = sum(one.forward_wait + one.backward_wait for one in data)
     return Busiest(
         compute_seconds=microbatches * (everything - recompute - tensor),
         recompute_seconds=microbatches * recompute,
@@ -214,6 +215,17 @@ def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
         payload_bytes=rounds * sum(load.gradient_bytes for load in loads),
         seconds=reductions,
         exposed_seconds=min(exposed, gathers + reductions),
+    )
+    statistics = sum((one.synchronising for one in own), NO_WAIT)
+    seconds = each * (statistics.forward_seconds + statistics.backward_seconds)
+    yield _term(
+        "statistics of batch norms over the ranks that share the data",
+        Collective.ALL_GATHER,
+        ranks=arrangement.data,
+        count=each * statistics.collectives,
+        payload_bytes=each * statistics.payload_bytes,
+        seconds=seconds,
+        exposed_seconds=seconds,
     )
 
 

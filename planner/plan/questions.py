@@ -13,6 +13,7 @@ from autopar.planner.costs.memory import (
     layer_state_bytes,
     layer_unsharded_bytes,
 )
+from autopar.planner.costs.norm_statistics import synchronising
 from autopar.planner.costs.pipeline import rank_of
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.rank_groups import rank_groups
@@ -94,7 +95,11 @@ class Questions:
     ) -> LayerChoices:
         """Return the layers' options, the same for all arrangements that divide the state alike."""
         division = arrangement.zero, arrangement.shard if arrangement.zero else 1
-        key = inside_of(arrangement, solution), division, tuple(rows)
+        has_norms = any(
+            modes[Recompute.NONE].statistics.norms for modes in next(iter(rows.values()))
+        )
+        data = arrangement.data if has_norms else 1
+        key = inside_of(arrangement, solution), division, data, tuple(rows)
         if key not in self._known:
             self._known[key] = self._made_choices(arrangement, rows)
         return self._known[key]
@@ -128,6 +133,7 @@ class Questions:
         """Yield one option for each recompute mode, without those that equal a simpler one."""
         margin = 1.0 + self.constants.margin
         unsharded = layer_unsharded_bytes(modes[Recompute.NONE], arrangement)
+        group = rank_groups(self.costing.cluster, arrangement).data
         seen: set[tuple[float, int, int]] = set()
         for mode in Recompute:
             cost = modes[mode]
@@ -135,10 +141,14 @@ class Questions:
             if mode not in allowed or amounts in seen:
                 continue
             seen.add(amounts)
+            wait = synchronising(cost.statistics, group)
             deferred = 0 if cost.recompute_seconds else cost.deferred_bytes  # is it split at all?
             yield LayerOption(
                 name=mode.value,
-                seconds=cost.forward_seconds + cost.backward_seconds,
+                seconds=cost.forward_seconds
+                + cost.backward_seconds
+                + wait.forward_seconds
+                + wait.backward_seconds,
                 fixed_bytes=int(layer_state_bytes(cost, arrangement) * margin) + 1,
                 saved_bytes=int(cost.saved_bytes * margin) + 1,
                 deferred_bytes=int(deferred * margin) + 1,

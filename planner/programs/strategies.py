@@ -22,6 +22,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.planner.axes.infer import Axes
+from autopar.planner.costs.norm_statistics import BATCH_NORM
 from autopar.planner.graph import Graph, Op, Origin, Ref, refs
 from autopar.planner.layers import ancestors
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, Layout, OpLayout
@@ -33,7 +34,6 @@ from autopar.planner.rules.signature import Case
 from autopar.planner.rules.table import has_rule, rule_of
 
 _CROSS_ENTROPY = "aten.cross_entropy_loss.default"
-_BATCH_NORM = "aten.batch_norm.default"
 _SUM_REDUCTION = 2
 _LOSSES = frozenset({
     _CROSS_ENTROPY, "aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.mse_loss.default",
@@ -89,7 +89,7 @@ class _Strategies:
         """Whether nothing is known of the op, or it writes where others read."""
         if not has_rule(self.op.target) or self.rule.shape is shapes.made:
             return True
-        if self.op.writes and self.op.target != _BATCH_NORM:
+        if self.op.writes and self.op.target != BATCH_NORM:
             return True
         return has_opaque_signature(Case(op=self.op, tensors=self.graph.tensors), self.signature)
 
@@ -147,7 +147,7 @@ class _Strategies:
     def _is_refused(self, candidate: Candidate) -> bool:
         """Letters that the rule leaves open, but this op's arguments do not."""
         given, named = dict(self.op.arguments), self.signature.letters
-        if self.op.target == _BATCH_NORM:
+        if self.op.target == BATCH_NORM:
             # each rank would see the statistics of its own rows
             return bool(given.get("training")) and candidate.includes(named.get("n"))
         if "scaled_dot_product_attention" in self.op.target:

@@ -22,6 +22,7 @@ NO_COPIES = UnitTimes(
     gather_seconds=0.0, scatter_seconds=0.0, gather_byte_seconds=0.0, scatter_byte_seconds=0.0
 )
 GROUPS = DataGroups(
+    data=ALL,
     shard=ALL,
     replicas=ONE,
     zero=Zero.NONE,
@@ -34,7 +35,7 @@ LAYERS = stage_load([LAYER] * 4).layers
 
 
 def test_one_rank_adds_nothing() -> None:
-    assert data_seconds(LAYERS, replace(GROUPS, shard=ONE), microbatches=3) == NOTHING
+    assert data_seconds(LAYERS, replace(GROUPS, data=ONE, shard=ONE), microbatches=3) == NOTHING
 
 
 def test_whole_gradients_are_reduced_once_after_the_last_microbatch() -> None:
