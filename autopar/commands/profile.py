@@ -71,6 +71,7 @@ def profile(
         precision=_precision(precision),
         total_seconds=_seconds(budget),
         op_seconds=_OP_SHARE * budget,
+        ranks=_ranks(procs) if net else 1,
     )
     check_writable(output)
     before = read_measurements(output) if output.exists() else MeasuredFile()
@@ -84,7 +85,7 @@ def profile(
             report("measuring collectives")
             place = place_at_hand()
             link = measure_net(
-                device_name=place.device.name, device=place.torch_name, ranks=_ranks(procs)
+                device_name=place.device.name, device=place.torch_name, ranks=request.ranks
             )
             found = MeasuredFile(ops=found.ops, hosts=found.hosts, nets=(link,))
     together = before.merged(found)

@@ -2,7 +2,8 @@
 
     ZeRO 0      all-reduce of the gradients, by the bucket, beside the last backward
     ZeRO 1      reduce-scatter likewise; the updated parameters are gathered beside the next forward
-    ZeRO 2      as 1, but every microbatch scatters, since no rank keeps whole gradients
+    ZeRO 2      as 1, but layer by layer, and every microbatch scatters, since no rank keeps whole
+                gradients
     ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
                 scatters its gradients
 
@@ -176,35 +177,36 @@ def _scattering_host(load: LayerLoad, unit: UnitTimes) -> float:
 
 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
-    reduce = _reducing(groups)
-    bucket = groups.bucket_bytes
-    backward = bucketed_reduction(loads, reduce, bucket_bytes=bucket, slowdown=groups.slowdown)
     scatters_each = groups.zero is Zero.GRADIENTS
-    first = _added_by_gather(loads, groups) if groups.zero is not Zero.NONE else 0.0
-    scattering = 0.0
-    if scatters_each:  # by fully_shard, which gathers for the first microbatch
+    bucket = 0 if scatters_each else groups.bucket_bytes  # fully_shard's units are layers
+    backward = bucketed_reduction(
+        loads, _reducing(groups), bucket_bytes=bucket, slowdown=groups.slowdown
+    )
+    first = gathers = 0.0
+    if groups.zero is not Zero.NONE:
+        forward = forward_during_gather(
+            loads, _gathering(groups), bucket_bytes=bucket, slowdown=groups.slowdown
+        )
+        first, gathers = _added(forward), forward.communication_seconds
+    if scatters_each:
         first += sum(_gathering_host(load, groups.unit) for load in loads)
         scattering = sum(_scattering_host(load, groups.unit) for load in loads)
-    gather_seconds = (
-        sum(map(_gathering(groups), (load.parameter_bytes for load in loads)))
-        if groups.zero is not Zero.NONE
-        else 0.0
-    )
+        return DataSeconds(
+            each_forward=0.0,
+            each_backward=_added(backward) + scattering,
+            last_backward=0.0,
+            first_forward=first,
+            gathers_alone=gathers,
+            reductions_alone=microbatches * backward.communication_seconds,
+        )
     return DataSeconds(
         each_forward=0.0,
-        each_backward=_added(backward) + scattering if scatters_each else 0.0,
-        last_backward=0.0 if scatters_each else _added(backward),
+        each_backward=0.0,
+        last_backward=_added(backward),
         first_forward=first,
-        gathers_alone=gather_seconds,
-        reductions_alone=backward.communication_seconds * (microbatches if scatters_each else 1),
+        gathers_alone=gathers,
+        reductions_alone=backward.communication_seconds,
     )
-
-
-def _added_by_gather(loads: Sequence[LayerLoad], groups: DataGroups) -> float:
-    forward = forward_during_gather(
-        loads, _gathering(groups), bucket_bytes=groups.bucket_bytes, slowdown=groups.slowdown
-    )
-    return _added(forward)
 
 
 def _added(overlapped: Overlapped) -> float:

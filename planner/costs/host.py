@@ -8,28 +8,28 @@ from importlib import resources
 from autopar.planner.cluster.reading import figure
 from autopar.planner.cluster.units import parse_seconds
 from autopar.planner.costs.compute import launch_bound_seconds
-from autopar.planner.costs.measurements import HostTimes
+from autopar.planner.costs.measurements import HostTimes, PassTimes
+
+NO_PASSES = PassTimes(checkpoint_seconds=0.0, selective_seconds=0.0, split_seconds=0.0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
     """What dispatching one op takes; `runs_ahead` where the device works meanwhile.
 
-    Selective recompute looks at every op of a layer, in the forward and when that runs again.
+    One that runs ahead has the time for what `passes` take: the device is busy with the layer
+    before, or behind.
     """
 
     forward_seconds: float
     backward_seconds: float
-    selective_seconds: float  # more for each op of such a layer; hidden where it runs ahead
+    passes: PassTimes
     runs_ahead: bool
     is_measured: bool = False
 
-    def forward_region_seconds(
-        self, device_seconds: float, ops: int, *, is_selective: bool = False
-    ) -> float:
+    def forward_region_seconds(self, device_seconds: float, ops: int) -> float:
         """Return the seconds of some ops' forward."""
-        each = self.forward_seconds + (self.selective_seconds if is_selective else 0.0)
-        return self._region_seconds(device_seconds, ops, each)
+        return self._region_seconds(device_seconds, ops, self.forward_seconds)
 
     def backward_region_seconds(self, device_seconds: float, ops: int) -> float:
         """Return the seconds of some ops' backward."""
@@ -47,12 +47,20 @@ def read_host(architecture: str) -> Host:
     source = resources.files("autopar.planner.costs").joinpath("host.toml")
     kind = "cpu" if architecture.casefold() == "cpu" else "gpu"
     table = tomllib.loads(source.read_text(encoding="utf-8"))[kind]
+
+    def seconds(name: str) -> float:
+        return figure(table, name, parse_seconds, where=kind)
+
     return Host(
-        forward_seconds=figure(table, "forward", parse_seconds, where=kind),
-        backward_seconds=figure(table, "backward", parse_seconds, where=kind),
-        selective_seconds=0.0
+        forward_seconds=seconds("forward"),
+        backward_seconds=seconds("backward"),
+        passes=NO_PASSES
         if kind == "gpu"
-        else figure(table, "selective", parse_seconds, where=kind),
+        else PassTimes(
+            checkpoint_seconds=seconds("checkpoint"),
+            selective_seconds=seconds("selective"),
+            split_seconds=seconds("split"),
+        ),
         runs_ahead=kind == "gpu",
     )
 
@@ -63,7 +71,7 @@ def measured_host(times: HostTimes, architecture: str) -> Host:
     return Host(
         forward_seconds=times.forward_seconds,
         backward_seconds=times.backward_seconds,
-        selective_seconds=0.0 if runs_ahead else times.selective_seconds,
+        passes=NO_PASSES if runs_ahead else times.passes,
         runs_ahead=runs_ahead,
         is_measured=True,
     )

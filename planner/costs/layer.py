@@ -75,7 +75,7 @@ def _cost(
     recompute = _recompute(flow, again, mode)
     whole, host = Again(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
     return LayerCost(
-        forward_seconds=_forward(flow, whole, is_selective=mode is Recompute.SELECTIVE),
+        forward_seconds=_forward(flow, whole) + _watching(flow, mode),
         backward_seconds=_backward(flow) + recompute,
         weight_gradient_seconds=sum(one.cost.weight_gradient_seconds for one in flow.ops),
         communication_seconds=_forward_wire(flow.ops, flow.conversions)
@@ -99,7 +99,9 @@ def _cost(
             norms=tuple(_channels(flow, flow.ops)),
             again=tuple(_channels(flow, again.ops)),
             dispatch_seconds=0.0 if host.runs_ahead else host.forward_seconds,
+            watched_seconds=host.passes.selective_seconds if mode is Recompute.SELECTIVE else 0.0,
         ),
+        split_seconds=host.passes.split_seconds * sum(one.is_differentiable for one in flow.ops),
     )
 
 
@@ -110,26 +112,36 @@ def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
             yield flow.pricer.shapes(one.op, one.split).shape(one.op.inputs[0])[1]
 
 
-def _forward(flow: LayerFlow, run: Again, *, is_selective: bool) -> float:
+def _forward(flow: LayerFlow, run: Again) -> float:
     """Return the seconds of a forward: the device's, or the host's where it takes longer."""
     dispatches = len(run.ops) + DISPATCHES * len(run.conversions)
-    return flow.pricer.host.forward_region_seconds(
-        _device_forward(run), dispatches, is_selective=is_selective
-    )
+    return flow.pricer.host.forward_region_seconds(_device_forward(run), dispatches)
 
 
 def _recompute(flow: LayerFlow, again: Again, mode: Recompute) -> float:
     """Return the seconds of what runs again.
 
-    Under selective recompute the host calls every op of the layer; what was kept is handed out. One
-    that runs ahead of the device has the time: the backward of the layer behind hides it.
+    Under selective recompute a host that does not run ahead calls every op of the layer; what was
+    kept is handed out.
     """
-    if mode is not Recompute.SELECTIVE or flow.pricer.host.runs_ahead:
-        return _forward(flow, again, is_selective=False)
+    if mode is Recompute.NONE:
+        return 0.0
+    host = flow.pricer.host
+    if mode is Recompute.FULL or host.runs_ahead:
+        return _forward(flow, again) + _watching(flow, mode)
     dispatches = len(flow.ops) + DISPATCHES * len(flow.conversions)
-    return flow.pricer.host.forward_region_seconds(
-        _device_forward(again), dispatches, is_selective=True
-    )
+    called = host.forward_region_seconds(_device_forward(again), dispatches)
+    return called + _watching(flow, mode)
+
+
+def _watching(flow: LayerFlow, mode: Recompute) -> float:
+    """Return what either forward of a layer that runs again takes the host more."""
+    if mode is Recompute.NONE:
+        return 0.0
+    passes = flow.pricer.host.passes
+    seen = sum(one.parts for one in flow.ops) + DISPATCHES * len(flow.conversions)
+    selective = passes.selective_seconds * seen if mode is Recompute.SELECTIVE else 0.0
+    return passes.checkpoint_seconds + selective
 
 
 def _device_forward(run: Again) -> float:

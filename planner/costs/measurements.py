@@ -50,6 +50,15 @@ class UnitTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """What a host takes more for a layer that runs again, and for a backward in two halves."""
+
+    checkpoint_seconds: float  # of a layer that runs again: in its forward, and then again
+    selective_seconds: float  # of an op of it under selective recompute, likewise
+    split_seconds: float  # of an op whose backward is made in two halves
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
     """What the host of a device was measured to add to the ops."""
 
@@ -59,7 +68,7 @@ class HostTimes:
     step_seconds: float  # around a step: the optimizer's call, gradients set to none
     optimizer_tensor_seconds: float  # of fused AdamW, for each parameter however small
     optimizer_element_seconds: float  # of fused AdamW on fp32 state, beside that
-    selective_seconds: float  # more to dispatch one op of a layer that is recomputed selectively
+    passes: PassTimes
     unit: UnitTimes | None  # None where a device copies while the host goes on
 
 

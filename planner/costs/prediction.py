@@ -92,6 +92,7 @@ class LayerCost:
     trainable_tensors: int = 0  # that the elements with optimizer state lie in
     learning_bytes: int = 0  # as transient, while ops with weights run
     deferred_bytes: int = 0  # that a split backward holds from its first half to its second
+    split_seconds: float = 0.0  # that the backward takes longer in two halves
     statistics: Statistics = NO_STATISTICS  # of batch norms, which data ranks share
 
 

@@ -48,6 +48,7 @@ class StageLoad:
     optimizer_bytes: int
     replicated_gradient_bytes: int
     deferred_bytes: int
+    split_seconds: float  # that the backward takes longer in two halves
     works: tuple[Work, ...]  # of the layers that differ
     layers: tuple[Repeated, ...]
 
@@ -101,6 +102,7 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
         optimizer_bytes=total("optimizer_bytes"),
         replicated_gradient_bytes=total("replicated_gradient_bytes"),
         deferred_bytes=total("deferred_bytes"),
+        split_seconds=seconds("split_seconds"),
         works=tuple(_works(runs)),
         layers=tuple(
             Repeated(load=_load(cost), statistics=cost.statistics, count=count)

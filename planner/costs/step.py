@@ -9,7 +9,7 @@ layers are priced for the device of its rank, so unequal devices need nothing mo
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.cluster.cluster import Cluster
@@ -27,6 +27,7 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.costs.rank_groups import RankGroups, rank_groups, summed_seconds
 from autopar.planner.costs.schedule import (
+    SCHEDULES,
     PipelineShape,
     deferred_microbatches,
     in_flight_microbatches,
@@ -61,12 +62,13 @@ def predict(
         for load in loads
     )
     shape = pipeline_shape(arrangement)
+    splitting = tuple(_splitting_seconds(loads, arrangement))
     slowed = tuple(
         load.slower(
             one.forward_wait + constants.action_seconds,
-            one.backward_wait + constants.action_seconds,
+            one.backward_wait + constants.action_seconds + more,
         )
-        for load, one in zip(loads, data, strict=True)
+        for load, one, more in zip(loads, data, splitting, strict=True)
     )
     transfers = [
         groups.transfer_seconds(load.output_bytes) if arrangement.pipeline > 1 else 0.0
@@ -92,6 +94,7 @@ def predict(
         optimizer_seconds=_optimizer_seconds(loads, groups, arrangement, constants),
         framework_step_seconds=constants.step_seconds,
         framework_action_seconds=constants.action_seconds,
+        splitting_seconds=splitting,
         is_host_measured=constants.is_measured,
         is_net_measured=_is_net_measured(cluster),
     )
@@ -103,6 +106,16 @@ def predict(
         model_flops=model_flops,
         peak_flops_per_second=groups.peak_flops_per_second,
     )
+
+
+def _splitting_seconds(loads: Sequence[StageLoad], arrangement: Arrangement) -> Iterator[float]:
+    """Yield what each stage's backward takes longer for being made in two halves.
+
+    The first stage has weights alone to make gradients for; one that recomputes does not split.
+    """
+    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
+    for stage, load in enumerate(loads):
+        yield load.split_seconds if splits and stage and not load.recompute_seconds else 0.0
 
 
 def _is_net_measured(cluster: Cluster) -> bool:

@@ -35,6 +35,7 @@ class Step:
     optimizer_seconds: float
     framework_step_seconds: float
     framework_action_seconds: float
+    splitting_seconds: tuple[float, ...]  # of a backward of each stage
     is_host_measured: bool = False  # optimizer and framework, as on the devices at hand
     is_net_measured: bool = False  # latency and rate of every link
 
@@ -114,7 +115,8 @@ def _sums(step: Step, stages: Sequence[int]) -> Busiest:
         recompute_seconds=microbatches * recompute,
         tensor_seconds=microbatches * tensor,
         data_seconds=microbatches * waited,
-        framework_seconds=2 * microbatches * len(loads) * step.framework_action_seconds,
+        framework_seconds=microbatches
+        * sum(2 * step.framework_action_seconds + step.splitting_seconds[one] for one in stages),
         measured_seconds=microbatches * sum(load.measured_seconds for load in loads),
         stages=tuple(stages),
     )

@@ -25,13 +25,10 @@ class DataBound:
         arrangement: Arrangement,
         groups: RankGroups,
         constants: FrameworkConstants,
-        *,
-        gradient_bytes: int,
     ) -> None:
         self.arrangement, self.groups = arrangement, groups
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
         self.unit = constants.unit_on(groups.stage_rates[0])
-        self.gradient_bytes = gradient_bytes  # of all layers
 
     @property
     def is_in_every_pass(self) -> bool:
@@ -51,16 +48,12 @@ class DataBound:
         """Return the least of every backward of layers."""
         if not self.is_in_every_pass:
             return computing_seconds
-        sent = self._sent(gradient_bytes)
-        copied = sent * self.unit.scatter_byte_seconds
+        scatter = self._reduced(gradient_bytes)
+        copied = self._sent(gradient_bytes) * self.unit.scatter_byte_seconds
         if not self._gathers_always:
-            # Layers share buckets: each takes its part of what all take at once.
-            share = gradient_bytes / self.gradient_bytes if self.gradient_bytes else 0.0
-            scatter = share * self._reduced(self.gradient_bytes)
             return self._overlapped(computing_seconds, scatter) + copied
         copied += self._copied_out(parameter_bytes)
-        collectives = self._gather(parameter_bytes) + self._reduced(gradient_bytes)
-        return self._overlapped(computing_seconds + copied, collectives)
+        return self._overlapped(computing_seconds + copied, self._gather(parameter_bytes) + scatter)
 
     def is_waiting(
         self,
@@ -89,12 +82,12 @@ class DataBound:
             more += self._copied_out(parameter_bytes)
         return more - computing_seconds
 
-    def last_backward_more(self, computing_seconds: float) -> float:
+    def last_backward_more(self, computing_seconds: float, gradient_bytes: int) -> float:
         """Return what reducing adds to the last backward of the only stage, if only to that."""
         arrangement = self.arrangement
         if arrangement.data == 1 or self.is_in_every_pass or arrangement.pipeline > 1:
             return 0.0
-        reduced = self._reduced(self.gradient_bytes)
+        reduced = self._reduced(gradient_bytes)
         return self._overlapped(computing_seconds, reduced) - computing_seconds
 
     @property

@@ -55,7 +55,7 @@ class StepBound:
     ) -> None:
         self.arrangement, self.groups = arrangement, groups
         self.constants, self.totals = constants, totals
-        self.data = DataBound(arrangement, groups, constants, gradient_bytes=totals.gradient_bytes)
+        self.data = DataBound(arrangement, groups, constants)
 
     def seconds(self, pressed: Pressed, repeated: Block) -> float:
         """Return what no choice of stages beats."""
@@ -64,7 +64,7 @@ class StepBound:
         return (
             self._computing(pressed, repeated)
             + self.data.first_forward_more(totals.forward_seconds, totals.parameter_bytes)
-            + self.data.last_backward_more(backward)
+            + self.data.last_backward_more(backward, totals.gradient_bytes)
             + self._updating()
             + self.constants.step_seconds
         )

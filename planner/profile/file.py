@@ -15,7 +15,14 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autopar.planner.cluster.link import Backend, MeasuredCollective
 from autopar.planner.costs.collective_choice import Collective
-from autopar.planner.costs.measurements import HostTimes, Operand, OpKey, Timing, UnitTimes
+from autopar.planner.costs.measurements import (
+    HostTimes,
+    Operand,
+    OpKey,
+    PassTimes,
+    Timing,
+    UnitTimes,
+)
 from autopar.planner.errors import InputError, gathered
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
@@ -44,6 +51,12 @@ class _Unit(_Rows):
     scatter_byte_seconds: Seconds
 
 
+class _Passes(_Rows):
+    checkpoint_seconds: Seconds
+    selective_seconds: Seconds
+    split_seconds: Seconds
+
+
 class _Host(_Rows):
     device: str
     threads: Count
@@ -54,7 +67,7 @@ class _Host(_Rows):
     step_seconds: Positive
     optimizer_tensor_seconds: Seconds
     optimizer_element_seconds: Positive
-    selective_seconds: Seconds
+    passes: _Passes
     unit: _Unit | None = None
 
 
@@ -206,7 +219,7 @@ def _host(row: _Host) -> MeasuredHost:
         step_seconds=row.step_seconds,
         optimizer_tensor_seconds=row.optimizer_tensor_seconds,
         optimizer_element_seconds=row.optimizer_element_seconds,
-        selective_seconds=row.selective_seconds,
+        passes=PassTimes(**row.passes.model_dump()),
         unit=UnitTimes(**row.unit.model_dump()) if row.unit else None,
     )
     return MeasuredHost(device=row.device, threads=row.threads, torch=row.torch, times=times)

@@ -10,25 +10,19 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 import torch
-from torch.multiprocessing.spawn import (
-    ProcessExitedException,
-    ProcessRaisedException,
-    spawn,
-)
 
 from autopar.planner.cluster.link import Backend, MeasuredCollective
 from autopar.planner.costs.collective_measured import Collective, hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredNet
 from autopar.planner.profile.net_rank import run
+from autopar.planner.profile.ranks import run_ranks
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB … 64 MiB
 _LEAST_ALPHA_SECONDS = 1e-7
@@ -131,36 +125,13 @@ def sample(
     """Run collectives of these payloads on new processes of this machine."""
     with tempfile.TemporaryDirectory(prefix="autopar-net-") as folder:
         plain = [(one.value, size) for one, size in cases]
-        start: Any = spawn  # torch gives it no types
-        context = start(run, (ranks, backend.value, folder, plain), nprocs=ranks, join=False)
-        _join(context, timeout_seconds)
+        arguments = (ranks, backend.value, folder, plain)
+        run_ranks(run, arguments, ranks=ranks, timeout_seconds=timeout_seconds)
         seconds = json.loads((Path(folder) / "seconds.json").read_text(encoding="utf-8"))
     return tuple(
         NetSample(collective=one, payload_bytes=size, seconds=taken)
         for (one, size), taken in zip(cases, seconds, strict=True)
     )
-
-
-def _join(context: Any, timeout_seconds: float) -> None:
-    """Wait for the ranks, not for ever: a collective that hangs must not hang us."""
-    deadline = time.monotonic() + timeout_seconds
-    try:
-        while not context.join(timeout=1.0):
-            if time.monotonic() > deadline:
-                raise InputError(
-                    f"the collectives were not done after {timeout_seconds:.0f} s",
-                    fix="try again on a quieter machine",
-                )
-    except (ProcessRaisedException, ProcessExitedException) as error:
-        raise InputError(f"measuring the collectives failed: {_last_line(error)}") from error
-    finally:
-        for process in context.processes:
-            if process.is_alive():
-                process.kill()
-
-
-def _last_line(error: BaseException) -> str:
-    return str(error).strip().split("\n")[-1]
 
 
 def fit(samples: Sequence[NetSample], ranks: int) -> Fit:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import asdict
 from importlib.metadata import version
 
 from autopar.planner.cluster.link import MeasuredCollective
-from autopar.planner.costs.measurements import Operand, UnitTimes
+from autopar.planner.costs.measurements import Operand, PassTimes, UnitTimes
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
 
-FORMAT = 2
+FORMAT = 3
 
 
 def content_hash(measured: MeasuredFile) -> str:
@@ -47,20 +48,14 @@ def _host_lines(host: MeasuredHost) -> list[str]:
         f"step_seconds = {times.step_seconds!r}",
         f"optimizer_tensor_seconds = {times.optimizer_tensor_seconds!r}",
         f"optimizer_element_seconds = {times.optimizer_element_seconds!r}",
-        f"selective_seconds = {times.selective_seconds!r}",
-        *(_unit_lines(times.unit) if times.unit else ()),
+        *_table("host.passes", times.passes),
+        *(_table("host.unit", times.unit) if times.unit else ()),
     ]
 
 
-def _unit_lines(unit: UnitTimes) -> list[str]:
-    return [
-        "",
-        "[host.unit]",
-        f"gather_seconds = {unit.gather_seconds!r}",
-        f"scatter_seconds = {unit.scatter_seconds!r}",
-        f"gather_byte_seconds = {unit.gather_byte_seconds!r}",
-        f"scatter_byte_seconds = {unit.scatter_byte_seconds!r}",
-    ]
+def _table(name: str, times: PassTimes | UnitTimes) -> list[str]:
+    figures = asdict(times).items()
+    return ["", f"[{name}]", *(f"{key} = {seconds!r}" for key, seconds in figures)]
 
 
 def _net_lines(net: MeasuredNet) -> list[str]:

@@ -2,17 +2,23 @@
 
 A unit takes  a + b · bytes  to gather (its hooks, the copy to where parameters are used) and
 likewise to scatter (hooks, the copy of gradients to where they are sent): units of two sizes tell
-a and b. A group of one process does all of it but send.
+a and b. Several processes wait for each other besides, which is counted with it: what a pass takes
+less what the prediction adds for collectives of t seconds, which slow computing down by q:
+
+    a + b · bytes  =  pass with sharding − pass without − t · q ÷ (1 + q)
 """
 
 from __future__ import annotations
 
+import json
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from statistics import median
+from tempfile import TemporaryDirectory
 
 import torch
 import torch.distributed as dist
@@ -20,13 +26,16 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
+from autopar.planner.costs.framework import read_framework_constants
 from autopar.planner.costs.measurements import UnitTimes
+from autopar.planner.profile.ranks import run_ranks
 
 _UNITS = 6
 _TENSORS = 8  # of a unit, about as many as a transformer block has
 _SMALL_ELEMENTS, _LARGE_ELEMENTS = 16, 2**16  # of a tensor
-_REPEATS = 9
-_WARM_UP = 2
+_REPEATS = 15
+_WARM_UP = 3
+_CALLS = 30  # of a collective, for one time
 
 
 class _Unit(nn.Module):
@@ -44,38 +53,67 @@ class _Unit(nn.Module):
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Pass:
-    """The seconds of a unit's forward and backward."""
+class _Added:
+    """What sharding adds to a unit: to gather it in a pass, and to scatter its gradients."""
 
-    forward_seconds: float
-    backward_seconds: float
+    gather_seconds: float
+    scatter_seconds: float
 
 
-def unit_times() -> UnitTimes:
+def unit_times(ranks: int) -> UnitTimes:
     """Return the times of this host's CPU, which does all the copying itself."""
-    with _alone() as mesh:
-        small, large = (_added(elements, mesh) for elements in (_SMALL_ELEMENTS, _LARGE_ELEMENTS))
+    with TemporaryDirectory(prefix="autopar-units-") as folder:
+        if ranks == 1:
+            _measure(0, 1, folder)
+        else:
+            run_ranks(_measure, (ranks, folder), ranks=ranks)
+        figures = json.loads((Path(folder) / "units.json").read_text(encoding="utf-8"))
+    small, large = (_Added(**one) for one in figures)
     more_bytes = 4 * _TENSORS * (_LARGE_ELEMENTS - _SMALL_ELEMENTS)
-    gather_byte = max(0.0, large.forward_seconds - small.forward_seconds) / more_bytes
-    both_byte = max(0.0, large.backward_seconds - small.backward_seconds) / more_bytes
     return UnitTimes(
-        gather_seconds=small.forward_seconds,
-        scatter_seconds=max(0.0, small.backward_seconds - small.forward_seconds),
-        gather_byte_seconds=gather_byte,
-        scatter_byte_seconds=max(0.0, both_byte - gather_byte),
+        gather_seconds=small.gather_seconds,
+        scatter_seconds=small.scatter_seconds,
+        gather_byte_seconds=max(0.0, large.gather_seconds - small.gather_seconds) / more_bytes,
+        scatter_byte_seconds=max(0.0, large.scatter_seconds - small.scatter_seconds) / more_bytes,
     )
 
 
-def _added(elements: int, mesh: DeviceMesh) -> _Pass:
+def _measure(rank: int, ranks: int, folder: str) -> None:
+    """Measure both sizes on one rank; the first one writes what was found."""
+    with _group(rank, ranks, folder) as mesh:
+        found = [_added(elements, mesh) for elements in (_SMALL_ELEMENTS, _LARGE_ELEMENTS)]
+        if rank == 0:
+            text = json.dumps([asdict(one) for one in found])
+            (Path(folder) / "units.json").write_text(text, encoding="utf-8")
+
+
+def _added(elements: int, mesh: DeviceMesh) -> _Added:
     """Return what sharding adds to the passes of one unit; its backward gathers again."""
     plain, sharded = _passes(elements, None), _passes(elements, mesh)
-    return _Pass(
-        forward_seconds=max(0.0, sharded.forward_seconds - plain.forward_seconds),
-        backward_seconds=max(0.0, sharded.backward_seconds - plain.backward_seconds),
-    )
+    forward, backward = (max(0.0, own - bare) for own, bare in zip(sharded, plain, strict=True))
+    whole = torch.ones(_TENSORS * elements)
+    part = torch.ones(len(whole) // mesh.size())
+    slowdown = read_framework_constants().cpu_overlap_slowdown
+    told = slowdown / (1.0 + slowdown) if mesh.size() > 1 else 0.0
+    gather = max(0.0, forward - told * _lone(lambda: dist.all_gather_into_tensor(whole, part)))
+    scatter = told * _lone(lambda: dist.reduce_scatter_tensor(part, whole))
+    return _Added(gather_seconds=gather, scatter_seconds=max(0.0, backward - forward - scatter))
 
 
-def _passes(elements: int, mesh: DeviceMesh | None) -> _Pass:
+def _lone(call: Callable[[], object]) -> float:
+    """Return the seconds of a collective by itself."""
+    blocks = []
+    for _ in range(_REPEATS):
+        dist.barrier()
+        began = time.perf_counter()
+        for _ in range(_CALLS):
+            call()
+        blocks.append((time.perf_counter() - began) / _CALLS)
+    return median(blocks)
+
+
+def _passes(elements: int, mesh: DeviceMesh | None) -> tuple[float, float]:
+    """Return the seconds of a unit's forward and backward."""
     model = nn.Sequential(*(_Unit(elements) for _ in range(_UNITS)))
     if mesh is not None:
         for unit in model:
@@ -85,27 +123,28 @@ def _passes(elements: int, mesh: DeviceMesh | None) -> _Pass:
     forward: list[float] = []
     backward: list[float] = []
     for _ in range(_WARM_UP + _REPEATS):
-        began = time.thread_time()
+        dist.barrier()
+        began = time.perf_counter()
         loss = model(x).sum()
-        middle = time.thread_time()
+        middle = time.perf_counter()
         loss.backward()
-        backward.append(time.thread_time() - middle)
+        backward.append(time.perf_counter() - middle)
         forward.append(middle - began)
         model.zero_grad()
-    return _Pass(
-        forward_seconds=median(forward[_WARM_UP:]) / _UNITS,
-        backward_seconds=median(backward[_WARM_UP:]) / _UNITS,
-    )
+    return median(forward[_WARM_UP:]) / _UNITS, median(backward[_WARM_UP:]) / _UNITS
 
 
 @contextmanager
-def _alone() -> Iterator[DeviceMesh]:
-    """Provide a group of this process."""
-    store = dist.HashStore()  # type: ignore[attr-defined]
+def _group(rank: int, ranks: int, folder: str) -> Iterator[DeviceMesh]:
+    """Provide the group of all ranks, each with the threads that it trains with: one."""
+    threads = torch.get_num_threads()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        dist.init_process_group("gloo", store=store, rank=0, world_size=1)
+        store = dist.FileStore(str(Path(folder) / "store"), ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        torch.set_num_threads(1)
         try:
-            yield DeviceMesh("cpu", [0])
+            yield DeviceMesh("cpu", list(range(ranks)))
         finally:
+            torch.set_num_threads(threads)
             dist.destroy_process_group()

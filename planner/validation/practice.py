@@ -16,7 +16,7 @@ from autopar.planner.costs.attention import (
     unfused_attention_forward_seconds,
 )
 from autopar.planner.costs.elementwise import memory_seconds
-from autopar.planner.costs.host import Host
+from autopar.planner.costs.host import NO_PASSES, Host
 from autopar.planner.costs.kept import ATTENTION, Kept, Made
 from autopar.planner.costs.op_shapes import OpSplit
 from autopar.planner.costs.ops import OpCost, Pricer
@@ -73,9 +73,7 @@ class PracticePricer(Pricer):
     @cached_property
     def host(self) -> Host:
         """No time of the host's."""
-        return Host(
-            forward_seconds=0.0, backward_seconds=0.0, selective_seconds=0.0, runs_ahead=True
-        )
+        return Host(forward_seconds=0.0, backward_seconds=0.0, passes=NO_PASSES, runs_ahead=True)
 
     def cost(self, op: Op, split: OpSplit | None = None) -> OpCost:
         """Return what an op takes; of attention, all of its kernels."""

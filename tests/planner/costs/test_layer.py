@@ -8,7 +8,7 @@ import pytest
 from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
-from autopar.planner.costs.host import measured_host
+from autopar.planner.costs.host import NO_PASSES, measured_host
 from autopar.planner.costs.layer import layer_cost, layer_costs
 from autopar.planner.costs.layer_flow import layer_flow
 from autopar.planner.costs.layer_recompute import run_again
@@ -147,14 +147,26 @@ def test_a_small_layer_takes_as_long_as_the_host_takes_to_dispatch_it() -> None:
     assert cost.forward_seconds == pytest.approx(len(layer.ops) * prices.host.forward_seconds)
 
 
-def test_selective_recompute_costs_the_host_every_op_in_both_passes() -> None:
-    prices = pricer("gpt2.py", batch=1, device_name="cpu")
-    layer = layer_of(prices, "Block")
-    costs = alone(prices, layer)
-    all_ops = len(layer.ops) * prices.host.selective_seconds
-    more = costs[Recompute.SELECTIVE].forward_seconds - costs[Recompute.NONE].forward_seconds
-    assert more == pytest.approx(all_ops)
-    assert costs[Recompute.SELECTIVE].recompute_seconds >= all_ops > 0
+def test_running_a_layer_again_costs_the_host_in_both_passes_and_selectively_for_every_op() -> None:
+    prices = pricer("gpt2.py", "dropout=0.0", batch=1, device_name="cpu")
+    layer, passes = layer_of(prices, "Block"), prices.host.passes
+    plain, selective, full = alone(prices, layer).values()
+    every_op = passes.checkpoint_seconds + len(layer.ops) * passes.selective_seconds
+    assert full.forward_seconds - plain.forward_seconds == pytest.approx(passes.checkpoint_seconds)
+    assert full.recompute_seconds == pytest.approx(full.forward_seconds)
+    assert selective.forward_seconds - plain.forward_seconds == pytest.approx(every_op)
+    assert selective.recompute_seconds > every_op
+
+
+def test_attention_that_dropout_takes_apart_counts_as_its_parts_under_selective_recompute() -> None:
+    def more(dropout: float) -> float:
+        prices = pricer("gpt2.py", f"dropout={dropout}", batch=1, device_name="cpu")
+        layer = layer_of(prices, "Block")
+        plain, selective, _ = alone(prices, layer).values()
+        seconds = selective.forward_seconds - plain.forward_seconds
+        return seconds / prices.host.passes.selective_seconds - len(layer.ops)
+
+    assert more(0.1) - more(0.0) == pytest.approx(12)
 
 
 def test_a_host_that_runs_ahead_hides_what_selective_recompute_costs_it() -> None:
@@ -163,7 +175,7 @@ def test_a_host_that_runs_ahead_hides_what_selective_recompute_costs_it() -> Non
     plain, selective, full = costs.values()
     assert selective.forward_seconds == plain.forward_seconds
     assert 0 < selective.recompute_seconds < full.recompute_seconds
-    assert measured_host(TIMES, "Ampere").selective_seconds == 0.0
+    assert measured_host(TIMES, "Ampere").passes == NO_PASSES
 
 
 @pytest.mark.parametrize(

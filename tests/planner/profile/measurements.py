@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from autopar.planner.cluster.link import Backend, MeasuredCollective
 from autopar.planner.costs.collective_measured import Collective
-from autopar.planner.costs.measurements import HostTimes, Operand, OpKey, Timing, UnitTimes
+from autopar.planner.costs.measurements import (
+    HostTimes,
+    Operand,
+    OpKey,
+    PassTimes,
+    Timing,
+    UnitTimes,
+)
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import (
     MeasuredFile,
@@ -20,7 +27,7 @@ TIMES = HostTimes(
     step_seconds=6e-5,
     optimizer_tensor_seconds=4e-6,
     optimizer_element_seconds=1e-9,
-    selective_seconds=2e-5,
+    passes=PassTimes(checkpoint_seconds=3e-4, selective_seconds=2e-5, split_seconds=3e-5),
     unit=UnitTimes(
         gather_seconds=1e-4,
         scatter_seconds=2e-4,

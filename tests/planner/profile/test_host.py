@@ -6,16 +6,20 @@ import pytest
 import torch.distributed as dist
 
 from autopar.planner.profile.net_rank import typical
-from autopar.planner.profile.selective import selective_seconds
+from autopar.planner.profile.passes import pass_times
 from autopar.planner.profile.units import unit_times
 
 
-def test_selective_recompute_takes_microseconds_for_each_op() -> None:
-    assert 2e-6 < selective_seconds("cpu", time.thread_time) < 2e-3
+def test_running_again_and_splitting_take_microseconds_for_each_op_and_more_for_a_layer() -> None:
+    times = pass_times("cpu", time.thread_time)
+    assert 2e-6 < times.selective_seconds < 2e-3
+    assert 2e-6 < times.split_seconds < 2e-3
+    assert 2e-5 < times.checkpoint_seconds < 2e-2
 
 
-def test_a_sharded_unit_takes_hooks_and_copies_and_leaves_no_process_group() -> None:
-    unit = unit_times()
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_sharded_unit_takes_hooks_and_copies_and_leaves_no_process_group(ranks: int) -> None:
+    unit = unit_times(ranks)
     assert 1e-6 < unit.gather_seconds < 1e-1
     assert unit.gather_byte_seconds + unit.scatter_byte_seconds > 1e-12
     assert not dist.is_initialized()
