@@ -36,7 +36,7 @@ class ScriptView:
     shards: bool
     summed: bool
     ties: bool
-    reduces_once: bool
+    waits_for_last: Source  # microbatch: a remark that says what does
     has_dataset: bool
     has_optimizer: bool
     has_scheduler: bool

@@ -17,7 +17,7 @@ from autopar.codegen.script_view import ScriptView
 from autopar.codegen.settings_lines import lines, planned, settings_of, synchronises_batch_norms
 from autopar.codegen.stage_tables import StageTables, stage_tables
 from autopar.codegen.subject import Subject
-from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.words import unit_word
 from autopar.runtime.model_source import source_digest
@@ -57,7 +57,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         shards=plan.arrangement.zero > Zero.NONE,
         summed=bool(parameters.summed),
         ties=bool(stages.ties),
-        reduces_once=plan.arrangement.zero < Zero.GRADIENTS and plan.arrangement.data > 1,
+        waits_for_last=Source(_waits_for_last(plan.arrangement)),
         has_dataset=plan.model.has_dataset,
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
@@ -172,6 +172,15 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield "compress=COMPRESS"
     if synchronises_batch_norms(plan):
         yield "sync_batch_norm=SYNC_BATCH_NORM"
+
+
+def _waits_for_last(arrangement: Arrangement) -> str:
+    """Return what data ranks do with the last microbatch of a step alone, empty if nothing."""
+    if arrangement.data == 1 or arrangement.zero is Zero.PARAMETERS:
+        return ""
+    if arrangement.zero is Zero.GRADIENTS:
+        return "parameters stay gathered until the last one" if arrangement.microbatches > 1 else ""
+    return "gradients are averaged with the last one's"
 
 
 def _apart(plan: Plan, *, is_summed: bool, has_ties: bool) -> Iterator[str]:

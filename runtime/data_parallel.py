@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -40,8 +40,9 @@ def wrap(
 
     zero 2 and 3: `fully_shard` over mesh.shard, copies over mesh.replica; `units` (the layers) are
     gathered one by one, the rest with the module itself. zero 3 frees a unit's gathered parameters
-    after its forward, zero 2 keeps them for the backward. A unit that is small beside the largest
-    one (a norm) goes with the module: a message of its own would cost its latency.
+    after its forward and its backward, zero 2 after the last backward of a step (`set_last`). A
+    unit that is small beside the largest one (a norm) goes with the module: a message of its own
+    would cost its latency.
 
     compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
     copy in fp32. compress: gradients travel in 16 bits.
@@ -55,6 +56,7 @@ def wrap(
     if zero >= 2 and mesh.data.size > 1:
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire_dtype or _wide(half))
         _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
+        object.__setattr__(module, "gathers_once", zero == 2)
         return module
     if half is not None:
         _compute_in(module, half)
@@ -76,17 +78,22 @@ def buckets_of(module: nn.Module) -> GradientBuckets | None:
     return getattr(module, "gradient_buckets", None)
 
 
-def set_sync(module: nn.Module, sync: bool) -> None:
-    """Say whether the next backward averages the gradients; False while microbatches accumulate.
+def set_last(module: nn.Module, is_last: bool) -> None:
+    """Say whether the next backward is the last one of a step; it is, unless told otherwise.
 
-    With zero 2 and 3 the gradients of the microbatches before the last are then whole on every
-    rank. Leave it True to keep them sharded, at the price of a reduction per microbatch.
+    zero 0 and 1 average the gradients with the last one. zero 2 keeps the parameters gathered until
+    then. Others leave nothing to the end.
     """
     buckets = buckets_of(module)
     if buckets is not None:
-        buckets.sync = sync
-    elif isinstance(module, FSDPModule):
-        module.set_requires_gradient_sync(sync)
+        buckets.sync = is_last
+    elif gathers_once(module):
+        module.set_reshard_after_backward(is_last)
+
+
+def gathers_once(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether parameters stay gathered from the first forward of a step to the last backward."""
+    return isinstance(module, FSDPModule) and getattr(module, "gathers_once", False)
 
 
 def _shard(

@@ -13,7 +13,7 @@ from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
 from torch.distributed.pipelining.stage import _RecvInfo
 
-from autopar.runtime.data_parallel import buckets_of
+from autopar.runtime.data_parallel import buckets_of, gathers_once
 from autopar.runtime.gradient_buckets import GradientBuckets
 from autopar.runtime.loss import LossWeight, scale_loss
 from autopar.runtime.mesh import Mesh
@@ -163,7 +163,7 @@ class Stage(PipelineStage):
         if self._buckets is not None:
             self._buckets.sync = last_backward
         elif isinstance(self.submod, FSDPModule):
-            self._let_reduce(self.submod, self.reduces_every_microbatch)
+            self._let_reduce(self.submod, is_last=last_backward)
         if backward_type == "full":
             return _contiguous(stage_backward(**bwd_kwargs)), None
         if backward_type == "weight":
@@ -192,10 +192,11 @@ class Stage(PipelineStage):
         output = output.contiguous()
         return output.clone() if self.splits_backward and output._is_view() else output
 
-    def _let_reduce(self, module: FSDPModule, reduces: bool) -> None:
+    def _let_reduce(self, module: FSDPModule, *, is_last: bool) -> None:
         """Have fully_shard reduce and free after this backward, or leave it to the schedule."""
+        reduces = self.reduces_every_microbatch
         module.set_is_last_backward(reduces)
-        module.set_reshard_after_backward(reduces)
+        module.set_reshard_after_backward(reduces and (is_last or not gathers_once(self.submod)))
         module.set_requires_gradient_sync(reduces)
 
     def perform_reduce_grad(self, grad_scale_factor: int) -> None:

@@ -5,7 +5,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.collectives import sum_gradients, sum_partials
-from autopar.runtime.data_parallel import set_sync, wrap
+from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.mesh import Axis, start
 from autopar.runtime.optimizer import build_optimizer
@@ -74,7 +74,7 @@ def train(zero: int, shard: int | None, data: int, mode: Mode) -> tuple[int, dic
     for step in range(STEPS):
         optimizer.zero_grad()
         for index, x in enumerate(inputs(step, mesh.data.rank, mesh.data.size)):
-            set_sync(model, index == MICROBATCHES - 1)
+            set_last(model, index == MICROBATCHES - 1)
             (model(x).square().mean() / MICROBATCHES).backward()
         clip_by_global_norm([model], CLIP_NORM, mesh, split=split)
         optimizer.step()

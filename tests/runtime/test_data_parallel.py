@@ -6,8 +6,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.debug import CommDebugMode
 
-from autopar.runtime.data_parallel import buckets_of, set_sync, wrap
+from autopar.runtime.data_parallel import buckets_of, set_last, wrap
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.mesh import start
 from autopar.runtime.optimizer import build_optimizer
@@ -30,7 +31,7 @@ Trained = tuple[list[float], dict[str, Tensor], int]
 
 
 def train(
-    shard: int | None, zero: int, always_sync: bool, compute: torch.dtype | None, compress: bool
+    shard: int | None, zero: int, always_last: bool, compute: torch.dtype | None, compress: bool
 ) -> Trained:
     """Train on this rank; return losses, whole parameters and the elements of optimizer states."""
     mesh = start(pipeline=1, data=dist.get_world_size(), tensor=1, shard=shard)
@@ -51,7 +52,7 @@ def train(
         mine = microbatches(step, MICROBATCHES, rank=mesh.data.rank, ranks=mesh.data.size)
         total = torch.zeros((), dtype=torch.float64)
         for index, (microbatch, weight) in enumerate(zip(mine, weights(3), strict=True)):
-            set_sync(model, always_sync or index == MICROBATCHES - 1)
+            set_last(model, always_last or index == MICROBATCHES - 1)
             loss = model(**microbatch) * weight
             loss.backward()
             total += loss.detach() / mesh.data.size
@@ -66,15 +67,45 @@ def train(
 
 @pytest.mark.parametrize(("ranks", "shard"), [(2, 2), (4, 4), (4, 2)])
 @pytest.mark.parametrize(
-    ("zero", "always_sync"), [(zero, always) for zero in range(4) for always in (False, True)]
+    ("zero", "always_last"), [(zero, always) for zero in range(4) for always in (False, True)]
 )
 def test_every_zero_level_trains_as_one_process(
-    ranks: int, shard: int, zero: int, always_sync: bool
+    ranks: int, shard: int, zero: int, always_last: bool
 ) -> None:
     expected_losses, expected = trained_alone(MICROBATCHES, tied=True)
-    for losses, parameters, _ in run_on_ranks(train, ranks, shard, zero, always_sync, None, False):
+    for losses, parameters, _ in run_on_ranks(train, ranks, shard, zero, always_last, None, False):
         assert loss_difference(losses, expected_losses) < 1e-12
         assert largest_difference(parameters, expected) < 1e-12
+
+
+def gathers(zero: int) -> list[int]:
+    """Count the gathers of each microbatch of two steps."""
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = build(torch.float64, tied=True)
+    wrap(model, mesh, zero=zero, units=[*model.layers.values(), model.tokens])
+    optimizer = build_optimizer([model], weight_decay_on_matrices, zero=zero, mesh=mesh)
+    counts = []
+    for step in range(2):
+        mine = microbatches(step, MICROBATCHES, rank=mesh.data.rank, ranks=2)
+        for index, microbatch in enumerate(mine):
+            with CommDebugMode() as watched:  # type: ignore[no-untyped-call]
+                set_last(model, index == MICROBATCHES - 1)
+                model(**microbatch).backward()
+            found = watched.get_comm_counts().items()
+            counts.append(sum(number for op, number in found if "gather" in str(op)))
+        optimizer.step()
+        optimizer.zero_grad()
+    return counts
+
+
+def test_zero_2_gathers_once_for_all_microbatches_of_a_step_and_zero_3_in_every_pass() -> None:
+    once, *none = run_on_ranks(gathers, 2, 2)[0][:MICROBATCHES]
+    assert once > 1
+    assert not any(none)
+    assert run_on_ranks(gathers, 2, 2)[0][MICROBATCHES:] == [once, *none]
+    in_every_pass = set(run_on_ranks(gathers, 2, 3)[0])
+    assert len(in_every_pass) == 1
+    assert in_every_pass.pop() > once
 
 
 def test_optimizer_states_are_shared_out_evenly_by_zero_1() -> None:
