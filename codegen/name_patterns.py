@@ -15,17 +15,42 @@ Value = TypeVar("Value")
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
     """Return a table with a starred name in the place of all names that it stands for.
 
-    `known` are all names of the kind: a star may not take in one that the table does not have.
+    `known` are all names of the kind: a star may not take in one that the table does not have. Of
+    names that differ, those that most have in common take the star where the others stand beside
+    it: a name itself counts before one with a star.
     """
     families: dict[str, list[str]] = {}
     for name in {**dict.fromkeys(known), **dict.fromkeys(table)}:
-        families.setdefault(starred(name), []).append(name)
+        for form in starred(name):
+            families.setdefault(form, []).append(name)
+    whole = {
+        form: family
+        for form, family in families.items()
+        if len(family) > 1 and all(name in table for name in family)
+    }
     found: dict[str, Value] = {}
     for name, value in table.items():
-        family = families[starred(name)]
-        alike = all(fellow in table and table[fellow] == value for fellow in family)
-        found[starred(name) if alike and len(family) > 1 else name] = value
+        alike = (
+            f for f in starred(name) if f in whole and all(table[n] == value for n in whole[f])
+        )
+        found[max(alike, key=lambda form: len(whole[form]), default=name)] = value
+    for form, family in sorted(whole.items(), key=lambda item: -len(item[1])):
+        if all(name in found for name in family):
+            values = [found[name] for name in family]
+            most = max(values, key=values.count)
+            if values.count(most) > 1:
+                found = _starring(found, form, [n for n in family if found[n] == most])
     return found
+
+
+def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[str, Value]:
+    """Return the table with one starred name in the place of the first of some equal names."""
+    first, *others = names
+    return {
+        (form if name == first else name): value
+        for name, value in found.items()
+        if name not in others
+    }
 
 
 def numbered_tuple(names: Iterable[str]) -> Group:
@@ -70,6 +95,6 @@ def _told(run: list[str]) -> Iterator[str | Group]:
 def _numbered(name: str) -> tuple[str, int | None]:
     """Return a name with a star for its only number, and the number; the name where it has none."""
     found = re.findall(r"(?<![^.])(?:0|[1-9]\d*)(?![^.])", name)
-    if len(found) != 1 or "*" in name:
+    if len(found) != 1 or "*" in name or len(starred(name)) != 1:
         return name, None
-    return starred(name), int(found[0])
+    return starred(name)[0], int(found[0])

@@ -3,9 +3,14 @@
 import ast
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from autopar.codegen.name_patterns import numbered_tuple, patterns
 from autopar.runtime.layer_names import is_listed, named, numbered, starred
+
+PARTS = st.sampled_from(("0", "1", "2", "a", "b"))
+NAMES = st.lists(PARTS, min_size=1, max_size=4).map(".".join)
 
 
 def test_equal_layers_are_one_line() -> None:
@@ -22,6 +27,30 @@ def test_a_star_takes_in_nothing_that_the_table_does_not_have() -> None:
 def test_layers_that_differ_are_named_one_by_one() -> None:
     table = {"h.0.w": "a", "h.1.w": "b"}
     assert patterns(table, table) == table
+
+
+def test_a_first_layer_that_differs_stands_beside_the_star_of_the_others() -> None:
+    table = {f"h.{i}": "first" if i == 0 else "other" for i in range(9)}
+    found = patterns(table, table)
+    assert found == {"h.0": "first", "h.*": "other"}
+    assert named(found, table) == table
+
+
+def test_numbers_inside_a_layer_stay_where_the_layers_are_alike() -> None:
+    table = {f"h.{i}.mlp.{j}.w": f"split {j}" for i in range(5) for j in (0, 2)}
+    found = patterns(table, [*table, *(f"h.{i}.mlp.1.w" for i in range(5))])
+    assert found == {"h.*.mlp.0.w": "split 0", "h.*.mlp.2.w": "split 2"}
+    assert named(found, table) == table
+
+
+@given(st.dictionaries(NAMES, st.integers(0, 2)), st.lists(NAMES))
+def test_patterns_give_every_name_its_own_and_nothing_to_others(
+    table: dict[str, int], others: list[str]
+) -> None:
+    known = [*others, *table]
+    found = patterns(table, known)
+    assert len(found) <= len(table)
+    assert named(found, known) == {name: table[name] for name in known if name in table}
 
 
 def test_a_pattern_gives_the_names_back() -> None:
@@ -49,6 +78,7 @@ def test_names_that_count_up_are_told_as_a_range(names: list[str], expected: str
 
 
 def test_only_whole_numbers_between_dots_are_starred() -> None:
-    assert starred("h.0.attn.c1.2") == "h.*.attn.c1.*"
+    assert starred("h.0.attn.c1.2") == ("h.*.attn.c1.2", "h.0.attn.c1.*", "h.*.attn.c1.*")
+    assert starred("h1.attn") == ()
     assert is_listed("h.3.w", ("h.*.w",))
     assert not is_listed("h.w", ("h.*.w",))
