@@ -103,6 +103,61 @@ def test_a_script_does_not_grow_with_depth(kind: str, tmp_path: Path) -> None:
     assert abs(few - many) <= 3  # the prose of the docstring may break elsewhere
 
 
+NUMBERED_INSIDE = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Block(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.mlp = nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64))
+
+    def forward(self, x):
+        return x + self.mlp(x)
+
+
+class Stack(nn.Module):
+    def __init__(self, layers):
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+
+    def forward(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+def build_model(layers: int = 4):
+    return Stack(layers)
+
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 8, 64), "y": torch.randn(batch_size, 8, 64)}
+
+
+def loss(outputs, batch):
+    return F.mse_loss(outputs, batch["y"])
+"""
+
+
+def test_a_script_does_not_grow_with_depth_where_layers_are_lists_of_modules(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "stack.py"
+    path.write_text(NUMBERED_INSIDE, encoding="utf-8")
+    lengths = []
+    for layers in (4, 12):
+        arguments = (f"layers={layers}",)
+        file = load_model_file(str(path), arguments)
+        plan = plan_for(file, trace(file), arguments, degrees=(1, 1, 2), split=("256",))
+        lines = lines_of(plan, tmp_path / "train.py")
+        assert any(line.startswith('    "blocks.*.mlp.0.weight": Split(0') for line in lines)
+        lengths.append(len(lines))
+    assert abs(lengths[1] - lengths[0]) <= 3
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_script_is_short_beside_its_opened_classes(kind: str) -> None:
     script = emit(plan_of(kind), destination=ROOT / "models_zoo" / "train.py")
