@@ -102,7 +102,7 @@ class Bucket:
         buffer = self.allocate()
         if buffer.numel() * buffer.element_size() <= CACHED_BYTES:
             self.adopt(range(len(self.parameters)))
-            buffer.div_(ranks)
+            buffer.mul_(1 / ranks)  # half the time of a division
             return
         here = []
         for parameter, view in zip(self.parameters, self.views, strict=True):
@@ -111,10 +111,10 @@ class Bucket:
             elif parameter.grad is view:
                 here.append(view)
             else:
-                torch.div(parameter.grad, ranks, out=view)
+                torch.mul(parameter.grad, 1 / ranks, out=view)
                 parameter.grad = view
         if here:
-            torch._foreach_div_(here, ranks)
+            torch._foreach_mul_(here, 1 / ranks)
 
     def let_go(self) -> None:
         """Take the gradients of a cut bucket from the parameters: they are about to be reduced."""
@@ -132,6 +132,17 @@ class Bucket:
         if self._earlier is not None:
             part.add_(self._earlier)
             self._earlier = None
+
+    def memory(self) -> list[Tensor]:
+        """Return what this rank holds of all gradients, once they are reduced, as few tensors."""
+        if self.buffer is None:
+            return []
+        if self.is_cut:
+            return [own_part(self.buffer, self.shard)]
+        gradients = [parameter.grad for parameter in self.parameters]
+        if all(g is None or g is v for g, v in zip(gradients, self.views, strict=True)):
+            return [self.buffer]
+        return [gradient for gradient in gradients if gradient is not None]
 
     def held(self) -> Iterator[tuple[Span, Tensor]]:
         """Yield what this rank holds of each gradient of a cut bucket, once it is reduced."""

@@ -6,8 +6,10 @@ from collections.abc import Collection, Sequence
 import torch
 from torch import Tensor, nn
 
+from autopar.runtime.data_parallel import buckets_of
 from autopar.runtime.held_gradients import (
     HeldGradient,
+    gradient_memory,
     held_gradients,
     shares_gradients_out,
 )
@@ -46,13 +48,10 @@ def clip_by_global_norm(
     where every gradient is whole.
     """
     axes = _axes_of_shares(model_parts, mesh)
-    gradients, counted = [], []
-    met = set(tied)  # a name that comes again is a copy, in another part, of a tied parameter
-    for one in held_gradients(model_parts):
-        gradients.append(one.held)
-        if one.name not in met and _counts_here(one, one.name in split, mesh, axes):
-            counted.append(one.held)
-        met.add(one.name)
+    if not tied and _counts_everything(model_parts, mesh, axes):
+        gradients = counted = gradient_memory(model_parts)
+    else:
+        gradients, counted = _gradients(model_parts, mesh, axes, split=split, tied=tied)
     norm = _sum_of_squares(counted, mesh, axes).sqrt_()
     if gradients:
         scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)  # as torch.nn.utils.clip_grad_norm_
@@ -66,6 +65,32 @@ def _axes_of_shares(model_parts: Sequence[nn.Module], mesh: Mesh) -> tuple[Axis,
     is_sharded = mesh.shard.size > 1 and shares_gradients_out(model_parts)
     sharded = (mesh.shard,) if is_sharded else ()
     return tuple(axis for axis in (mesh.tensor, *sharded, mesh.pipeline) if axis.size > 1)
+
+
+def _gradients(
+    model_parts: Sequence[nn.Module],
+    mesh: Mesh,
+    axes: Sequence[Axis],
+    *,
+    split: frozenset[str],
+    tied: frozenset[str],
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Return all gradients, and those of them that count in the norm of this process."""
+    gradients, counted = [], []
+    met = set(tied)  # a name that comes again is a copy, in another part, of a tied parameter
+    for one in held_gradients(model_parts):
+        gradients.append(one.held)
+        if one.name not in met and _counts_here(one, one.name in split, mesh, axes):
+            counted.append(one.held)
+        met.add(one.name)
+    return gradients, counted
+
+
+def _counts_everything(parts: Sequence[nn.Module], mesh: Mesh, axes: Sequence[Axis]) -> bool:
+    """Tell whether no lower rank has any gradient that is here: fully_shard leaves some whole."""
+    are_buckets_cut = buckets_of(parts[0]) is not None
+    is_alone = mesh.shard not in axes or mesh.shard.rank == 0 or are_buckets_cut
+    return len(parts) == 1 and mesh.tensor.rank == 0 and is_alone
 
 
 def _counts_here(one: HeldGradient, is_split: bool, mesh: Mesh, axes: Sequence[Axis]) -> bool:

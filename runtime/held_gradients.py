@@ -40,6 +40,18 @@ def held_gradients(parts: Iterable[nn.Module]) -> list[HeldGradient]:
     return list(found.values())
 
 
+def gradient_memory(parts: Iterable[nn.Module]) -> list[Tensor]:
+    """Return what this process holds of all gradients as few tensors: those of a bucket are one."""
+    found, others = [], []
+    for part in parts:
+        buckets = buckets_of(part)
+        if buckets is None or not buckets.buckets:
+            others.append(part)
+        else:
+            found += [tensor for bucket in buckets.buckets for tensor in bucket.memory()]
+    return found + [one.held for one in held_gradients(others)]
+
+
 def made_gradient(part: nn.Module, parameter: nn.Parameter) -> Tensor:
     """Return what is here of a gradient, also where the loss did not reach the parameter.
 

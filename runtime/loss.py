@@ -6,27 +6,39 @@ with few valid targets would count too much.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
 
 from autopar.runtime.data import Batch
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.mesh import Axis, Mesh
 from autopar.runtime.transport import ComingSum, summed
+
+
+class ComingWeights:
+    """The factors of all microbatches, once the other ranks' counts of valid targets are here."""
+
+    def __init__(self, counts: Tensor, axis: Axis) -> None:
+        self._shares = counts.double() * axis.size
+        self._total = ComingSum(counts.sum(), axis)
+
+    @cached_property
+    def values(self) -> tuple[Tensor, ...]:
+        """The factors, in float64."""
+        return (self._shares / self._total.value().clamp(min=1)).unbind()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LossWeight:
     """A factor for a microbatch's mean loss, from its number of valid targets."""
 
-    count: Tensor
-    sum_of_all: ComingSum  # of the targets of all microbatches and ranks
-    ranks: int
+    weights: ComingWeights
+    microbatch: int
 
     def value(self) -> Tensor:
         """Return the factor in float64; the first call waits for the other ranks' counts."""
-        total = self.sum_of_all.value().clamp(min=1)
-        return self.count.double() * self.ranks / total
+        return self.weights.values[self.microbatch]
 
 
 def loss_scales(counts: Tensor, mesh: Mesh) -> tuple[LossWeight, ...]:
@@ -36,8 +48,8 @@ def loss_scales(counts: Tensor, mesh: Mesh) -> tuple[LossWeight, ...]:
     all valid targets: scale_i = count_i · data_size / Σ counts of all microbatches and ranks. The
     counts are summed beside the forward, whose loss is the first to need them.
     """
-    total = ComingSum(counts.sum(), mesh.data)
-    return tuple(LossWeight(count, total, mesh.data.size) for count in counts.unbind())
+    weights = ComingWeights(counts, mesh.data)
+    return tuple(LossWeight(weights, number) for number in range(len(counts)))
 
 
 def weighed(microbatches: Sequence[Batch], counts: Tensor, mesh: Mesh) -> list[Batch]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from autopar.runtime.held_gradients import local, made_gradient
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.transport import summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,9 +66,14 @@ class TiedWeights:
             gradients = [made_gradient(copy.part, copy.parameter) for copy in copies]
             if gradients[0].numel():
                 mine = sum(gradients[1:], start=gradients[0])
-                total = torch.stack(self._swapped(tie, mine)).sum(0)
+                total = self._summed(tie, mine)
                 for gradient in gradients:
                     gradient.copy_(total)
+
+    def _summed(self, tie: Tie, mine: Tensor) -> Tensor:
+        if self._axis.is_gloo and len(tie.stages) == self._axis.size:
+            return summed(mine, self._axis)  # there it is quicker than messages
+        return torch.stack(self._swapped(tie, mine)).sum(0)
 
     def _swapped(self, tie: Tie, mine: Tensor) -> list[Tensor]:
         """Send a tensor to the other holders; return everybody's in the order of the stages."""

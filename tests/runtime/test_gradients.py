@@ -7,8 +7,9 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from autopar.runtime.data_parallel import wrap
 from autopar.runtime.gradients import clip_by_global_norm, sum_replicated
-from autopar.runtime.held_gradients import local
+from autopar.runtime.held_gradients import gradient_memory, held_gradients, local
 from autopar.runtime.mesh import Mesh, start
 from autopar.runtime.shards import Split, local_part, shard_parameters
 from tests.runtime.ranks import run_on_ranks
@@ -138,3 +139,54 @@ def _sum(zero: bool) -> list[list[float]]:
 @pytest.mark.parametrize("zero", [False, True])
 def test_partial_gradients_of_replicated_parameters_are_summed(zero: bool) -> None:
     assert run_on_ranks(_sum, 4, zero) == [[[3.0], [3.0]]] * 4
+
+
+def _clip_buckets(zero: int, max_norm: float) -> tuple[float, int, list[Tensor]]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = wrap(_layers(), mesh, zero=zero)
+    _loss(model, mesh.data.rank).backward()  # type: ignore[no-untyped-call]
+    norm = clip_by_global_norm([model], max_norm, mesh, split=frozenset())
+    held = [one.held.reshape(-1).clone() for one in held_gradients([model])]
+    return norm.item(), len(gradient_memory([model])), held
+
+
+class _Layers(nn.Module):
+    """Layers of which the output does not need the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second, self.third = nn.Linear(5, 3), nn.Linear(4, 4), nn.Linear(3, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        output: Tensor = self.third(self.first(x))
+        return output
+
+
+def _layers() -> nn.Module:
+    torch.manual_seed(0)
+    return _Layers().double()
+
+
+def _loss(model: nn.Module, row: int) -> Tensor:
+    loss: Tensor = model(torch.arange(5.0, dtype=torch.float64) + row).square().sum()
+    return loss
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 1e6])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_gradients_of_a_bucket_are_clipped_as_one_tensor(zero: int, max_norm: float) -> None:
+    model = _layers()
+    (torch.stack([_loss(model, row) for row in (0, 1)]).mean()).backward()  # type: ignore[no-untyped-call]
+    expected = nn.utils.clip_grad_norm_(model.parameters(), max_norm).item()
+    gradients = [p.grad.reshape(-1) for p in model.parameters() if p.grad is not None]
+    found = run_on_ranks(_clip_buckets, 2, zero, max_norm)
+    for norm, tensors, _ in found:
+        assert norm == pytest.approx(expected, rel=0, abs=1e-12)
+        assert tensors == 1
+    held = [torch.cat(one) for *_, one in found]
+    wanted = torch.cat(gradients).sort().values
+    if zero == 0:
+        for one in held:
+            torch.testing.assert_close(one.sort().values, wanted, rtol=0, atol=1e-12)
+    else:
+        torch.testing.assert_close(torch.cat(held).sort().values, wanted, rtol=0, atol=1e-12)
