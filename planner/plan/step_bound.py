@@ -15,7 +15,7 @@ from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rank_groups import RankGroups
 from autopar.planner.costs.schedule import ScheduleKind
 from autopar.planner.plan.bottleneck import Block, Places
-from autopar.planner.plan.data_bound import DataBound
+from autopar.planner.plan.data_bound import DataBound, Shared
 from autopar.planner.precision import Precision
 
 _HALVINGS = 8  # of the interval in which the time of the slowest rank lies
@@ -78,11 +78,12 @@ class StepBound:
         if not self.data.is_in_every_pass:
             return repeated
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
+        one = Shared(parameter_bytes=parameters, gradient_bytes=gradients)
         modes = tuple(
             replace(
                 mode,
-                forward_seconds=self.data.forward(mode.forward_seconds, parameters),
-                backward_seconds=self.data.backward(mode.backward_seconds, parameters, gradients),
+                forward_seconds=self.data.forward(mode.forward_seconds, one),
+                backward_seconds=self.data.backward(mode.backward_seconds, one),
             )
             for mode in repeated.modes
         )
@@ -121,7 +122,7 @@ class StepBound:
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
         stages = ranks * arrangement.stages_per_rank
-        alone = sum(self._passes(pressed)) + 2 * stages * self.constants.action_seconds
+        alone = sum(self._passes(pressed, repeated)) + 2 * stages * self.constants.action_seconds
         if self._is_on_demand:
             alone += 2 * (stages - 1) * self._transfer()
         slowest = self.rank_seconds(pressed.bottleneck_seconds)
@@ -131,23 +132,33 @@ class StepBound:
         waiting = _mean_wait_seconds(arrangement, repeated) if ranks > 1 else 0.0
         even = microbatches * alone / ranks
         filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
-        return max(least, self._through(pressed), even + waiting, filling)
+        return max(least, self._through(pressed, repeated), even + waiting, filling)
 
-    def _through(self, pressed: Pressed) -> float:
+    def _through(self, pressed: Pressed, repeated: Block) -> float:
         """Return what one microbatch takes through all stages and back; split backwards wait."""
-        forward, backward = self._passes(pressed)
+        forward, backward = self._passes(pressed, repeated)
         if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
             backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
         return forward + backward
 
-    def _passes(self, pressed: Pressed) -> tuple[float, float]:
-        """Return the seconds of one microbatch's forward and backward in all layers together."""
-        totals = self.totals
-        parameters, gradients = totals.parameter_bytes, totals.gradient_bytes
-        backward = totals.backward_seconds + pressed.recompute_seconds
+    def _passes(self, pressed: Pressed, repeated: Block) -> tuple[float, float]:
+        """Return the seconds of one microbatch's forward and backward in all layers together.
+
+        Stages begin with different layers, so no more begin with another one than there are others.
+        """
+        stages = self.arrangement.pipeline * self.arrangement.stages_per_rank
+        everything = Shared(
+            parameter_bytes=self.totals.parameter_bytes,
+            gradient_bytes=self.totals.gradient_bytes,
+            each_parameter_bytes=repeated.parameter_bytes,
+            each_gradient_bytes=repeated.gradient_bytes,
+            count=repeated.count,
+            borders=max(0, stages - len(repeated.others)),
+        )
+        backward = self.totals.backward_seconds + pressed.recompute_seconds
         return (
-            self.data.forward(totals.forward_seconds, parameters),
-            self.data.backward(backward, parameters, gradients),
+            self.data.forward(self.totals.forward_seconds, everything),
+            self.data.backward(backward, everything),
         )
 
     @property
