@@ -77,6 +77,7 @@ class Bounds:
         self._least: dict[tuple[int, int], tuple[LeastLayers, ...]] = {}
         self._facts: dict[Inside, LayoutFacts] = {}
         self._bottlenecks: dict[tuple[Block, Room], float] = {}
+        self._rooms_shared: dict[tuple[Arrangement, int], tuple[tuple[StageRoom, ...], ...]] = {}
 
     def of_point(self, point: Arrangement) -> float:
         """Return what no variant of a point beats, whatever the layouts."""
@@ -107,7 +108,9 @@ class Bounds:
     def of_variant(self, arrangement: Arrangement) -> float:
         """Return what no choice of stages and layouts beats; infinite where none can fit."""
         best = self.of_solution(arrangement, 0)
-        if best > self._of_layouts(arrangement, 0, limited=False):
+        # The fastest layouts are so for what they compute, not for what ZeRO-2 and 3 send of them.
+        is_sent = arrangement.zero >= Zero.GRADIENTS and arrangement.tensor > 1
+        if is_sent or best > self._of_layouts(arrangement, 0, limited=False):
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
             others = range(1, len(solutions))
             best = min([best, *(self.of_solution(arrangement, number) for number in others)])
@@ -206,6 +209,14 @@ class Bounds:
         if arrangement.stages_per_rank == 1:
             in_flight = in_flight_by_rank(arrangement)
             return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
+        key = arrangement, solution
+        if key not in self._rooms_shared:
+            self._rooms_shared[key] = self._shared_rooms(arrangement, solution)
+        return self._rooms_shared[key]
+
+    def _shared_rooms(
+        self, arrangement: Arrangement, solution: int
+    ) -> tuple[tuple[StageRoom, ...], ...]:
         choices, limits = self.questions.asked(arrangement, solution)
         shares = shares_of(choices, limits)
         rooms: list[list[StageRoom]] = [[] for _ in range(arrangement.pipeline)]
