@@ -88,7 +88,7 @@ def block(rows: Sequence[Modes]) -> Block:
     plain = most[Recompute.NONE]
     return Block(
         count=numbers[id(most)],
-        others=tuple(_least_seconds(modes) for modes in rows if modes is not most),
+        others=tuple(least_layer_seconds(modes) for modes in rows if modes is not most),
         modes=tuple(
             Mode(
                 forward_seconds=one.forward_seconds,
@@ -104,7 +104,8 @@ def block(rows: Sequence[Modes]) -> Block:
     )
 
 
-def _least_seconds(modes: Modes) -> float:
+def least_layer_seconds(modes: Modes) -> float:
+    """Return what a layer takes at least, in whichever mode."""
     return min(one.forward_seconds + one.backward_seconds for one in modes.values())
 
 

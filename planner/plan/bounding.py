@@ -17,6 +17,7 @@ from autopar.planner.plan.bottleneck import (
     StageRoom,
     block,
     least_bottleneck_seconds,
+    least_layer_seconds,
     places,
 )
 from autopar.planner.plan.constraints import Objective
@@ -31,10 +32,12 @@ from autopar.planner.plan.relaxed_memory import (
     least_recompute_seconds,
     lightest,
 )
-from autopar.planner.plan.step_bound import Pressed, StepBound, Totals
+from autopar.planner.plan.step_bound import Ends, Pressed, StepBound, Totals
+from autopar.planner.plan.whole_layers import find_places
 from autopar.planner.programs.stage_shares import shares_of
 
 _ENDLESS = 1e30  # bytes
+_MOST_WHOLE = 64  # layers of a rank: of more, it matters little that they are whole
 _NEVER = Pressed(
     recompute_seconds=float("inf"), bottleneck_seconds=float("inf"), places=Places(ranks=())
 )
@@ -47,6 +50,7 @@ class LayoutFacts:
     totals: Totals
     ladder: Ladder
     block: Block
+    ends: Ends
     repeated: LayerCost  # one of the block's layers
     kinds: tuple[tuple[Modes, int], ...]  # of layers, each with its number
 
@@ -73,6 +77,7 @@ class Bounds:
         self._least: dict[tuple[int, int], tuple[LeastLayers, ...]] = {}
         self._facts: dict[Inside, LayoutFacts] = {}
         self._bottlenecks: dict[tuple[Block, Room], float] = {}
+        self._rooms_shared: dict[tuple[Arrangement, int], tuple[tuple[StageRoom, ...], ...]] = {}
 
     def of_point(self, point: Arrangement) -> float:
         """Return what no variant of a point beats, whatever the layouts."""
@@ -103,7 +108,9 @@ class Bounds:
     def of_variant(self, arrangement: Arrangement) -> float:
         """Return what no choice of stages and layouts beats; infinite where none can fit."""
         best = self.of_solution(arrangement, 0)
-        if best > self._of_layouts(arrangement, 0, limited=False):
+        # The fastest layouts are so for what they compute, not for what ZeRO-2 and 3 send of them.
+        is_sent = arrangement.zero >= Zero.GRADIENTS and arrangement.tensor > 1
+        if is_sent or best > self._of_layouts(arrangement, 0, limited=False):
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
             others = range(1, len(solutions))
             best = min([best, *(self.of_solution(arrangement, number) for number in others)])
@@ -114,6 +121,26 @@ class Bounds:
     def of_solution(self, arrangement: Arrangement, solution: int) -> float:
         """Return what no choice of stages beats in one of the layouts; infinite: none fits."""
         return self._of_layouts(arrangement, solution, limited=True)
+
+    def excludes(self, arrangement: Arrangement, solution: int, seconds: float) -> bool:
+        """Return whether no choice of stages in one of the layouts can take less than some seconds.
+
+        Sharper than the bound, and slower: for what would be solved otherwise.
+        """
+        facts = self.facts(arrangement, solution)
+        if arrangement.pipeline == 1 or facts.block.count > _MOST_WHOLE * arrangement.pipeline:
+            return False
+        groups = rank_groups(self.costing.cluster, arrangement)
+        step = StepBound(arrangement, groups, self.questions.constants, facts.totals)
+        size = self.questions.most_bytes(arrangement)
+        room = self._room(arrangement, facts, self._rooms(arrangement, solution, size))
+        return not find_places(
+            step.shared(facts.block),
+            room,
+            step.rank_times(facts.block, facts.ends),
+            microbatches=arrangement.microbatches,
+            within_seconds=seconds,
+        )
 
     def _of_layouts(self, arrangement: Arrangement, solution: int, *, limited: bool) -> float:
         """Return the bound of a step for one layout solution, within the memory or without it."""
@@ -139,7 +166,7 @@ class Bounds:
         The one stage of no pipeline has the transient memory of every layer in it.
         """
         again, margin = 0.0, self.questions.constants.margin
-        transient = facts.ladder.transient_bytes if arrangement.pipeline == 1 else 0
+        transient = _transient_bytes(arrangement, facts)
         endless = (StageRoom(in_flight=1, size_bytes=_ENDLESS),)
         rooms: tuple[tuple[StageRoom, ...], ...] = (endless,) * arrangement.pipeline
         if limited:
@@ -153,18 +180,26 @@ class Bounds:
             )
             again = least_recompute_seconds(facts.ladder, budget)
             rooms = self._rooms(arrangement, solution, size)
-        room = Room(
-            ranks=rooms,
-            state_bytes=layer_state_bytes(facts.repeated, arrangement),
-            unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
-            transient_bytes=transient,
-            margin=margin,
-        )
+        room = self._room(arrangement, facts, rooms)
         slowest = self._bottleneck(shared, room)
         if max(again, slowest) == float("inf"):
             return _NEVER
         return Pressed(
             recompute_seconds=again, bottleneck_seconds=slowest, places=places(shared, room)
+        )
+
+    def _room(
+        self,
+        arrangement: Arrangement,
+        facts: LayoutFacts,
+        ranks: tuple[tuple[StageRoom, ...], ...],
+    ) -> Room:
+        return Room(
+            ranks=ranks,
+            state_bytes=layer_state_bytes(facts.repeated, arrangement),
+            unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
+            transient_bytes=_transient_bytes(arrangement, facts),
+            margin=self.questions.constants.margin,
         )
 
     def _rooms(
@@ -174,6 +209,14 @@ class Bounds:
         if arrangement.stages_per_rank == 1:
             in_flight = in_flight_by_rank(arrangement)
             return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
+        key = arrangement, solution
+        if key not in self._rooms_shared:
+            self._rooms_shared[key] = self._shared_rooms(arrangement, solution)
+        return self._rooms_shared[key]
+
+    def _shared_rooms(
+        self, arrangement: Arrangement, solution: int
+    ) -> tuple[tuple[StageRoom, ...], ...]:
         choices, limits = self.questions.asked(arrangement, solution)
         shares = shares_of(choices, limits)
         rooms: list[list[StageRoom]] = [[] for _ in range(arrangement.pipeline)]
@@ -213,14 +256,33 @@ class Bounds:
             row = lightest([self.costing.rows(inside, device) for device in self.devices])
             numbers = Counter(map(id, row))
             kinds = {id(modes): modes for modes in row}
+            repeated = kinds[max(numbers, key=lambda one: numbers[one])]
             self._facts[inside] = LayoutFacts(
                 totals=_totals([modes[Recompute.NONE] for modes in row]),
                 ladder=ladder(row),
                 block=block(row),
-                repeated=kinds[max(numbers, key=lambda one: numbers[one])][Recompute.NONE],
+                ends=_ends(row, repeated),
+                repeated=repeated[Recompute.NONE],
                 kinds=tuple((kinds[one], number) for one, number in numbers.items()),
             )
         return self._facts[inside]
+
+
+def _transient_bytes(arrangement: Arrangement, facts: LayoutFacts) -> int:
+    """Return what every stage has at least: the one of no pipeline has every layer in it."""
+    return facts.ladder.transient_bytes if arrangement.pipeline == 1 else 0
+
+
+def _ends(row: Sequence[Modes], repeated: Modes) -> Ends:
+    is_repeated = [modes is repeated for modes in row]
+    leading, trailing = is_repeated.index(True), is_repeated[::-1].index(True)
+    return Ends(
+        leading=leading,
+        trailing=trailing,
+        between=is_repeated.count(False) - leading - trailing,
+        first_seconds=least_layer_seconds(row[0]) if leading else 0.0,
+        last_seconds=least_layer_seconds(row[-1]) if trailing else 0.0,
+    )
 
 
 def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:

@@ -54,6 +54,11 @@ def _nothing(_: int) -> float:
     return 0.0
 
 
+def _never(_: int, _seconds: float) -> bool:
+    """Nothing is known of any solution, whatever the seconds."""
+    return False
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Judge:
     """Solves and predicts candidates."""
@@ -85,13 +90,15 @@ class Judge:
         arrangement: Arrangement,
         *,
         least: Callable[[int], float] = _nothing,
+        excludes: Callable[[int, float], bool] = _never,
         known_seconds: float = float("inf"),
     ) -> Answer:
         """Return the fastest candidate of an arrangement.
 
         Where the fastest layouts fit without computing anything again, no others are faster;
         only where memory presses, the slower ones that need less of it are tried too, unless what
-        they come to at `least` is no better than what was found, here or before.
+        they come to at `least` is no better than what was found, here or before. Nor is any solved
+        that `excludes` a plan below that.
         """
         answers: list[Answer] = []
         best: Candidate | None = None
@@ -100,6 +107,9 @@ class Judge:
             if least(number) >= min(found_seconds, known_seconds):
                 is_too_large = least(number) == float("inf")  # no memory suffices
                 answers.append(NOTHING if is_too_large else LEFT_OUT)
+                continue
+            if known_seconds < float("inf") and excludes(number, min(found_seconds, known_seconds)):
+                answers.append(LEFT_OUT)
                 continue
             answers.append(self._solve(arrangement, number))
             found = [one.candidate for one in answers if one.candidate]

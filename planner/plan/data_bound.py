@@ -4,17 +4,49 @@ Of layers that compute for c, move k in copies and take t in collectives, the pa
 
     max(t, c + k + t · q ÷ (1 + q))        for the slowdown q of what computes beside a collective
 
+Of these t, what nothing is computed beside takes the rest of its time too, t ÷ (1 + q): a stage of
+ZeRO-3 gathers its first layer before it computes anything, and scatters its last gradients after it
+has computed everything.
+
 ZeRO-3 gathers in every pass and scatters in every backward, ZeRO-2 scatters in every backward, and
-ZeRO-1 and 0 reduce in the last one; ZeRO-1 and 2 gather in the first forward. Collectives are taken
-at the least of every way to divide their bytes among layers and buckets.
+ZeRO-1 and 0 reduce in the last one; ZeRO-1 and 2 gather in the first forward. What every pass waits
+for has a collective for each layer; the rest is taken at the least of every way to divide its bytes
+among layers and buckets.
 """
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 from autopar.planner.costs.collective_choice import Collective, least_seconds
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rank_groups import RankGroups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What a pass of layers shares with other ranks: in all, and in each of the equal layers of it.
+
+    `borders` of its stages begin with one of these, and as many end with one.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    each_parameter_bytes: int = 0
+    each_gradient_bytes: int = 0
+    count: int = 0
+    borders: int = 0
+
+    @property
+    def other_parameter_bytes(self) -> int:
+        """Of the layers that are not among the equal ones."""
+        return self.parameter_bytes - self.count * self.each_parameter_bytes
+
+    @property
+    def other_gradient_bytes(self) -> int:
+        """Of the layers that are not among the equal ones."""
+        return self.gradient_bytes - self.count * self.each_gradient_bytes
 
 
 class DataBound:
@@ -35,25 +67,41 @@ class DataBound:
         """Whether every microbatch waits for collectives, not the first and last ones alone."""
         return self.arrangement.zero >= Zero.GRADIENTS and self.arrangement.data > 1
 
-    def forward(self, computing_seconds: float, parameter_bytes: int) -> float:
+    def forward(self, computing_seconds: float, shared: Shared) -> float:
         """Return the least of every forward of layers."""
         if not self._gathers_always:
             return computing_seconds
-        gather = self._gather(parameter_bytes)
-        return self._overlapped(computing_seconds + self._copied_out(parameter_bytes), gather)
+        copied = self._copied_out(shared.parameter_bytes)
+        alone = shared.borders * self._gather(shared.each_parameter_bytes)
+        return self._overlapped(computing_seconds + copied, self._gathers(shared), alone=alone)
 
-    def backward(
-        self, computing_seconds: float, parameter_bytes: int, gradient_bytes: int
-    ) -> float:
+    def backward(self, computing_seconds: float, shared: Shared) -> float:
         """Return the least of every backward of layers."""
         if not self.is_in_every_pass:
             return computing_seconds
-        scatter = self._reduced(gradient_bytes)
-        copied = self._sent(gradient_bytes) * self.unit.scatter_byte_seconds
+        scatter = self._reduced(shared.each_gradient_bytes)
+        scatters = shared.count * scatter + self._reduced(shared.other_gradient_bytes)
+        copied = self._sent(shared.gradient_bytes) * self.unit.scatter_byte_seconds
         if not self._gathers_always:
-            return self._overlapped(computing_seconds, scatter) + copied
-        copied += self._copied_out(parameter_bytes)
-        return self._overlapped(computing_seconds + copied, self._gather(parameter_bytes) + scatter)
+            return self._overlapped(computing_seconds, scatters) + copied
+        copied += self._copied_out(shared.parameter_bytes)
+        gather = self._gather(shared.each_parameter_bytes)
+        return self._overlapped(
+            computing_seconds + copied,
+            self._gathers(shared) + scatters,
+            alone=shared.borders * (gather + scatter),
+        )
+
+    def bordering(self, parameter_bytes: int, gradient_bytes: int) -> float:
+        """Return what a stage of equal layers that compute for longer than they communicate adds.
+
+        That is to the sum of what its layers take one by one: nothing is computed beside its first
+        gathers and its last scatter.
+        """
+        if not self._gathers_always:
+            return 0.0
+        alone = 2 * self._gather(parameter_bytes) + self._reduced(gradient_bytes)
+        return (1.0 - self.slowing) * alone
 
     def is_waiting(
         self,
@@ -94,8 +142,13 @@ class DataBound:
     def _gathers_always(self) -> bool:
         return self.arrangement.zero is Zero.PARAMETERS and self.arrangement.data > 1
 
-    def _overlapped(self, computing: float, communicating: float) -> float:
-        return max(communicating, computing + self.slowing * communicating)
+    def _gathers(self, shared: Shared) -> float:
+        each = shared.count * self._gather(shared.each_parameter_bytes)
+        return each + self._gather(shared.other_parameter_bytes)
+
+    def _overlapped(self, computing: float, communicating: float, *, alone: float = 0.0) -> float:
+        beside = communicating - alone
+        return max(communicating, computing + alone + self.slowing * beside)
 
     def _copied_out(self, parameter_bytes: int) -> float:
         """Gathered parameters are copied to where they are used; what hooks take is left out."""

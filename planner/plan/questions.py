@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from itertools import groupby
 
 from autopar.planner.cluster.device import Device
@@ -18,6 +19,7 @@ from autopar.planner.costs.pipeline import rank_of
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.rank_groups import rank_groups
 from autopar.planner.costs.schedule import (
+    PipelineShape,
     ScheduleKind,
     deferred_microbatches,
     in_flight_microbatches,
@@ -179,12 +181,8 @@ class Questions:
         devices, classes = self.devices(arrangement), list(rows)
         shape = pipeline_shape(arrangement)
         stages = []
-        for stage in range(shape.stages):
+        for stage, (in_flight, deferred) in enumerate(_held_by_stage(arrangement.schedule, shape)):
             device = devices[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
-            in_flight, deferred = 1, 0
-            if arrangement.pipeline > 1:
-                in_flight = in_flight_microbatches(arrangement.schedule, stage, shape)
-                deferred = deferred_microbatches(arrangement.schedule, stage, shape)
             stages.append(
                 StageLimit(
                     memory_bytes=memory[device.name],
@@ -199,6 +197,20 @@ class Questions:
             stages_per_rank=arrangement.stages_per_rank,
             is_v_shaped=arrangement.schedule is ScheduleKind.ZERO_BUBBLE_V,
         )
+
+
+@lru_cache(maxsize=1024)
+def _held_by_stage(schedule: ScheduleKind, shape: PipelineShape) -> tuple[tuple[int, int], ...]:
+    """Return the microbatches in flight of each stage, and how many of them are deferred."""
+    if shape.ranks == 1:
+        return ((1, 0),) * shape.stages
+    return tuple(
+        (
+            in_flight_microbatches(schedule, stage, shape),
+            deferred_microbatches(schedule, stage, shape),
+        )
+        for stage in range(shape.stages)
+    )
 
 
 def inside_of(arrangement: Arrangement, solution: int) -> Inside:

@@ -252,6 +252,7 @@ class Explorer:
             answer = self.judge.solve(
                 arrangement,
                 least=lambda number: self.bounds.of_solution(arrangement, number),
+                excludes=lambda number, seconds: self.bounds.excludes(arrangement, number, seconds),
                 known_seconds=self._best_seconds,
             )
         self.programs += answer.report.calls

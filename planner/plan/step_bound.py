@@ -11,11 +11,13 @@ from dataclasses import dataclass, replace
 from autopar.planner.costs.bounds import least_step_seconds
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.optimizer import optimizer_seconds
+from autopar.planner.costs.pipeline import rank_of
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rank_groups import RankGroups
 from autopar.planner.costs.schedule import ScheduleKind
 from autopar.planner.plan.bottleneck import Block, Places
-from autopar.planner.plan.data_bound import DataBound
+from autopar.planner.plan.data_bound import DataBound, Shared
+from autopar.planner.plan.whole_layers import RankTime
 from autopar.planner.precision import Precision
 
 _HALVINGS = 8  # of the interval in which the time of the slowest rank lies
@@ -32,6 +34,17 @@ class Totals:
     trainable: int
     input_gradient_seconds: float  # of the backward, what is not left for later
     least_output_bytes: int  # of one layer: what crosses any cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Where the layers lie that do not repeat: before, behind and between those that do."""
+
+    leading: int
+    trailing: int
+    between: int
+    first_seconds: float  # of the first layer at least, if it is one of them
+    last_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,24 +91,70 @@ class StepBound:
         if not self.data.is_in_every_pass:
             return repeated
         parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
+        is_waiting = self._is_waiting(repeated)
+        one = Shared(parameter_bytes=parameters, gradient_bytes=gradients)
         modes = tuple(
             replace(
                 mode,
-                forward_seconds=self.data.forward(mode.forward_seconds, parameters),
-                backward_seconds=self.data.backward(mode.backward_seconds, parameters, gradients),
+                forward_seconds=self.data.forward(mode.forward_seconds, one),
+                backward_seconds=self.data.backward(mode.backward_seconds, one),
             )
             for mode in repeated.modes
         )
-        is_waiting = any(
+        return replace(repeated, others=() if is_waiting else repeated.others, modes=modes)
+
+    def _is_waiting(self, repeated: Block) -> bool:
+        """Whether a stage may wait for its collectives longer than it computes."""
+        return any(
             self.data.is_waiting(
                 forward_seconds=mode.forward_seconds,
                 backward_seconds=mode.backward_seconds,
-                parameter_bytes=parameters,
-                gradient_bytes=gradients,
+                parameter_bytes=repeated.parameter_bytes,
+                gradient_bytes=repeated.gradient_bytes,
             )
-            for mode in modes
+            for mode in repeated.modes
         )
-        return replace(repeated, others=() if is_waiting else repeated.others, modes=modes)
+
+    def rank_times(self, repeated: Block, ends: Ends) -> tuple[RankTime, ...]:
+        """Return what each rank takes beside its layers that repeat.
+
+        The first layer is on the first stage, the last on the last one. Stages from the number of
+        leading others on, up to that of trailing ones from behind, hold layers that repeat, and
+        those alone where there are no others between them.
+        """
+        arrangement = self.arrangement
+        ranks, stages = arrangement.pipeline, arrangement.pipeline * arrangement.stages_per_rank
+        is_waiting = self._is_waiting(repeated)
+        each = [self.rank_seconds(0.0)] * ranks
+        if not is_waiting:
+            each[0] += ends.first_seconds
+            each[rank_of(arrangement.schedule, stages - 1, ranks)] += ends.last_seconds
+        if not (is_waiting or ends.between):
+            border = self.data.bordering(repeated.parameter_bytes, repeated.gradient_bytes)
+            for stage in range(ends.leading, stages - ends.trailing):
+                each[rank_of(arrangement.schedule, stage, ranks)] += border
+        once = self._updating() + self.constants.step_seconds
+        wait = 0.0 if self._is_on_demand else self._wait_for_stage(repeated)
+        return tuple(
+            RankTime(
+                once_seconds=once
+                + wait * max(0, min(rank, stages - ends.trailing) - ends.leading - ends.between),
+                each_seconds=seconds,
+            )
+            for rank, seconds in enumerate(each)
+        )
+
+    def _wait_for_stage(self, repeated: Block) -> float:
+        """Return what a rank waits at least for a stage before it, a layer or more.
+
+        That is for the first microbatch to pass it, and where backwards are not split, for the last
+        one on its way back.
+        """
+        plain, constants = repeated.modes[0], self.constants
+        forward = plain.forward_seconds + constants.action_seconds + self._transfer()
+        if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
+            return forward
+        return forward + plain.backward_seconds + constants.action_seconds + self._transfer()
 
     def rank_seconds(self, layers_seconds: float) -> float:
         """Return what a rank takes for a microbatch, given its layers: actions, transfers too."""
@@ -121,7 +180,7 @@ class StepBound:
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
         stages = ranks * arrangement.stages_per_rank
-        alone = sum(self._passes(pressed)) + 2 * stages * self.constants.action_seconds
+        alone = sum(self._passes(pressed, repeated)) + 2 * stages * self.constants.action_seconds
         if self._is_on_demand:
             alone += 2 * (stages - 1) * self._transfer()
         slowest = self.rank_seconds(pressed.bottleneck_seconds)
@@ -131,23 +190,33 @@ class StepBound:
         waiting = _mean_wait_seconds(arrangement, repeated) if ranks > 1 else 0.0
         even = microbatches * alone / ranks
         filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
-        return max(least, self._through(pressed), even + waiting, filling)
+        return max(least, self._through(pressed, repeated), even + waiting, filling)
 
-    def _through(self, pressed: Pressed) -> float:
+    def _through(self, pressed: Pressed, repeated: Block) -> float:
         """Return what one microbatch takes through all stages and back; split backwards wait."""
-        forward, backward = self._passes(pressed)
+        forward, backward = self._passes(pressed, repeated)
         if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
             backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
         return forward + backward
 
-    def _passes(self, pressed: Pressed) -> tuple[float, float]:
-        """Return the seconds of one microbatch's forward and backward in all layers together."""
-        totals = self.totals
-        parameters, gradients = totals.parameter_bytes, totals.gradient_bytes
-        backward = totals.backward_seconds + pressed.recompute_seconds
+    def _passes(self, pressed: Pressed, repeated: Block) -> tuple[float, float]:
+        """Return the seconds of one microbatch's forward and backward in all layers together.
+
+        Stages begin with different layers, so no more begin with another one than there are others.
+        """
+        stages = self.arrangement.pipeline * self.arrangement.stages_per_rank
+        everything = Shared(
+            parameter_bytes=self.totals.parameter_bytes,
+            gradient_bytes=self.totals.gradient_bytes,
+            each_parameter_bytes=repeated.parameter_bytes,
+            each_gradient_bytes=repeated.gradient_bytes,
+            count=repeated.count,
+            borders=max(0, stages - len(repeated.others)),
+        )
+        backward = self.totals.backward_seconds + pressed.recompute_seconds
         return (
-            self.data.forward(totals.forward_seconds, parameters),
-            self.data.backward(backward, parameters, gradients),
+            self.data.forward(self.totals.forward_seconds, everything),
+            self.data.backward(backward, everything),
         )
 
     @property

@@ -113,16 +113,19 @@ def choose_stages(
 def _narrowed(pricing: StagePricing, *, cutoff: float) -> tuple[IntervalTable, Narrowed] | None:
     """Return the table of intervals that are short enough to matter, and what is left to decide.
 
-    Intervals up to a third above the mean come first. The plan found says how long others may be;
-    where there is none, and memory is not the reason, the length is doubled.
+    Intervals up to a third above the mean come first. The plan found says how long others may be,
+    and is the one to beat among those; where there is none, and memory is not the reason, the
+    length is doubled.
     """
     count, stages = len(pricing.choices.layers), len(pricing.limits.stages)
     most = pricing.longest_that_matters(math.inf)
     longest = min(most, 1 + -(-4 * count // (3 * stages)))
+    plan: tuple[Interval, ...] = ()
     while True:
         table = pricing.table(longest)
-        state = narrow(table, pricing.limits, cutoff=cutoff)
+        state = narrow(table, pricing.limits, cutoff=cutoff, plan=plan)
         if state is not None:
+            cutoff, plan = state.objective, state.plan
             needed = pricing.longest_that_matters(state.objective)
             if needed <= longest:
                 return table, state

@@ -59,9 +59,14 @@ class _Floors:
     rounds: Rounds
 
 
-def narrow(table: IntervalTable, limits: StageLimits, *, cutoff: float) -> Narrowed | None:
-    """Return what is left to decide below the cutoff, or None where the table has no plan."""
-    state = Narrowed(plan=(), objective=cutoff, bound=0.0, is_open=table.ticks < NEVER)
+def narrow(
+    table: IntervalTable, limits: StageLimits, *, cutoff: float, plan: tuple[Interval, ...] = ()
+) -> Narrowed | None:
+    """Return what is left to decide below the cutoff, or None where the table has no plan.
+
+    A plan that is known already is the one to beat; the cutoff is its objective then.
+    """
+    state = Narrowed(plan=plan, objective=cutoff, bound=0.0, is_open=table.ticks < NEVER)
     for sweep in range(len(_BANDS)):
         floors = _floors(table, limits, state, bands=_BANDS[sweep])
         if floors is None and sweep == 0:

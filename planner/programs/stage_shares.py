@@ -131,6 +131,7 @@ def _even_ranks(
     """Yield the stages of each rank, and what they are if the layers are split evenly."""
     count, stages = len(choices.layers), len(limits.stages)
     known: dict[object, _Stage] = {}
+    ways: dict[object, tuple[LayerOption, ...]] = {}
     for numbers in stages_by_rank(limits):
         own = []
         for number in numbers:
@@ -139,14 +140,16 @@ def _even_ranks(
             key = limit.device_class, limit.in_flight, limit.deferred, layers
             if key not in known:
                 groups = choices.options[limit.device_class]
-                known[key] = _stage([groups[c] for c in layers], limit)
+                for c in dict.fromkeys(layers):
+                    if (key[:3], c) not in ways:
+                        ways[key[:3], c] = _ways(groups[c], limit)
+                known[key] = _stage([ways[key[:3], c] for c in layers], limit)
             own.append(known[key])
         yield numbers, tuple(own)
 
 
-def _stage(layers: list[Options], limit: StageLimit) -> _Stage:
+def _stage(ways: list[tuple[LayerOption, ...]], limit: StageLimit) -> _Stage:
     """Return a stage whose layers are made lighter one after the other, way by way."""
-    ways = [_ways(group, limit) for group in layers]
     held = [limit.resident_bytes(own[0]) for own in ways]
     sizes = [sum(held)]
     for level in range(1, max(map(len, ways), default=1)):

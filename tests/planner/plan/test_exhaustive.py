@@ -109,6 +109,7 @@ class Solved:
     without_memory: float
     of_variant: float
     value: float
+    is_excluded: bool  # its own value, as what cannot be
 
 
 @cache
@@ -121,12 +122,17 @@ def _solved(every: Explorer) -> Iterator[Solved]:
     for point in every.points():
         for variant in every.allowed_variants(point):
             found = every.judge.solve(variant).candidate
+            value = found.prediction.step_seconds if found else inf
+            is_excluded = found is not None and every.bounds.excludes(
+                variant, found.solution, value * ROUNDING
+            )
             yield Solved(
                 arrangement=variant,
                 of_point=every.bounds.of_point(point),
                 without_memory=every.bounds.without_memory(variant),
                 of_variant=every.bounds.of_variant(variant),
-                value=found.prediction.step_seconds if found else inf,
+                value=value,
+                is_excluded=is_excluded,
             )
 
 
@@ -136,6 +142,7 @@ def test_no_bound_exceeds_what_an_arrangement_comes_to(case: Case) -> None:
         assert one.of_point <= one.value * ROUNDING, one
         assert one.without_memory <= one.value * ROUNDING, one
         assert one.of_variant <= one.value * ROUNDING, one
+        assert not one.is_excluded, one
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
