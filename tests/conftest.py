@@ -7,7 +7,12 @@ from typing import Any
 
 import pytest
 import torch.distributed as dist
+from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
+
+# How long an example takes says how busy the machine is, nothing of what is tested.
+settings.register_profile("busy", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("busy")
 
 # Tests that run on many processes at once. Two of them side by side get in each other's way on
 # few cores, so one worker gets them all; the others go by the file.

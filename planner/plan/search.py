@@ -51,7 +51,7 @@ from autopar.planner.plan.words import arrangement_words, degrees_words
 ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
 MOST_RUNNERS_UP = 4
 _ENDLESS_BYTES = 1 << 60
-EXTRA_SECONDS = 0.5  # for runners-up, once the best is proved
+EXTRA_NODES = 12  # to look at for runners-up, once the best is proved
 
 
 Searched = Outcome[Item, Candidate]
@@ -141,7 +141,7 @@ class Explorer:
         self.infeasible = 0
         self.programs = 0
         self._best_seconds = float("inf")
-        self._proved_at: float | None = None
+        self._looked_beside = 0  # nodes, since the best was proved
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
@@ -155,12 +155,17 @@ class Explorer:
         ]
 
     def _is_enough(self, passed: int) -> bool:
-        """Whether the best is proved, and there are others to compare it with."""
-        if passed and self._proved_at is None:
-            self._proved_at = time.perf_counter()
-        if self._proved_at is None:
-            return False
-        return passed > MOST_RUNNERS_UP or time.perf_counter() - self._proved_at > EXTRA_SECONDS
+        """Whether the best is proved, and there are others to compare it with.
+
+        How far is looked for these is counted, not timed, so that every run tells the same.
+        """
+        self._looked_beside += passed > 0
+        return passed > MOST_RUNNERS_UP or self._looked_beside > EXTRA_NODES
+
+    @property
+    def _to_beat(self) -> float:
+        """What a candidate must be below; one beside the best, once that is proved, need not."""
+        return float("inf") if self._looked_beside else self._best_seconds
 
     def points(self) -> Iterator[Arrangement]:
         """Yield the degrees and microbatches that the constraints allow."""
@@ -253,7 +258,7 @@ class Explorer:
                 arrangement,
                 least=lambda number: self.bounds.of_solution(arrangement, number),
                 excludes=lambda number, seconds: self.bounds.excludes(arrangement, number, seconds),
-                known_seconds=self._best_seconds,
+                known_seconds=self._to_beat,
             )
         self.programs += answer.report.calls
         if answer.candidate is None:

@@ -92,7 +92,7 @@ def test_uneven_1f1b_by_hand() -> None:
     assert least == 14
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 6), st.integers(1, 16), SECONDS, SECONDS)
 def test_gpipe_and_1f1b_on_equal_stages_are_as_simulated(
     stages: int, microbatches: int, forward: float, backward: float
@@ -110,7 +110,7 @@ def test_gpipe_and_1f1b_on_equal_stages_are_as_simulated(
         )
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), SECONDS, SECONDS, SECONDS)
 def test_interleaved_schedules_on_equal_stages_are_as_simulated(
     ranks: int, local: int, rounds: int, forward: float, gradient: float, weight: float
@@ -155,7 +155,7 @@ def test_interleaved_schedules_on_equal_stages_are_as_simulated(
 UNEVEN = st.lists(st.tuples(SECONDS, SECONDS, st.floats(0.0, 5.0)), min_size=1, max_size=7)
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(UNEVEN, st.integers(1, 20))
 def test_uneven_gpipe_is_as_simulated(
     stages: list[tuple[float, float, float]], microbatches: int
@@ -168,7 +168,7 @@ def test_uneven_gpipe_is_as_simulated(
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(UNEVEN, st.integers(1, 20))
 def test_1f1b_never_beats_its_lower_bound(
     stages: list[tuple[float, float, float]], microbatches: int
@@ -181,7 +181,7 @@ def test_1f1b_never_beats_its_lower_bound(
     assert least <= simulated(order, forward, backward, transfers=transfers[1:]) + 1e-9
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(UNEVEN, st.integers(1, 20), st.floats(0.5, 3.0))
 def test_1f1b_never_exceeds_its_closed_form_if_backward_goes_with_forward(
     stages: list[tuple[float, float, float]], microbatches: int, ratio: float
@@ -195,7 +195,7 @@ def test_1f1b_never_exceeds_its_closed_form_if_backward_goes_with_forward(
     assert most >= simulated(order, forward, backward, transfers=[0.0] * (len(stages) - 1)) - 1e-9
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=150)
 @given(UNEVEN, st.integers(1, 20))
 def test_transfers_on_demand_are_longer_actions(
     stages: list[tuple[float, float, float]], microbatches: int

@@ -150,7 +150,7 @@ def test_terms_sum_to_the_step(kind: ScheduleKind, per_rank: int, zero: Zero) ->
 counts = st.integers(1, 16)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     pipeline=st.sampled_from((1, 2, 4, 8)),
     microbatches=counts,
@@ -174,7 +174,7 @@ def test_the_bound_of_two_stages_and_two_microbatches_is_four_thirds() -> None:
     assert least_step_seconds(1.0, arrangement) == pytest.approx(4 / 3)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     few=counts, more=counts, kind=st.sampled_from((ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B))
 )
@@ -194,7 +194,7 @@ def test_thousands_of_microbatches_are_predicted_within_milliseconds() -> None:
     stages = [[LAYER] * 8] * 16
     took = []
     for _ in range(5):
-        began = time.perf_counter()
+        began = time.process_time()
         predict(stages, arrangement, cluster, constants=SILENT, model_flops=1)
-        took.append(time.perf_counter() - began)
+        took.append(time.process_time() - began)
     assert min(took) < 5e-3

@@ -31,7 +31,7 @@ from tests.planner.subjects import ZOO_MODELS
 @pytest.fixture(autouse=True)
 def no_runners_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Stop each search as soon as its best plan is proved: others are not looked at here."""
-    monkeypatch.setattr("autopar.planner.plan.search.EXTRA_SECONDS", -1.0)
+    monkeypatch.setattr("autopar.planner.plan.search.EXTRA_NODES", 0)
 
 
 def rule(value: SplitRule | StagePin | RecomputePin) -> Declared:
@@ -339,3 +339,14 @@ def test_stages_follow_each_other_without_a_gap() -> None:
     plan = planned(("t5.py",), choose_cluster(4, "h100-sxm"), pins__pp=4, global_batch=8)
     for before, after in pairwise(plan.stages):
         assert before.first + before.count == after.first
+
+
+def test_the_best_plan_stands_beside_the_next_ones_though_none_of_them_can_be_better(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autopar.planner.plan.search.EXTRA_NODES", 1000)
+    plan = planned(("gpt2.py", "size=124m"), choose_cluster(8, "h100-sxm"), global_batch=64)
+    steps = [plan.prediction.step_seconds, *(one.step_seconds for one in plan.runners_up)]
+    assert len(steps) == 1 + 4
+    assert steps == sorted(steps)
+    assert plan.proof.gap == 0.0

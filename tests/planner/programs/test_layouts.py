@@ -26,7 +26,7 @@ steps = st.builds(
 )
 models = st.builds(small_model, st.lists(steps, min_size=1, max_size=4), st.integers(1, 2))
 many = settings(
-    max_examples=200, deadline=None, derandomize=True,
+    max_examples=200, derandomize=True,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],
 )  # fmt: skip
 
@@ -69,7 +69,7 @@ def test_the_program_finds_what_brute_force_finds(model: SmallModel, batch: int,
         assert front[0].seconds == pytest.approx(within, rel=0.02)
 
 
-@settings(max_examples=15, deadline=None, derandomize=True)
+@settings(max_examples=15, derandomize=True)
 @given(model=models, seed=st.integers(0, 10**6))
 def test_both_solvers_agree(model: SmallModel, seed: int) -> None:
     pricer = _pricer(model, batch=2, seed=seed)
@@ -80,7 +80,7 @@ def test_both_solvers_agree(model: SmallModel, seed: int) -> None:
     assert cbc.seconds == pytest.approx(highs.seconds, rel=1e-5)
 
 
-@settings(max_examples=20, deadline=None, derandomize=True)
+@settings(max_examples=20, derandomize=True)
 @given(model=models, seed=st.integers(0, 10**6))
 def test_the_front_gets_smaller_and_slower(model: SmallModel, seed: int) -> None:
     front = _solved(model, _pricer(model, batch=2, seed=seed), Budget())

@@ -26,8 +26,8 @@ from autopar.planner.programs.stage_problem import (
 )
 from tests.planner.programs.stage_cases import Case, best_by_trying_all, cases
 
-many = settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-some = settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=300, suppress_health_check=[HealthCheck.too_slow])
+some = settings(max_examples=100, suppress_health_check=list(HealthCheck))
 
 NONE = LayerOption(name="none", seconds=3.0, saved_bytes=10, fixed_bytes=20)
 FULL = LayerOption(name="full", seconds=4.0, saved_bytes=1, fixed_bytes=20, transient_bytes=9)

@@ -24,7 +24,7 @@ from autopar.planner.programs.stage_problem import (
 from autopar.planner.programs.stages import decide
 from tests.planner.programs.stage_cases import Case, best_by_trying_all, cases
 
-many = settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+many = settings(max_examples=200, suppress_health_check=list(HealthCheck))
 
 
 def all_intervals(case: Case) -> tuple[StagePricing, IntervalTable, list[Interval]]:
