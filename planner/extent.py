@@ -30,6 +30,8 @@ class Extent:
 
     def at(self, batch: int) -> int:
         """Return the size for one batch."""
+        if self.is_constant:  # by far the most common case
+            return self.coefficients[0] if self.coefficients else 0
         return sum(c * batch**power for power, c in enumerate(self.coefficients))
 
     def __add__(self, other: Extent) -> Extent:
@@ -39,7 +41,7 @@ class Extent:
         return self + other * Extent.of(-1)
 
     def __mul__(self, other: Extent) -> Extent:
-        if self.is_constant and other.is_constant:  # by far the most common case
+        if self.is_constant and other.is_constant:
             return Extent.of(self.at(0) * other.at(0))
         product = [0] * (len(self.coefficients) + len(other.coefficients))
         for i, a in enumerate(self.coefficients):

@@ -8,18 +8,17 @@ from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collective_choice import Collective, collective_seconds
 from autopar.planner.costs.compute import Throughput
 from autopar.planner.costs.elementwise import memory_seconds
-from autopar.planner.layouts import Kind, Layout, Local, conversion
+from autopar.planner.layouts import Conversion, Kind, Layout, Local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Converted:
-    """A tensor on the ranks: its whole bytes, and those of one rank's part before and after.
+    """What happens to a tensor, and the bytes that one rank has of it before and after.
 
     `is_contiguous` where a rank's part is one piece of memory, so that a collective needs no copy.
     """
 
-    produced: Layout
-    needed: Layout
+    step: Conversion
     produced_bytes: int
     needed_bytes: int
     is_contiguous: bool
@@ -44,13 +43,10 @@ def conversion_cost(
     tensor: Converted, *, degree: int, shape: GroupShape, rates: Throughput, has_gradient: bool
 ) -> ConversionCost:
     """Return what turns one layout into another; no gradient flows where none is needed."""
-    step = conversion(tensor.produced, tensor.needed)
-    if step is None or degree == 1:
-        return FREE
-    forward, forward_wire = _seconds(step.forward, tensor, degree, shape, rates)
+    forward, forward_wire = _seconds(tensor.step.forward, tensor, degree, shape, rates)
     if not has_gradient:
         return ConversionCost(forward_seconds=forward, forward_communication_seconds=forward_wire)
-    backward, backward_wire = _seconds(step.backward, tensor, degree, shape, rates)
+    backward, backward_wire = _seconds(tensor.step.backward, tensor, degree, shape, rates)
     return ConversionCost(
         forward_seconds=forward,
         backward_seconds=backward,

@@ -28,7 +28,7 @@ from autopar.planner.costs.split_loss import CROSS_ENTROPY, split_loss_seconds
 from autopar.planner.costs.tensor_sizes import TensorSizes
 from autopar.planner.graph import Graph, Op, Origin, Parameter
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.layouts import Layout
+from autopar.planner.layouts import Layout, conversion
 from autopar.planner.precision import Kernels, Precision, item_bytes
 from autopar.planner.rules.table import rule_of
 
@@ -168,11 +168,11 @@ class Pricer:
         self, tensor: str, produced: Layout, needed: Layout, *, degree: int, shape: GroupShape
     ) -> ConversionCost:
         """Return what a tensor's conversion takes, the collectives' share apart."""
-        if degree == 1 or produced == needed:
+        step = conversion(produced, needed)
+        if step is None or degree == 1:
             return FREE
         converted = Converted(
-            produced=produced,
-            needed=needed,
+            step=step,
             produced_bytes=self.tensor_bytes(tensor, produced, degree),
             needed_bytes=self.tensor_bytes(tensor, needed, degree),
             is_contiguous=all(self.sizes.is_one_piece(tensor, one) for one in (produced, needed)),

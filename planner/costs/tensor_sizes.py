@@ -14,7 +14,7 @@ from autopar.planner.precision import Precision, item_bytes
 
 
 class TensorSizes:
-    """The sizes of one graph's tensors; whole sizes are worked out once."""
+    """The sizes of one graph's tensors; each is worked out once."""
 
     def __init__(self, graph: Graph, axes: Axes, *, batch: int, precision: Precision) -> None:
         self.memory = Memory(graph, precision)
@@ -23,17 +23,21 @@ class TensorSizes:
         self._batch = batch
         self._precision = precision
         self._wholes: dict[str, int] = {}
+        self._parts: dict[tuple[str, Layout, int], int] = {}
 
     def elements(self, name: str, layout: Layout, degree: int) -> int:
         """Return the elements of a tensor on one rank: of its split axis, ⌈size ÷ degree⌉."""
         if layout.kind is not Kind.SPLIT or degree == 1:
             return self._whole(name)
-        return prod(
-            local_size(
-                dim, self._batch, axis=layout.axis if at == layout.dim else "", degree=degree
+        key = name, layout, degree
+        if key not in self._parts:
+            self._parts[key] = prod(
+                local_size(
+                    dim, self._batch, axis=layout.axis if at == layout.dim else "", degree=degree
+                )
+                for at, dim in enumerate(self._dims[name])
             )
-            for at, dim in enumerate(self._dims[name])
-        )
+        return self._parts[key]
 
     def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
         """Return the bytes of a tensor on one rank."""

@@ -1,7 +1,7 @@
 """Searches a tree best first: what has the lowest bound is looked at next, until that is a leaf.
 
-Until there is any leaf, what lies deepest comes first: a search that is stopped early has something
-to show, and one that goes on knows what to beat.
+Until there is any leaf, what lies deepest comes first, unless its bound is far from the lowest: a
+search that is stopped early has something to show, and one that goes on knows what to beat.
 
 A node's bound never exceeds the value of any leaf below it, so the first leaf that comes to the top
 is the best one, and what is still waiting is pruned by its bound. Ties go to the simpler leaf, so
@@ -15,6 +15,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import count
 from typing import Generic, TypeVar
+
+_FAR = 1.25  # times the lowest bound: nothing good comes of diving there
 
 Item = TypeVar("Item")
 Leaf = TypeVar("Leaf")
@@ -92,7 +94,7 @@ def best_first(
         if is_late():
             is_complete = bool(passed)
             break
-        if found or not dive:
+        if found or not dive or dive[0][1] > _FAR * queue[0][0]:
             _, _, _, number, top = heapq.heappop(queue)
             if isinstance(top, Found):
                 passed.append(top)

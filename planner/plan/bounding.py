@@ -2,68 +2,42 @@
 
 from __future__ import annotations
 
-from collections import Counter
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 from autopar.planner.annotate import state_of
 from autopar.planner.costs.memory import layer_state_bytes, layer_unsharded_bytes
-from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rank_groups import rank_groups
 from autopar.planner.plan.bottleneck import (
     Block,
     Places,
     Room,
     StageRoom,
-    block,
     least_bottleneck_seconds,
-    least_layer_seconds,
     places,
 )
 from autopar.planner.plan.constraints import Objective
 from autopar.planner.plan.costing import Inside, Modes
+from autopar.planner.plan.layout_facts import LayoutFacts, facts_of, of_any
 from autopar.planner.plan.least import LeastLayers, least_layers
 from autopar.planner.plan.questions import Questions, inside_of
 from autopar.planner.plan.relaxed_memory import (
-    Ladder,
     activation_budget_bytes,
     in_flight_by_rank,
-    ladder,
     least_recompute_seconds,
     lightest,
 )
-from autopar.planner.plan.step_bound import Ends, Pressed, StepBound, Totals
+from autopar.planner.plan.step_bound import Pressed, StepBound
 from autopar.planner.plan.whole_layers import find_places
 from autopar.planner.programs.stage_shares import shares_of
 
-_ENDLESS = 1e30  # bytes
+Rooms = tuple[tuple[StageRoom, ...], ...]  # of the stages of each rank
+
+_ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
 _MOST_WHOLE = 64  # layers of a rank: of more, it matters little that they are whole
 _NEVER = Pressed(
     recompute_seconds=float("inf"), bottleneck_seconds=float("inf"), places=Places(ranks=())
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class LayoutFacts:
-    """What the bounds need to know of one layout solution."""
-
-    totals: Totals
-    ladder: Ladder
-    block: Block
-    ends: Ends
-    repeated: LayerCost  # one of the block's layers
-    kinds: tuple[tuple[Modes, int], ...]  # of layers, each with its number
-
-    def state_bytes(self, arrangement: Arrangement) -> int:
-        """Return the state of all layers, as ZeRO divides it."""
-        return sum(
-            number * layer_state_bytes(modes[Recompute.NONE], arrangement)
-            for modes, number in self.kinds
-        )
-
-    def least_alone_bytes(self, arrangement: Arrangement) -> int:
-        """Return what some layer needs at least, were it alone on its rank."""
-        return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
 
 
 class Bounds:
@@ -76,8 +50,9 @@ class Bounds:
         self.held = state_of(subject.graph.parameters, self.costing.precision)
         self._least: dict[tuple[int, int], tuple[LeastLayers, ...]] = {}
         self._facts: dict[Inside, LayoutFacts] = {}
+        self._of_any: dict[Inside, LayoutFacts] = {}
         self._bottlenecks: dict[tuple[Block, Room], float] = {}
-        self._rooms_shared: dict[tuple[Arrangement, int], tuple[tuple[StageRoom, ...], ...]] = {}
+        self._rooms_shared: dict[tuple[Arrangement, int], Rooms] = {}
 
     def of_point(self, point: Arrangement) -> float:
         """Return what no variant of a point beats, whatever the layouts."""
@@ -103,24 +78,38 @@ class Bounds:
         """Return what no choice of stages and layouts beats, had every rank endless memory."""
         if self.objective is Objective.MEMORY:
             return float(self.least_memory(arrangement))
-        return self._of_layouts(arrangement, 0, limited=False)
+        return self._bound(arrangement, self.of_any(arrangement), None)
+
+    def within_memory(self, arrangement: Arrangement) -> float:
+        """Return what no choice beats, whatever the layouts; infinite where none can fit."""
+        rooms = self._rooms_together(arrangement)
+        best = self._bound(arrangement, self.of_any(arrangement), rooms)
+        return self._of_objective(arrangement, best)
 
     def of_variant(self, arrangement: Arrangement) -> float:
-        """Return what no choice of stages and layouts beats; infinite where none can fit."""
+        """Return what no choice of stages beats in the layouts there are; infinite: none fits."""
+        facts = self.facts(arrangement, 0)
         best = self.of_solution(arrangement, 0)
         # The fastest layouts are so for what they compute, not for what ZeRO-2 and 3 send of them.
         is_sent = arrangement.zero >= Zero.GRADIENTS and arrangement.tensor > 1
-        if is_sent or best > self._of_layouts(arrangement, 0, limited=False):
+        if is_sent or best > self._bound(arrangement, facts, None):
             solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
             others = range(1, len(solutions))
             best = min([best, *(self.of_solution(arrangement, number) for number in others)])
-        if self.objective is Objective.MEMORY and best < float("inf"):
-            return float(self.least_memory(arrangement))
-        return best
+        else:  # memory does not press here, but may where stages are whole
+            best = min(best, self.without_memory(arrangement))
+        return self._of_objective(arrangement, best)
 
     def of_solution(self, arrangement: Arrangement, solution: int) -> float:
         """Return what no choice of stages beats in one of the layouts; infinite: none fits."""
-        return self._of_layouts(arrangement, solution, limited=True)
+        rooms = self._rooms(arrangement, solution)
+        return self._bound(arrangement, self.facts(arrangement, solution), rooms)
+
+    def _of_objective(self, arrangement: Arrangement, least_seconds: float) -> float:
+        """Return what the objective makes of it, infinite as it may be."""
+        if self.objective is Objective.MEMORY and least_seconds < float("inf"):
+            return float(self.least_memory(arrangement))
+        return least_seconds
 
     def excludes(self, arrangement: Arrangement, solution: int, seconds: float) -> bool:
         """Return whether no choice of stages in one of the layouts can take less than some seconds.
@@ -132,8 +121,7 @@ class Bounds:
             return False
         groups = rank_groups(self.costing.cluster, arrangement)
         step = StepBound(arrangement, groups, self.questions.constants, facts.totals)
-        size = self.questions.most_bytes(arrangement)
-        room = self._room(arrangement, facts, self._rooms(arrangement, solution, size))
+        room = self._room(arrangement, facts, self._rooms(arrangement, solution))
         return not find_places(
             step.shared(facts.block),
             room,
@@ -142,45 +130,33 @@ class Bounds:
             within_seconds=seconds,
         )
 
-    def _of_layouts(self, arrangement: Arrangement, solution: int, *, limited: bool) -> float:
-        """Return the bound of a step for one layout solution, within the memory or without it."""
-        facts = self.facts(arrangement, solution)
+    def _bound(self, arrangement: Arrangement, facts: LayoutFacts, rooms: Rooms | None) -> float:
+        """Return the bound of a step in some layouts, within the memory or, None, without it."""
         constants = self.questions.constants
         groups = rank_groups(self.costing.cluster, arrangement)
         step = StepBound(arrangement, groups, constants, facts.totals)
-        shared = step.shared(facts.block)
-        pressed = self._pressed(arrangement, solution, facts, shared, limited=limited)
+        pressed = self._pressed(arrangement, facts, step.shared(facts.block), rooms)
         return float("inf") if pressed is _NEVER else step.seconds(pressed, facts.block)
 
     def _pressed(
-        self,
-        arrangement: Arrangement,
-        solution: int,
-        facts: LayoutFacts,
-        shared: Block,
-        *,
-        limited: bool,
+        self, arrangement: Arrangement, facts: LayoutFacts, shared: Block, rooms: Rooms | None
     ) -> Pressed:
         """Return the least time of recomputing and of the slowest rank, within the memory or not.
 
         The one stage of no pipeline has the transient memory of every layer in it.
         """
         again, margin = 0.0, self.questions.constants.margin
-        transient = _transient_bytes(arrangement, facts)
-        endless = (StageRoom(in_flight=1, size_bytes=_ENDLESS),)
-        rooms: tuple[tuple[StageRoom, ...], ...] = (endless,) * arrangement.pipeline
-        if limited:
+        if rooms is not None:
             size = self.questions.most_bytes(arrangement)
             if facts.least_alone_bytes(arrangement) * (1.0 + margin) > size:
                 return _NEVER
             budget = activation_budget_bytes(
                 arrangement,
-                rank_bytes=size / (1.0 + margin) - transient,
+                rank_bytes=size / (1.0 + margin) - facts.transient_bytes(arrangement),
                 state_bytes=facts.state_bytes(arrangement),
             )
             again = least_recompute_seconds(facts.ladder, budget)
-            rooms = self._rooms(arrangement, solution, size)
-        room = self._room(arrangement, facts, rooms)
+        room = self._room(arrangement, facts, rooms or _ENDLESS * arrangement.pipeline)
         slowest = self._bottleneck(shared, room)
         if max(again, slowest) == float("inf"):
             return _NEVER
@@ -188,35 +164,31 @@ class Bounds:
             recompute_seconds=again, bottleneck_seconds=slowest, places=places(shared, room)
         )
 
-    def _room(
-        self,
-        arrangement: Arrangement,
-        facts: LayoutFacts,
-        ranks: tuple[tuple[StageRoom, ...], ...],
-    ) -> Room:
+    def _room(self, arrangement: Arrangement, facts: LayoutFacts, ranks: Rooms) -> Room:
         return Room(
             ranks=ranks,
             state_bytes=layer_state_bytes(facts.repeated, arrangement),
             unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
-            transient_bytes=_transient_bytes(arrangement, facts),
+            transient_bytes=facts.transient_bytes(arrangement),
             margin=self.questions.constants.margin,
         )
 
-    def _rooms(
-        self, arrangement: Arrangement, solution: int, size: int
-    ) -> tuple[tuple[StageRoom, ...], ...]:
+    def _rooms(self, arrangement: Arrangement, solution: int) -> Rooms:
         """Return the memory of the stages of each rank; several divide it as the solver does."""
         if arrangement.stages_per_rank == 1:
-            in_flight = in_flight_by_rank(arrangement)
-            return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
+            return self._rooms_together(arrangement)
         key = arrangement, solution
         if key not in self._rooms_shared:
             self._rooms_shared[key] = self._shared_rooms(arrangement, solution)
         return self._rooms_shared[key]
 
-    def _shared_rooms(
-        self, arrangement: Arrangement, solution: int
-    ) -> tuple[tuple[StageRoom, ...], ...]:
+    def _rooms_together(self, arrangement: Arrangement) -> Rooms:
+        """Return the memory of each rank as if all its stages were the one that holds least."""
+        size = self.questions.most_bytes(arrangement)
+        in_flight = in_flight_by_rank(arrangement)
+        return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
+
+    def _shared_rooms(self, arrangement: Arrangement, solution: int) -> Rooms:
         choices, limits = self.questions.asked(arrangement, solution)
         shares = shares_of(choices, limits)
         rooms: list[list[StageRoom]] = [[] for _ in range(arrangement.pipeline)]
@@ -253,53 +225,19 @@ class Bounds:
         """Return what the bounds need to know of one layout solution, at its least anywhere."""
         inside = inside_of(arrangement, solution)
         if inside not in self._facts:
-            row = lightest([self.costing.rows(inside, device) for device in self.devices])
-            numbers = Counter(map(id, row))
-            kinds = {id(modes): modes for modes in row}
-            repeated = kinds[max(numbers, key=lambda one: numbers[one])]
-            self._facts[inside] = LayoutFacts(
-                totals=_totals([modes[Recompute.NONE] for modes in row]),
-                ladder=ladder(row),
-                block=block(row),
-                ends=_ends(row, repeated),
-                repeated=repeated[Recompute.NONE],
-                kinds=tuple((kinds[one], number) for one, number in numbers.items()),
-            )
+            self._facts[inside] = facts_of(self._row(inside))
         return self._facts[inside]
 
+    def of_any(self, arrangement: Arrangement) -> LayoutFacts:
+        """Return what no layout solution has less of, at its least anywhere."""
+        degree, fastest = arrangement.tensor, inside_of(arrangement, 0)
+        if degree == 1:
+            return self.facts(arrangement, 0)
+        if fastest not in self._of_any:
+            unsplit = self._row(replace(fastest, tensor=1))
+            row = of_any(self._row(fastest), unsplit, degree=degree)
+            self._of_any[fastest] = facts_of(row)
+        return self._of_any[fastest]
 
-def _transient_bytes(arrangement: Arrangement, facts: LayoutFacts) -> int:
-    """Return what every stage has at least: the one of no pipeline has every layer in it."""
-    return facts.ladder.transient_bytes if arrangement.pipeline == 1 else 0
-
-
-def _ends(row: Sequence[Modes], repeated: Modes) -> Ends:
-    is_repeated = [modes is repeated for modes in row]
-    leading, trailing = is_repeated.index(True), is_repeated[::-1].index(True)
-    return Ends(
-        leading=leading,
-        trailing=trailing,
-        between=is_repeated.count(False) - leading - trailing,
-        first_seconds=least_layer_seconds(row[0]) if leading else 0.0,
-        last_seconds=least_layer_seconds(row[-1]) if trailing else 0.0,
-    )
-
-
-def _alone_bytes(modes: Modes, arrangement: Arrangement) -> int:
-    plain = modes[Recompute.NONE]
-    held = layer_state_bytes(plain, arrangement) + layer_unsharded_bytes(plain, arrangement)
-    return held + min(one.saved_bytes + one.transient_bytes for one in modes.values())
-
-
-def _totals(plain: Sequence[LayerCost]) -> Totals:
-    return Totals(
-        forward_seconds=sum(one.forward_seconds for one in plain),
-        backward_seconds=sum(one.backward_seconds for one in plain),
-        input_gradient_seconds=sum(
-            one.backward_seconds - one.weight_gradient_seconds for one in plain
-        ),
-        parameter_bytes=sum(one.parameter_bytes for one in plain),
-        gradient_bytes=sum(one.gradient_bytes for one in plain),
-        trainable=sum(one.trainable for one in plain),
-        least_output_bytes=min((one.output_bytes for one in plain[:-1]), default=0),
-    )
+    def _row(self, inside: Inside) -> tuple[Modes, ...]:
+        return lightest([self.costing.rows(inside, device) for device in self.devices])

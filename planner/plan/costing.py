@@ -23,9 +23,10 @@ from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
 from autopar.planner.layouts import Layout, OpLayout
 from autopar.planner.programs.layout_building import Place
+from autopar.planner.programs.layout_edges import structure_of
 from autopar.planner.programs.layout_rules import LayoutRules
 from autopar.planner.programs.layouts import Budget, LayoutProgram, LayoutSolution
-from autopar.planner.programs.slots import find_slots, own_layouts
+from autopar.planner.programs.slots import own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
 Modes = Mapping[Recompute, LayerCost]
@@ -72,7 +73,7 @@ class Costing:
         self.rules = rules
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
-        self.slots = find_slots(subject.graph, subject.axes, subject.layers)
+        self.structure = structure_of(subject.graph, subject.axes, subject.layers)
         self._pricers: dict[tuple[int, Device], Pricer] = {}
         self._programs: dict[tuple[int, int], LayoutProgram] = {}
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
@@ -136,7 +137,7 @@ class Costing:
                 shape=self.tensor_shape(tensor),
                 rules=self.rules,
                 microbatches=1,
-                slots=self.slots,
+                structure=self.structure,
             )
             self._programs[key] = LayoutProgram(place, _BUDGET)
         return self._programs[key]
@@ -195,7 +196,7 @@ class Costing:
 
     def _own(self, solution: LayoutSolution, layer: Layer) -> tuple[OpLayout, ...]:
         """Return the layouts of a layer's ops in the axes of its own tensors."""
-        return own_layouts(solution.layouts, layer, self.subject.axes, self.slots)
+        return own_layouts(solution.layouts, layer, self.subject.axes, self.structure.slots)
 
 
 def parameters_of(layer: Layer, parameters: Mapping[str, Layout]) -> frozenset[str]:

@@ -41,12 +41,12 @@ class Shared:
     @property
     def other_parameter_bytes(self) -> int:
         """Of the layers that are not among the equal ones."""
-        return self.parameter_bytes - self.count * self.each_parameter_bytes
+        return max(0, self.parameter_bytes - self.count * self.each_parameter_bytes)
 
     @property
     def other_gradient_bytes(self) -> int:
         """Of the layers that are not among the equal ones."""
-        return self.gradient_bytes - self.count * self.each_gradient_bytes
+        return max(0, self.gradient_bytes - self.count * self.each_gradient_bytes)
 
 
 class DataBound:

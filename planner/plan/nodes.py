@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
+from enum import IntEnum
 
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedule import ScheduleKind
@@ -16,16 +17,21 @@ class Point:
     arrangement: Arrangement
 
 
+class Pressure(IntEnum):
+    """What the bound of a variant knows of memory, each one sharper and slower than the last."""
+
+    NONE = 0  # as if it were endless
+    OF_ANY = 1  # what any layouts need at least
+    OF_LAYOUTS = 2  # what those need that there are
+
+
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A whole arrangement, the stages still open; `thriftier` ones can only be better in memory.
-
-    The bound of a pressed one knows what memory costs.
-    """
+    """A whole arrangement, the stages still open; `thriftier` ones can only be better in memory."""
 
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
-    is_pressed: bool = False
+    pressure: Pressure = Pressure.NONE
 
     @property
     def family(self) -> tuple[Arrangement, ...]:

@@ -3,8 +3,9 @@
     degrees × microbatch            bounded by ops split in their fastest way, communicating freely
       └ the fastest layouts are solved, then: schedule × stages per rank × ZeRO × shard
                                     bounded by the layers as laid out, gathering, reducing, updating
-          └ layouts that need less memory are solved where memory presses
-                                    bounded also by what has to be computed again
+          └ memory presses          bounded also by what any layouts have to compute again
+            └ layouts that need less memory are solved
+                                    bounded also by what these have to compute again
               └ stages are solved   an exact prediction
 
 The first prediction that no bound undercuts is the best there is in this space.
@@ -40,7 +41,7 @@ from autopar.planner.plan.constraints import (
 from autopar.planner.plan.costing import Costing, Subject, model_flops
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.demands import choices_of, demands_of, layout_rules
-from autopar.planner.plan.nodes import Item, Point, Variant, families, simplicity
+from autopar.planner.plan.nodes import Item, Point, Pressure, Variant, families, simplicity
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.questions import Questions
 from autopar.planner.plan.refusal import nothing_runs, too_large, too_late
@@ -51,7 +52,7 @@ from autopar.planner.plan.words import arrangement_words, degrees_words
 ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
 MOST_RUNNERS_UP = 4
 _ENDLESS_BYTES = 1 << 60
-EXTRA_NODES = 12  # to look at for runners-up, once the best is proved
+EXTRA_NODES = 18  # to look at for runners-up, once the best is proved
 
 
 Searched = Outcome[Item, Candidate]
@@ -221,33 +222,34 @@ class Explorer:
         if isinstance(item, Point):
             self.report(f"laying out {degrees_words(item.arrangement)}")
             grouped = families(self.allowed_variants(item.arrangement))
-            return [self._free(Variant(first, tuple(rest))) for first, *rest in grouped]
-        if not item.is_pressed:
-            return self._pressed(item)
+            return [one for family in grouped for one in self._bounded(family, Pressure.NONE)]
+        if item.pressure is not Pressure.OF_LAYOUTS:
+            return self._bounded(item.family, Pressure(item.pressure + 1))
         self.report(f"solving {arrangement_words(item.arrangement)}")
         found = self.solve(item.arrangement)
         if found and not recomputes(found[0].leaf) and self.objective is not Objective.MEMORY:
             return found
         left = item.thriftier
-        return [*found, *(node for one in left for node in self._pressed(Variant(one)))]
+        return [*found, *(node for one in left for node in self._bounded([one], Pressure.OF_ANY))]
 
-    def _free(self, item: Variant) -> Node[Item]:
-        """Return the node of a variant, bounded as if memory were endless."""
-        bound = min(map(self.bounds.without_memory, item.family))
-        return Node(bound=bound, rank=simplicity(item.arrangement), item=item)
-
-    def _pressed(self, item: Variant) -> list[Node[Item]]:
-        """Return what of a variant's family memory does not rule out, bounded within it."""
-        bounds = {one: self.bounds.of_variant(one) for one in item.family}
-        possible = [one for one in item.family if bounds[one] < float("inf")]
-        ruled_out = [one for one in item.family if bounds[one] == float("inf")]
-        self.infeasible += len(ruled_out)
+    def _bounded(self, family: Sequence[Arrangement], pressure: Pressure) -> list[Node[Item]]:
+        """Return what of a family memory does not rule out, bounded under a pressure."""
+        if pressure is Pressure.OF_ANY and family[0].tensor == 1:
+            pressure = Pressure.OF_LAYOUTS  # there is one way not to split anything
+        bound_of = {
+            Pressure.NONE: self.bounds.without_memory,
+            Pressure.OF_ANY: self.bounds.within_memory,
+            Pressure.OF_LAYOUTS: self.bounds.of_variant,
+        }[pressure]
+        bounds = {one: bound_of(one) for one in family}
+        possible = [one for one in family if bounds[one] < float("inf")]
+        self.infeasible += len(family) - len(possible)
         if not possible:
             return []
         first, *rest = possible
         bound = min(bounds[one] for one in possible)
-        pressed = Variant(first, tuple(rest), is_pressed=True)
-        return [Node(bound=bound, rank=simplicity(first), item=pressed)]
+        item = Variant(first, tuple(rest), pressure)
+        return [Node(bound=bound, rank=simplicity(first), item=item)]
 
     def solve(self, arrangement: Arrangement) -> list[Found[Candidate]]:
         """Return the best candidate of an arrangement, if there is one."""

@@ -14,13 +14,12 @@ from autopar.planner.graph import Graph, Op, Origin
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
 from autopar.planner.programs.conversions import Conversions
-from autopar.planner.programs.layout_edges import Need, count_needs, number_nodes
+from autopar.planner.programs.layout_edges import Need, Structure, structure_of
 from autopar.planner.programs.layout_keeps import keeps_of
 from autopar.planner.programs.layout_problem import Choice, Demand, Node, Problem, Source
 from autopar.planner.programs.layout_reach import Edge, reachable
 from autopar.planner.programs.layout_rules import LayoutRules, permitted
 from autopar.planner.programs.pricing import Pricer
-from autopar.planner.programs.slots import Slots, find_slots
 from autopar.planner.programs.strategies import strategies
 
 # A sum after the step is never dearer than one in every microbatch: where they cost alike it wins.
@@ -41,7 +40,7 @@ class Place:
     shape: GroupShape
     rules: LayoutRules
     microbatches: int
-    slots: Slots | None = None  # where the caller has found them already
+    structure: Structure | None = None  # where the caller has found it already
 
     @property
     def batch(self) -> int:
@@ -57,12 +56,12 @@ def build_problem(place: Place) -> Problem:
 class _Builder:
     def __init__(self, place: Place) -> None:
         self.place, self.graph, self.axes = place, place.graph, place.axes
-        self.slots = place.slots or find_slots(place.graph, place.axes, place.layers)
+        structure = place.structure or structure_of(place.graph, place.axes, place.layers)
+        self.slots, self.numbering = structure.slots, structure.numbering
+        self.needs = structure.needs
         self.conversions = Conversions(place.graph, place.axes, batch=place.batch)
         self.given = _given(place.graph)
         self.written = frozenset(b.name for b in place.graph.buffers if b.updated)
-        self.numbering = number_nodes(place.layers)
-        self.needs = count_needs(place.graph, place.layers, self.slots, self.numbering)
         self.members: dict[str, list[str]] = defaultdict(list)
         for name, slot in self.slots.tensors.items():
             self.members[slot].append(name)
@@ -216,8 +215,9 @@ class _Builder:
             made = {c.gives[need.producer[1]] for c in nodes[need.producer[0]].choices}
         wanted = {c.needs[k] for node, k in need.consumers for c in nodes[node].choices}
         wanted |= set(sources[crosses].layouts) if need.leaves else set()
+        own = {one: self.slots.own(one, tensor, self.axes) for one in made | wanted | {WHOLE}}
         seconds = {
-            (a, b): self._seconds(tensor, a, b)
+            (a, b): self._seconds(tensor, own[a], own[b])
             for a in sorted(made, key=str)
             for b in sorted(wanted or {WHOLE}, key=str)
             if edge.reaches(a, b)
@@ -228,12 +228,10 @@ class _Builder:
         )  # fmt: skip
 
     def _seconds(self, tensor: str, produced: Layout, needed: Layout) -> float:
-        if produced == needed:
-            return 0.0
+        """Return both passes' of a conversion between two of a tensor's own layouts."""
         place = self.place
-        own = [self.slots.own(layout, tensor, self.axes) for layout in (produced, needed)]
         return sum(
-            place.pricer.conversion_seconds(tensor, own[0], own[1], place.degree, place.shape)
+            place.pricer.conversion_seconds(tensor, produced, needed, place.degree, place.shape)
         )
 
     def _bytes(self, tensor: str, layout: Layout) -> int:

@@ -6,9 +6,10 @@ from collections import Counter, defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from autopar.planner.axes.infer import Axes
 from autopar.planner.graph import Graph, Op
 from autopar.planner.layers import Layer, Layers
-from autopar.planner.programs.slots import Slots
+from autopar.planner.programs.slots import Slots, find_slots
 
 Ends = tuple[tuple[int, int], ...]
 
@@ -35,6 +36,22 @@ class Numbering:
     classes: tuple[int, ...]
     counts: tuple[int, ...]
     first: tuple[int, ...]  # node of each class
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """Where the layouts of a graph are chosen, whatever the degree and the batch."""
+
+    slots: Slots
+    numbering: Numbering
+    needs: Mapping[Need, tuple[str, int]]  # each with a tensor, and in how many layers
+
+
+def structure_of(graph: Graph, axes: Axes, layers: Layers) -> Structure:
+    """Return the structure of a graph."""
+    slots, numbering = find_slots(graph, axes, layers), number_nodes(layers)
+    needs = count_needs(graph, layers, slots, numbering)
+    return Structure(slots=slots, numbering=numbering, needs=needs)
 
 
 def number_nodes(layers: Layers) -> Numbering:

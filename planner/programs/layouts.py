@@ -14,12 +14,12 @@ from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import OpLayout, ParameterLayout
 from autopar.planner.programs.layout_building import Place, build_problem
-from autopar.planner.programs.layout_edges import crossing_tensors
+from autopar.planner.programs.layout_edges import crossing_tensors, structure_of
 from autopar.planner.programs.layout_model import LayoutModel, Weights
 from autopar.planner.programs.layout_problem import Assignment, Problem, totals
 from autopar.planner.programs.layout_rules import FREE, LayoutRules, check_rules
 from autopar.planner.programs.pricing import Pricer
-from autopar.planner.programs.slots import Slots, find_slots
+from autopar.planner.programs.slots import Slots
 from autopar.planner.programs.solver import (
     Infeasible,
     SolverName,
@@ -110,8 +110,9 @@ class LayoutProgram:
     ) -> None:
         check_rules(place.rules, place.graph, place.axes, place.layers)
         self._place = place
-        self._slots = place.slots or find_slots(place.graph, place.axes, place.layers)
-        self._problem = build_problem(replace(place, slots=self._slots))
+        structure = place.structure or structure_of(place.graph, place.axes, place.layers)
+        self._slots = structure.slots
+        self._problem = build_problem(replace(place, structure=structure))
         self._front = Front(
             self._problem, budget, time_limit_seconds=time_limit_seconds, solver=solver
         )

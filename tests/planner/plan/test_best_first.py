@@ -61,9 +61,16 @@ def test_the_first_leaf_comes_after_as_many_steps_as_the_tree_is_deep() -> None:
     """Though a hundred other nodes have lower bounds than its own."""
     leaf: Tree = (40.0, ())
     deep: Tree = (40.0, ((0.0, (leaf,)),))
-    others: tuple[Tree, ...] = tuple((20.0, ((0.0, (leaf,)),)) for _ in range(100))
+    others: tuple[Tree, ...] = tuple((5.0, ((0.0, (leaf,)),)) for _ in range(100))
     looks = iter([False] * 3 + [True] * 100)
     outcome = best_first([_node((0.0, (deep, *others)))], _expand, is_late=lambda: next(looks))
+    assert [one.value for one in outcome.found] == [40.0]
+
+
+def test_a_way_down_is_left_where_its_bound_is_far_from_the_lowest() -> None:
+    good: Tree = (4.0, ((0.0, ((40.0, ()),)),))
+    bad: Tree = (64.0, ((0.0, ((100.0, ()),)),))  # looks as good at first: 36
+    outcome = best_first([_node((0.0, (bad, good)))], _expand)
     assert [one.value for one in outcome.found] == [40.0]
 
 
