@@ -27,6 +27,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.initial_weights": "Recipe record",
         "autopar.runtime.layer_names": "named numbered",
         "autopar.runtime.loss": "loss_in loss_scales mean_loss scale_loss weighed",
+        "autopar.runtime.loss_scaling": "LossScale",
         "autopar.runtime.mesh": "Axis Mesh start stop",
         "autopar.runtime.model_parts": ("Crossing StagePart names_of submodules take_classes"),
         "autopar.runtime.model_source": "note_changes",

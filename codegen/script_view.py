@@ -36,6 +36,11 @@ class ScriptView:
     shards: bool
     summed: bool
     ties: bool
+    scales_loss: bool  # fp16
+    scaling: Source  # of the losses of a pipeline
+    step_arguments: Source  # of train_step, before the microbatches
+    clipping: Source
+    dtypes: Source
     waits_for_last: Source  # microbatch: a remark that says what does
     has_dataset: bool
     has_optimizer: bool

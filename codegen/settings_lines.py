@@ -12,11 +12,13 @@ from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.words import unit_word
 from autopar.planner.precision import Precision
 
-DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16"}
+_HALF_WORDS = "of weights and activations; gradients and optimizer are fp32; --dtype"
 _DTYPE_WORDS = {
     Precision.FP32: "of weights, activations and gradients; --dtype",
-    Precision.BF16: "of weights and activations; gradients and optimizer are fp32; --dtype",
+    Precision.BF16: _HALF_WORDS,
+    Precision.FP16: _HALF_WORDS,
 }
+DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
 _ZERO_WORDS = {
     Zero.NONE: "every data rank holds whole parameters, gradients and optimizer states",
     Zero.OPTIMIZER: "optimizer states are shared out over the data ranks of a shard",
@@ -51,10 +53,25 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     yield Setting("SEED", literal(0), "of weights, order of the data and dropout")
     precision = plan.arrangement.precision
     yield Setting("DTYPE", literal(DTYPES[precision]), _DTYPE_WORDS[precision])
+    if scales_loss(plan):
+        yield Setting("LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows")
+        yield Setting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")
     yield Setting("LOG_EVERY", literal(10), "steps; --log-every")
     if synchronises_batch_norms(plan):
         meaning = "over all data ranks, as one device would; False: on each"
         yield Setting("SYNC_BATCH_NORM", literal(True), meaning)
+
+
+def scales_loss(plan: Plan) -> bool:
+    """Whether gradients would be too small for their type: fp16 ends at 6e-8."""
+    return plan.arrangement.precision is Precision.FP16
+
+
+def dtypes(plan: Plan) -> Source:
+    """Return what --dtype takes; float16 only where the loss is scaled."""
+    names = ("float16" if scales_loss(plan) else "bfloat16", "float32", "float64")
+    known = ", ".join(f"{literal(name)}: torch.{identifier(name)}" for name in names)
+    return Source(f"DTYPES = {{{known}}}")
 
 
 def synchronises_batch_norms(plan: Plan) -> bool:

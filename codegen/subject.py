@@ -83,10 +83,15 @@ def model_spec(plan: Plan, folder: Path) -> str:
 def _model_file(plan: Plan, folder: Path) -> ModelFile:
     arguments = [f"{key}={value}" for key, value in plan.model.arguments]
     file = load_model_file(model_spec(plan, folder), arguments)
-    if source_hash(file.path) != plan.model.source_hash:
+    check_unchanged(plan, file.path)
+    return file
+
+
+def check_unchanged(plan: Plan, path: Path) -> None:
+    """Refuse a model file that is not the one of the plan."""
+    if source_hash(path) != plan.model.source_hash:
         raise ChangedModelError(
             "the model file, or one that it imports, has changed since it was planned for",
-            where=str(file.path),
+            where=str(path),
             fix="plan again with `autopar plan`",
         )
-    return file

@@ -19,6 +19,7 @@ from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.plan import Plan
 
 LAST_LINES = 15  # of what a failed script printed
+PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
 STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
 
 
@@ -39,14 +40,21 @@ def verify(plan: Plan, folder: Path, *, steps: int) -> Comparison:
 
 
 def check_fits(plan: Plan, memory_bytes: int) -> None:
-    """Refuse a model that one process could not train in the memory of this machine."""
+    """Refuse what this machine has no memory for: one process' training, or so many processes."""
     needed_bytes = STATE_BYTES * plan.model.parameters
     if needed_bytes > memory_bytes:
         raise InputError(
             f"one process would need {bytes_text(needed_bytes)} to train {plan.model.name} in "
             f"float64, and this machine has {bytes_text(memory_bytes)}",
-            fix="plan a small model of the same kind (--arg, see its build_model) with the same "
-            "degrees (--pin), and verify that",
+            fix="verify a small model of the same file under the same degrees: "
+            "autopar verify PLAN --arg layers=… (see its build_model)",
+        )
+    ranks = plan.arrangement.ranks
+    if ranks * PROCESS_BYTES > memory_bytes:
+        raise InputError(
+            f"the script would run in {ranks:,} processes here, of {bytes_text(PROCESS_BYTES)} "
+            f"each, and this machine has {bytes_text(memory_bytes)}",
+            fix="plan for fewer data ranks (--pin dp=2), and verify that",
         )
 
 

@@ -14,7 +14,14 @@ from autopar.codegen.parameter_tables import parameter_tables
 from autopar.codegen.python_text import Source, call, identifier, literal, table
 from autopar.codegen.script_prose import docstring
 from autopar.codegen.script_view import ScriptView
-from autopar.codegen.settings_lines import lines, planned, settings_of, synchronises_batch_norms
+from autopar.codegen.settings_lines import (
+    dtypes,
+    lines,
+    planned,
+    scales_loss,
+    settings_of,
+    synchronises_batch_norms,
+)
 from autopar.codegen.stage_tables import StageTables, stage_tables
 from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Arrangement, Zero
@@ -57,6 +64,13 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         shards=plan.arrangement.zero > Zero.NONE,
         summed=bool(parameters.summed),
         ties=bool(stages.ties),
+        scales_loss=scales_loss(plan),
+        scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
+        step_arguments=Source(
+            "model, optimizer, loss_scale" if scales_loss(plan) else "model, optimizer"
+        ),
+        clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
+        dtypes=dtypes(plan),
         waits_for_last=Source(_waits_for_last(plan.arrangement)),
         has_dataset=plan.model.has_dataset,
         has_optimizer=plan.model.has_optimizer,
@@ -172,6 +186,14 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield "compress=COMPRESS"
     if synchronises_batch_norms(plan):
         yield "sync_batch_norm=SYNC_BATCH_NORM"
+
+
+def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
+    """Return the call that clips the gradients."""
+    parts = "model.parts" if _is_pipelined(plan) else "[model]"
+    split = "split" if has_splits or _is_pipelined(plan) else "frozenset()"
+    tied = ", tied=tied.not_owned" if has_ties else ""
+    return Source(f"clip_by_global_norm({parts}, CLIP_NORM, mesh, split={split}{tied})")
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:

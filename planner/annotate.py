@@ -80,8 +80,8 @@ class Annotation:
 def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
     """Return what parameters, gradients and AdamW occupy.
 
-    fp32: 4 bytes, 4 of gradient, 8 of moments. bf16: 2 bytes, 4 of fp32 gradient, 4 of master
-    weight and 8 of moments. Frozen parameters have neither gradient nor optimizer state.
+    fp32: 4 bytes, 4 of gradient, 8 of moments. bf16, fp16: 2 bytes, 4 of fp32 gradient, 4 of
+    master weight and 8 of moments. Frozen parameters have neither gradient nor optimizer state.
     """
     weights = gradients = optimizer = 0
     for parameter in parameters:

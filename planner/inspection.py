@@ -6,12 +6,15 @@ from collections import Counter
 from dataclasses import dataclass
 from math import prod
 
-from autopar.planner.annotate import Annotation, Precision, State, Work, annotate, state_of
+from autopar.planner.annotate import Annotation, State, Work, annotate, state_of
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.axes.terms import leaves
 from autopar.planner.graph import Graph, Parameter
 from autopar.planner.layers import Layers, find_layers
+from autopar.planner.precision import Precision
 from autopar.planner.rules.table import has_rule
+
+SHOWN = (Precision.FP32, Precision.BF16)  # fp16 takes what bf16 takes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -106,9 +109,7 @@ def inspect_graph(graph: Graph, *, model: str, batch: int) -> Inspection:
     """Return what is worth telling of a traced model."""
     axes = infer_axes(graph)
     layers = find_layers(graph, axes)
-    fp32, bf16 = (
-        annotate(graph, axes, batch=batch, precision=precision) for precision in Precision
-    )
+    fp32, bf16 = (annotate(graph, axes, batch=batch, precision=precision) for precision in SHOWN)
     total, total_bf16 = fp32.total(graph.ops), bf16.total(graph.ops)
     used = graph.fixed_batch or batch
     return Inspection(
@@ -132,7 +133,7 @@ def inspect_graph(graph: Graph, *, model: str, batch: int) -> Inspection:
         forward_flops=total.forward_flops,
         backward_flops=total.backward_flops,
         saved_bytes=Both(fp32=total.saved_bytes, bf16=total_bf16.saved_bytes),
-        states=tuple(_state(graph, precision) for precision in Precision),
+        states=tuple(_state(graph, precision) for precision in SHOWN),
         ops=len(graph.ops),
         ops_without_rule=_without_rule(graph),
     )

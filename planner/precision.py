@@ -15,6 +15,12 @@ class Precision(StrEnum):
 
     FP32 = "fp32"
     BF16 = "bf16"  # bf16 weights and activations, fp32 gradients, master weights and moments
+    FP16 = "fp16"  # the same in fp16, with a loss that is scaled
+
+    @property
+    def is_half(self) -> bool:
+        """Whether weights and activations take 16 bits."""
+        return self is not Precision.FP32
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,10 +45,19 @@ GRADIENT_BYTES = 4  # of one element: fp32 under every precision
 def item_bytes(dtype: str, precision: Precision) -> int:
     """Return the bytes of one element."""
     if dtype == MODEL_DTYPE:
-        return 2 if precision is Precision.BF16 else 4
+        return 2 if precision.is_half else 4
     return ITEM_BYTES[dtype]
 
 
 def adamw_bytes(precision: Precision) -> int:
-    """Return AdamW's bytes per element: two fp32 moments, and a master weight beside bf16."""
-    return 12 if precision is Precision.BF16 else 8
+    """Return AdamW's bytes per element: two fp32 moments, and a master weight beside 16 bits."""
+    return 12 if precision.is_half else 8
+
+
+def copy_bytes(precision: Precision) -> int:
+    """Return what an optimizer's step moves per element beside fp32 state.
+
+    The new weight in 16 bits; under fp16 the gradient is read and written once more, to take the
+    scale of the loss out of it and to look for overflow.
+    """
+    return {Precision.FP32: 0, Precision.BF16: 2, Precision.FP16: 2 + 2 * GRADIENT_BYTES}[precision]

@@ -95,13 +95,14 @@ def synthetic_batches(
 
 
 def placed(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
-    """Return a batch on this process' device, its floating tensors in fp64 where dtype is that."""
-    wide = dtype is torch.float64
+    """Return a batch on this process' device, in fp64 or fp32 what a training in those needs so."""
     return {
-        key: value.to(
-            mesh.device,
-            dtype if wide and value.is_floating_point() else value.dtype,
-            non_blocking=True,
-        )
+        key: value.to(mesh.device, _wide_enough(value.dtype, dtype), non_blocking=True)
         for key, value in batch.items()
     }
+
+
+def _wide_enough(own: torch.dtype, training: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor of the batch: modules in 16 bits cast what they get."""
+    is_narrow = own.is_floating_point and own.itemsize < training.itemsize
+    return training if is_narrow else own

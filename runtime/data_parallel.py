@@ -48,6 +48,8 @@ def wrap(
     copy in fp32. compress: gradients travel in 16 bits.
     """
     half = compute_dtype if compute_dtype in HALF_DTYPES else None
+    if compute_dtype is torch.float32:
+        _widen(module)
     wire_dtype = (half or torch.bfloat16) if compress else None
     if sync_batch_norm:
         synchronise_batch_norms(module, mesh.data)
@@ -138,6 +140,13 @@ def _shared_parameters(module: nn.Module) -> set[int]:
     """Return the ids of parameters that have more than one name, as those of a shared module do."""
     places = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in places.items() if count > 1}
+
+
+def _widen(module: nn.Module) -> None:
+    """Hold in fp32 what was built in 16 bits altogether; what is mixed on purpose stays."""
+    own = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if own and own.issubset(HALF_DTYPES):
+        module.to(torch.float32)
 
 
 def _compute_in(module: nn.Module, half: torch.dtype) -> None:

@@ -4,11 +4,14 @@ A mean over valid targets (ignore_index) is not the mean of the microbatches' me
 with few valid targets would count too much.
 """
 
+from __future__ import annotations
+
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from autopar.runtime.data import Batch
@@ -35,10 +38,15 @@ class LossWeight:
 
     weights: ComingWeights
     microbatch: int
+    times: float = 1.0  # against gradients that vanish in fp16
 
     def value(self) -> Tensor:
         """Return the factor in float64; the first call waits for the other ranks' counts."""
-        return self.weights.values[self.microbatch]
+        return self.weights.values[self.microbatch] * self.times
+
+    def __mul__(self, factor: float) -> LossWeight:
+        """Return a greater one."""
+        return replace(self, times=self.times * factor)
 
 
 def loss_scales(counts: Tensor, mesh: Mesh) -> tuple[LossWeight, ...]:
@@ -68,9 +76,13 @@ def weighed(microbatches: Sequence[Batch], counts: Tensor, mesh: Mesh) -> list[B
 
 
 def scale_loss(loss: Tensor, scale: LossWeight | Tensor) -> Tensor:
-    """Scale a mean loss; the mean of no targets is not a number and counts nothing."""
+    """Scale a mean loss; the mean of no targets is not a number and counts nothing.
+
+    The result is wide where the loss has 16 bits, in which neither sums nor scaled losses fit.
+    """
     factor = scale.value() if isinstance(scale, LossWeight) else scale
-    return loss.masked_fill(factor == 0, 0) * factor.to(loss.dtype)
+    wide = torch.promote_types(loss.dtype, torch.float32)
+    return loss.masked_fill(factor == 0, 0).to(wide) * factor.to(wide)
 
 
 def loss_in(outputs: Any) -> Tensor:

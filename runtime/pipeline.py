@@ -113,13 +113,18 @@ class Pipeline:
         return [stage.submod for stage in self.stages]
 
     def step(
-        self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Weight]
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        weights: Sequence[Weight],
+        *,
+        scale: float = 1.0,
     ) -> list[Tensor]:
         """Run forward and backward of one step and return the weighted losses, on the last stage.
 
         Each microbatch goes to every stage as keyword arguments, whatever its values are; its
         weight multiplies its loss. Gradients are summed over the microbatches and averaged over the
-        data axis.
+        data axis; they, and they alone, come out `scale` times as great, which keeps small ones
+        from vanishing in fp16.
         """
         for stage in self.stages:
             stage.has_backward = True
@@ -127,7 +132,7 @@ class Pipeline:
         losses: list[Tensor] = []
         self.schedule._step_microbatches(
             kwarg_mbs=[dict(microbatch) for microbatch in microbatches],
-            target_mbs=list(weights),
+            target_mbs=[weight * scale for weight in weights],
             losses=losses,
             return_outputs=False,
         )
@@ -136,7 +141,7 @@ class Pipeline:
         for weight in weights:
             if isinstance(weight, LossWeight):
                 weight.value()  # stages without a loss end the sum of the counts too
-        return [loss.detach() for loss in losses]
+        return [loss.detach() / scale for loss in losses]
 
 
 def _check_disjoint(stages: Sequence[Stage]) -> None:

@@ -16,6 +16,7 @@ from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.measurements import Measurements
 from autopar.planner.destination import refuse_replacing
 from autopar.planner.graph import Graph
+from autopar.planner.half_range import check_constants, check_means
 from autopar.planner.layers import find_layers
 from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file, model_path
@@ -27,6 +28,7 @@ from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, wr
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.whole_batch import rows_at_once, splits_batch
+from autopar.planner.precision import Precision
 from autopar.planner.profile.file import read_measurements
 from autopar.planner.trace import trace_for_rows
 from autopar.progress import reported
@@ -120,8 +122,10 @@ def make_plan(
         check_names(constraints, graph, axes, layers=len(layers.layers))
         _note_fixed_rows(graph)
         _note_meeting_rows(graph, constraints)
+        if constraints.precision is Precision.FP16:
+            check_constants(graph)
         report("searching")
-        return search(
+        found = search(
             graph,
             axes,
             layers,
@@ -132,6 +136,9 @@ def make_plan(
             report=report,
             measured=measured,
         )
+    if constraints.precision is Precision.FP16:
+        check_means(graph, microbatch=found.arrangement.microbatch)
+    return found
 
 
 def _note_fixed_rows(graph: Graph) -> None:

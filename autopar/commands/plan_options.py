@@ -37,7 +37,7 @@ GLOBAL_BATCH = Annotated[
     typer.Option("--global-batch", metavar="ROWS", help="Of one step, all devices together."),
 ]
 PRECISION = Annotated[
-    str | None, typer.Option("--precision", metavar="TYPE", help="bf16 (as usual) or fp32.")
+    str | None, typer.Option("--precision", metavar="TYPE", help="bf16 (as usual), fp16 or fp32.")
 ]
 PIN = Annotated[
     list[str] | None,

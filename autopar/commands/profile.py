@@ -44,7 +44,7 @@ def profile(
         str, typer.Option("--tensor", metavar="N,…", help="Tensor degrees to measure ops for.")
     ] = "1",
     precision: Annotated[
-        str, typer.Option("--precision", metavar="TYPE", help="bf16 or fp32.")
+        str, typer.Option("--precision", metavar="TYPE", help="bf16, fp16 or fp32.")
     ] = "bf16",
     net: Annotated[
         bool, typer.Option("--net", help="Measure the collectives among processes too.")
@@ -116,7 +116,7 @@ def _precision(text: str) -> Precision:
     try:
         return Precision(text)
     except ValueError:
-        known = " or ".join(one.value for one in Precision)
+        known = ", ".join(one.value for one in Precision)
         raise InputError(f"{text!r} is no precision", where="--precision", expected=known) from None
 
 

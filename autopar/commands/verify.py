@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Annotated
 
 import typer
@@ -12,17 +14,23 @@ import typer
 from autopar.codegen.comparison import Comparison
 from autopar.codegen.verification import check_fits, step_flops, verify
 from autopar.commands.emit import PLAN
+from autopar.commands.plan_options import ARG
 from autopar.console import progress, results, tell_note
 from autopar.planner.errors import ExitCode
 from autopar.planner.plan.document import read_plan
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.words import arrangement_words
+from autopar.smaller_plan import smaller_plan
 from autopar.tables import plain_table
 
 TOLERANCE = 1e-9  # in float64, after several steps of AdamW
 MANY_FLOPS = 2e12  # a step of more takes minutes
+_MOST_TOLD = 4
 
 
 def verify_plan(
     plan: PLAN,
+    arg: ARG = None,
     steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="To train.")] = 5,
     tolerance: Annotated[
         float,
@@ -32,27 +40,48 @@ def verify_plan(
 ) -> None:
     """Train a few steps by the script on CPU processes and in one process, and compare.
 
-    Both compute in float64, without dropout, on this machine: give it the plan of a small model.
+    Both compute in float64, without dropout, on this machine. With --arg the model is a smaller one
+    of the same file, planned under the plan's own degrees, schedule and splits, with few rows.
 
-    Example: autopar verify tiny/plan.json --steps 3
+    Example: autopar verify big/plan.json --arg layers=4 --arg dim=64 --steps 3
     """
     found = read_plan(plan)
+    folder = plan if plan.is_dir() else plan.parent
+    if arg:
+        found = _smaller(found, folder, arg)
     check_fits(found, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
     if step_flops(found) > MANY_FLOPS:
         tell_note(
             f"a step computes about {step_flops(found) / 1e12:,.0f} TFLOP, on CPUs and in float64: "
-            "a plan of a smaller model (--arg) and batch (--global-batch) shows the same sooner"
+            "a smaller model (--arg, see its build_model) shows the same sooner"
         )
-    folder = plan if plan.is_dir() else plan.parent
     with progress(f"training {steps} steps on {found.arrangement.ranks} processes and on one"):
         comparison = verify(found, folder, steps=steps)
     equal = comparison.is_within(tolerance)
     if as_json:
-        print(json.dumps({**asdict(comparison), "tolerance": tolerance, "is_equal": equal}))
+        verdict = {"tolerance": tolerance, "is_equal": equal}
+        model = {"model": found.model.name, "arguments": dict(found.model.arguments)}
+        print(json.dumps({**asdict(comparison), **verdict, **model}))
     else:
         _tell(comparison, tolerance)
     if not equal:
         raise typer.Exit(int(ExitCode.NEGATIVE))
+
+
+def _smaller(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
+    """Return the plan of the model with these arguments, and say how it is like the given one."""
+    with progress("planning the smaller model"):
+        smaller = smaller_plan(plan, folder, arguments)
+    arranged = smaller.plan.arrangement
+    alike = "its modules are split as the plan's"
+    if smaller.unlike:
+        shown = ", ".join(smaller.unlike[:_MOST_TOLD]) + ", …" * (len(smaller.unlike) > _MOST_TOLD)
+        alike = f"the plan, but not it, splits {shown}"
+    tell_note(
+        f"what is verified is {plan.model.name} with {', '.join(arguments)}, under the plan's "
+        f"degrees: {arrangement_words(arranged)}; {alike}"
+    )
+    return smaller.plan
 
 
 def _tell(comparison: Comparison, tolerance: float) -> None:

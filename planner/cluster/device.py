@@ -36,6 +36,6 @@ class Device:
             raise InputError(
                 f"{self.name} has no {dtype} units",
                 expected=f"one of {', '.join(peaks)}",
-                fix="choose one of these dtypes, or give the peak in a cluster file",
+                fix="plan in one of these (--precision), or give the peak in a cluster file",
             )
         return peaks[dtype]

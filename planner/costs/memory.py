@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
 from autopar.planner.costs.stage_load import StageLoad
-from autopar.planner.precision import Precision
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -102,12 +101,12 @@ def _state(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, i
 def _parameter_bytes(size_bytes: int, trainable: int, arrangement: Arrangement) -> int:
     """Return parameters; ZeRO-2 and 3 hold parts of them in fp32, ZeRO-2 also the gathered ones.
 
-    Under bf16 the parts of what is trained are the fp32 copy that counts as the optimizer's.
+    In 16 bits the parts of what is trained are the fp32 copy that counts as the optimizer's.
     """
     if arrangement.zero < Zero.GRADIENTS or arrangement.shard == 1:
         return size_bytes
-    is_bf16 = arrangement.precision is Precision.BF16
-    parts = 2 * max(0, size_bytes - 2 * trainable) if is_bf16 else size_bytes
+    is_half = arrangement.precision.is_half
+    parts = 2 * max(0, size_bytes - 2 * trainable) if is_half else size_bytes
     gathered = size_bytes if arrangement.zero is Zero.GRADIENTS else 0
     return gathered + _part(parts, arrangement.shard, is_divided=True)
 

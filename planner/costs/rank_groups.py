@@ -93,7 +93,7 @@ def _rates(device: Device, precision: Precision) -> Throughput:
 
 
 def _peak(device: Device, precision: Precision) -> float:
-    """Return the peak of a precision; devices without bf16 units train in fp16 or fp32."""
+    """Return the peak of a precision; without bf16 units those of fp16 or fp32 count."""
     peaks = dict(device.peaks)
-    wanted = ("fp32",) if precision is Precision.FP32 else ("bf16", "fp16", "fp32")
+    wanted = (precision.value, "fp16", "fp32") if precision.is_half else ("fp32",)
     return next(peaks[dtype] for dtype in wanted if dtype in peaks)

@@ -37,7 +37,7 @@ def rates_of(device: Device, precision: Precision) -> Rates:
     peaks = dict(device.peaks)
     single = _throughput(device, "fp32")
     return Rates(
-        own=single if precision is Precision.FP32 else _throughput(device, "bf16"),
+        own=_throughput(device, precision.value),
         single=single,
         convolution=_throughput(device, "tf32") if "tf32" in peaks else single,
         is_cpu=device.architecture.casefold() == "cpu",

@@ -34,7 +34,7 @@ from autopar.planner.costs.schedule import (
 )
 from autopar.planner.costs.stage_load import StageLoad, stage_load
 from autopar.planner.costs.step_terms import Step, communication_terms, time_terms
-from autopar.planner.precision import Precision
+from autopar.planner.precision import copy_bytes
 
 
 def predict(
@@ -202,7 +202,7 @@ def _optimizer_seconds(
         optimizer_seconds(
             count / share,
             gradient_bytes=4,
-            copy_bytes=0 if arrangement.precision is Precision.FP32 else 2,
+            copy_bytes=copy_bytes(arrangement.precision),
             passes=constants.optimizer_passes,
             rates=rates,
             element_seconds=constants.optimizer_element_seconds,

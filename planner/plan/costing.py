@@ -30,7 +30,7 @@ from autopar.planner.programs.slots import own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
 Modes = Mapping[Recompute, LayerCost]
-# A bf16 weight of 2 bytes comes with 16 more of gradient and optimizer state.
+# A 16-bit weight of 2 bytes comes with 16 more of gradient and optimizer state.
 _STATE_FACTOR = 9.0
 _BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)
 GRADIENT_BYTES = 4  # of one element: gradients are kept in fp32

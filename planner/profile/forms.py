@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -12,6 +13,13 @@ from autopar.planner.extent import Extent
 from autopar.planner.graph import MODEL_DTYPE, DType, Graph, Op, Origin, Ref, Value
 from autopar.planner.precision import Precision
 
+_OWN: Mapping[Precision, torch.dtype] = MappingProxyType(
+    {
+        Precision.FP32: torch.float32,
+        Precision.BF16: torch.bfloat16,
+        Precision.FP16: torch.float16,
+    }
+)
 # What a graph may hold that a run without values cannot do: sizes that depend on data.
 _CANNOT = (RuntimeError, NotImplementedError, TypeError, ValueError, IndexError, AttributeError)
 
@@ -40,7 +48,7 @@ def strides_of(
 def torch_dtype(name: str, precision: Precision) -> torch.dtype:
     """Return the element type that a graph's name means in training."""
     if name == MODEL_DTYPE:
-        return torch.bfloat16 if precision is Precision.BF16 else torch.float32
+        return _OWN[precision]
     found = getattr(torch, name)
     assert isinstance(found, torch.dtype)
     return found

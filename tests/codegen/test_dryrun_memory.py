@@ -34,12 +34,28 @@ SHAPE = (
     ],
 )
 def test_a_rank_holds_what_the_plan_says(pins: str, batch: int, rank: int) -> None:
+    assert error_of(pins, batch, rank, "bf16") == pytest.approx(0, abs=0.05)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("pins", "batch", "rank"),
+    [
+        ("dp=4,zero=1,microbatch=1", 8, 1),
+        ("dp=2,tp=2,zero=3,microbatch=1", 8, 3),
+        ("pp=4,schedule=1f1b,microbatch=1", 8, 0),
+    ],
+)
+def test_a_rank_in_fp16_holds_what_the_plan_says(pins: str, batch: int, rank: int) -> None:
+    assert error_of(pins, batch, rank, "fp16") == pytest.approx(0, abs=0.05)
+
+
+def error_of(pins: str, batch: int, rank: int, precision: str) -> float:
     plan = make_plan(
         str(MODEL),
         SHAPE,
         choose_cluster(4, "a100-80gb"),
-        gathered_constraints([pins], {"global_batch": str(batch)}, None),
+        gathered_constraints([pins], {"global_batch": str(batch), "precision": precision}, None),
         time_limit_seconds=None,
     )
-    found = dry_run(plan, MODEL.parent, rank=rank)
-    assert found.error == pytest.approx(0, abs=0.05), found
+    return dry_run(plan, MODEL.parent, rank=rank).error

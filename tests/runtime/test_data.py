@@ -105,3 +105,15 @@ def test_only_floating_tensors_become_wider() -> None:
     wide, whole, narrow, same = run_on_ranks(widened, 1)[0]
     assert (wide, whole) == (torch.float64, torch.int64)
     assert (narrow, same) == (torch.float32, torch.int64)
+
+
+@pytest.mark.parametrize(
+    ("training", "expected"),
+    [(torch.float32, torch.float32), (torch.float16, torch.float16)],
+)
+def test_a_batch_in_16_bits_is_taken_as_the_training_needs_it(
+    training: torch.dtype, expected: torch.dtype
+) -> None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    batch = {"x": torch.zeros(1, dtype=torch.float16)}
+    assert placed(batch, mesh, training)["x"].dtype is expected

@@ -209,3 +209,9 @@ def sharded_names() -> list[str]:
 
 def test_units_that_share_a_module_are_sharded_with_what_is_around_them() -> None:
     assert run_on_ranks(sharded_names, 2) == [[""], [""]]
+
+
+def test_a_model_that_was_built_in_16_bits_trains_in_fp32_where_that_is_asked() -> None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    made = wrap(nn.Linear(2, 2).half(), mesh, zero=0, compute_dtype=torch.float32)
+    assert {parameter.dtype for parameter in made.parameters()} == {torch.float32}

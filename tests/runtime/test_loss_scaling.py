@@ -5,6 +5,7 @@ import torch
 from torch import nn
 
 from autopar.runtime.data_parallel import wrap
+from autopar.runtime.loss import scale_loss
 from autopar.runtime.loss_scaling import LossScale
 from autopar.runtime.mesh import start
 from autopar.runtime.optimizer import build_optimizer
@@ -17,7 +18,6 @@ def overflow_on(rank: int) -> tuple[bool, float, float]:
     weight = nn.Parameter(torch.ones(2))
     weight.grad = torch.tensor([16.0, float("inf") if mesh.rank == rank else 1.0])
     fits = scale.unscale([nn.ParameterList([weight])])
-    scale.update(fits)
     return fits, scale.value, weight.grad[0].item()
 
 
@@ -35,11 +35,31 @@ def test_the_scale_doubles_after_a_calm_time_and_an_overflow_starts_it_anew() ->
 
 def history() -> list[float]:
     scale = LossScale(start(pipeline=1, data=1, tensor=1), initial=4.0, steps_until_growth=2)
+    weight = nn.Parameter(torch.ones(1))
     values = []
-    for fits in (True, True, False, True, True):
-        scale.update(fits)
+    for gradient in (1.0, 1.0, float("nan"), 1.0, 1.0):
+        weight.grad = torch.tensor([gradient])
+        scale.unscale([nn.ParameterList([weight])])
         values.append(scale.value)
     return values
+
+
+def test_what_overflows_at_every_scale_ends_the_training_with_its_reason(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    scale = LossScale(start(pipeline=1, data=1, tensor=1), initial=2.0)
+    weight = nn.Parameter(torch.ones(1))
+    weight.grad = torch.tensor([float("inf")])
+    for _ in range(11):
+        scale.unscale([nn.ParameterList([weight])])
+    with pytest.raises(SystemExit):
+        scale.unscale([nn.ParameterList([weight])])
+    assert "--dtype float32" in capfd.readouterr().err
+
+
+def test_a_loss_in_16_bits_is_scaled_beyond_them() -> None:
+    loss = scale_loss(torch.tensor(5.0, dtype=torch.float16), torch.tensor(0.5))
+    assert loss * 2**16 == 163840.0
 
 
 @pytest.mark.parametrize("zero", [0, 1, 3])

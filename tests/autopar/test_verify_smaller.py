@@ -1,0 +1,85 @@
+"""The plan of a large model is verified on a small one of the same file, under the same degrees."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.errors import InfeasibleError
+from autopar.planner.plan.constraints import RecomputePin
+from autopar.planner.plan.document import write_plan
+from autopar.planner.plan.plan import Plan
+from autopar.smaller_plan import smaller_plan
+from tests.autopar.commands import run
+from tests.codegen.plans import pinned_plan
+
+SMALL = ("layers=4", "dim=32", "heads=4", "vocab_size=64", "seq_len=16", "size=tiny")
+DEGREES = {"pipeline": 2, "data": 2, "tensor": 2}
+
+
+def large_plan() -> Plan:
+    return pinned_plan(
+        "gpt2.py",
+        ("size=124m",),
+        global_batch=64,
+        microbatch=4,
+        zero_levels=(Zero.OPTIMIZER,),
+        stages_per_rank=1,
+        split=("heads", "ffn"),
+        recompute=(RecomputePin(modules="h.*", mode=Recompute.FULL),),
+        device="h100-sxm",
+        **DEGREES,
+    )
+
+
+def test_a_smaller_model_gets_the_degrees_splits_and_recomputation_of_the_plan() -> None:
+    large = large_plan()
+    small = smaller_plan(large, Path(), SMALL)
+    assert small.unlike == ()
+    arranged = small.plan.arrangement
+    assert replace(arranged, bucket_bytes=0) == replace(
+        large.arrangement, microbatch=2, microbatches=4, bucket_bytes=0
+    )
+    assert set(small.plan.layer_modes) == set(large.layer_modes)
+    assert small.plan.model.parameters < large.model.parameters / 1000
+    assert dict(small.plan.model.arguments)["dim"] == "32"
+
+
+def test_what_a_smaller_model_cannot_split_so_is_told() -> None:
+    small = smaller_plan(large_plan(), Path(), (*SMALL, "heads=1"))
+    assert any("along heads" in one for one in small.unlike)
+
+
+def test_fewer_layers_than_stages_are_refused_with_what_the_plan_has() -> None:
+    large = pinned_plan(
+        "gpt2.py",
+        ("layers=12",),
+        pipeline=4,
+        microbatch=1,
+        global_batch=8,
+        schedules=(ScheduleKind.INTERLEAVED_1F1B,),
+        stages_per_rank=3,
+    )
+    with pytest.raises(InfeasibleError) as refusal:
+        smaller_plan(large, Path(), ("layers=2",))
+    assert "layers for 12 stages" in str(refusal.value)
+
+
+@pytest.mark.slow
+def test_the_command_says_which_model_it_verified(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    large = pinned_plan("gpt2.py", ("size=124m",), data=2, global_batch=16, device="h100-sxm")
+    write_plan(large, tmp_path / "plan.json")
+    given = [word for argument in SMALL for word in ("--arg", argument)]
+    ran = run(monkeypatch, capsys, "verify", str(tmp_path), *given, "--steps", "2", "--json")
+    assert ran.code == 0, ran.err
+    assert "under the plan's degrees: dp 2" in ran.err
+    told = json.loads(ran.out)
+    assert told["is_equal"]
+    assert told["arguments"]["dim"] == "32"

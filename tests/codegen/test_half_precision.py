@@ -1,0 +1,82 @@
+"""Scripts in fp16 train as one process does in fp32, as far as fp16 goes."""
+
+from __future__ import annotations
+
+from functools import cache
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.codegen.comparison import assembled
+from autopar.codegen.emit import write_script
+from autopar.codegen.reference import Task, Trained, task_of, train_alone
+from autopar.codegen.script_rank import RankTrained, run_script
+from autopar.planner.plan.plan import Plan
+from autopar.planner.precision import Precision
+from tests.codegen.kinds import KINDS
+from tests.codegen.plans import pinned_plan
+from tests.runtime.ranks import run_on_ranks
+
+STEPS = 6
+ROUNDING = 2e-3  # fp16 keeps 11 bits: losses of one microbatch are rounded to 5e-4
+FEW = ("zero1", "zero3", "tp", "vocab", "pp")
+MORE = ("ddp", "zero2", "gpipe", "interleaved", "zero_bubble", "zero_bubble_v", "all_zero1", "all")
+
+
+def half_plan(kind: str) -> Plan:
+    return pinned_plan("gpt2.py", ("layers=4",), precision=Precision.FP16, **KINDS[kind])
+
+
+@cache
+def alone(task: Task) -> Trained:
+    (trained,) = run_on_ranks(train_alone, 1, task)
+    return trained
+
+
+def ranks_of(plan: Plan, folder: Path, *, first_scale: float) -> list[RankTrained]:
+    script = write_script(plan, folder)
+    text = script.read_text()
+    assert "LOSS_SCALE = 32768.0" in text
+    script.write_text(text.replace("LOSS_SCALE = 32768.0", f"LOSS_SCALE = {first_scale}"))
+    arguments = ["--steps", str(STEPS), "--log-every", "1", "--data", "synthetic"]
+    return run_on_ranks(
+        run_script, plan.arrangement.ranks, str(script), arguments, timeout_seconds=120.0
+    )
+
+
+@pytest.mark.parametrize("kind", [*FEW, *(pytest.param(k, marks=pytest.mark.slow) for k in MORE)])
+def test_losses_follow_those_of_one_process_in_fp32(kind: str, tmp_path: Path) -> None:
+    plan = half_plan(kind)
+    found = ranks_of(plan, tmp_path, first_scale=2.0**12)[0].losses
+    task = task_of(plan, plan.model.spec, steps=STEPS, uses_dataset=False, dtype="float32")
+    expected = alone(task).losses
+    assert expected[-1] < expected[0] - 10 * ROUNDING  # something is learned
+    assert found == pytest.approx(expected, rel=ROUNDING)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["zero1", "tp", "pp", *(pytest.param(k, marks=pytest.mark.slow) for k in ("zero3", "all"))],
+)
+def test_a_step_that_overflows_is_taken_by_no_rank(kind: str, tmp_path: Path) -> None:
+    plan = half_plan(kind)
+    # Of losses times 2^19 and 2^18, fp16 cannot even hold the weights 1/2 to 1/8.
+    found = ranks_of(plan, tmp_path, first_scale=2.0**19)
+    losses = found[0].losses
+    assert losses[0] == losses[1] == losses[2]
+    assert losses[-1] < losses[0] - 10 * ROUNDING
+    whole = assembled(rank.parameters for rank in found)
+    assert all(value.isfinite().all() for value in whole.values())
+
+
+def test_weights_of_fp16_scripts_are_in_fp16(tmp_path: Path) -> None:
+    script = write_script(half_plan("tp"), tmp_path)
+    assert run_on_ranks(dtypes_of, 2, str(script)) == [{torch.float16}] * 2
+
+
+def dtypes_of(path: str) -> set[torch.dtype]:
+    from autopar.codegen.script_rank import imported
+
+    parts, _ = imported(Path(path)).main(["--steps", "1", "--data", "synthetic"])
+    return {parameter.dtype for part in parts for parameter in part.parameters()}

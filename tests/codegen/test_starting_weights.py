@@ -1,0 +1,115 @@
+"""A script that is given weights starts with exactly those, and each rank reads what it holds."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import safetensors
+import torch
+from safetensors.torch import save_file
+from torch import Tensor
+
+from autopar.codegen.comparison import assembled
+from autopar.codegen.emit import write_script
+from autopar.codegen.script_rank import RankTrained, run_script
+from tests.codegen.kinds import plan_of
+from tests.planner.subjects import zoo_file
+from tests.runtime.ranks import run_on_ranks
+
+STANDING = ("--steps", "1", "--lr", "0", "--data", "synthetic")  # a step that changes nothing
+LAYER = "h.0."
+
+
+class Counting:
+    """Counts what is read of safetensors files, slice by slice."""
+
+    def __init__(self) -> None:
+        self.bytes = 0
+        self._open = safetensors.safe_open
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return _File(self._open(*args, **kwargs), self)
+
+
+class _File:
+    def __init__(self, file: Any, counting: Counting) -> None:
+        self._file, self._counting = file, counting
+
+    def __enter__(self) -> _File:
+        self._file.__enter__()
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._file.__exit__(*error)
+
+    def keys(self) -> list[str]:
+        return list(self._file.keys())
+
+    def get_slice(self, name: str) -> _Slice:
+        return _Slice(self._file.get_slice(name), self._counting)
+
+
+class _Slice:
+    def __init__(self, whole: Any, counting: Counting) -> None:
+        self._whole, self._counting = whole, counting
+
+    def get_shape(self) -> list[int]:
+        shape: list[int] = self._whole.get_shape()
+        return shape
+
+    def __getitem__(self, index: Any) -> Tensor:
+        read: Tensor = self._whole[index]
+        self._counting.bytes += read.nbytes
+        return read
+
+
+def start_from(path: str, folder: str) -> tuple[RankTrained, int]:
+    counting = Counting()
+    with patch.object(safetensors, "safe_open", counting):
+        trained = run_script(path, [*STANDING, "--weights", folder])
+    return trained, counting.bytes
+
+
+def saved_weights(folder: Path) -> dict[str, Tensor]:
+    """Save other weights than those of the seed, in two files, and return them."""
+    torch.manual_seed(7)
+    model = zoo_file("gpt2.py", "layers=4").build_model()
+    weights = {name: torch.randn_like(one) for name, one in model.named_parameters()}
+    names = list(weights)
+    for number, some in enumerate((names[::2], names[1::2])):
+        save_file({name: weights[name] for name in some}, folder / f"model-{number}.safetensors")
+    return weights
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        *("ddp", "zero1", "zero3", "tp", "vocab", "pp"),
+        *(pytest.param(k, marks=pytest.mark.slow) for k in ("hsdp", "zero_bubble_v", "all")),
+    ],
+)
+def test_every_rank_starts_with_its_part_and_reads_no_more(kind: str, tmp_path: Path) -> None:
+    weights = saved_weights(tmp_path)
+    plan = plan_of(kind)
+    script = write_script(plan, tmp_path / "out")
+    ranks = run_on_ranks(
+        start_from, plan.arrangement.ranks, str(script), str(tmp_path), timeout_seconds=120.0
+    )
+    found = assembled(trained.parameters for trained, _ in ranks)
+    assert all(torch.equal(found[name], value.double()) for name, value in weights.items())
+    layer_bytes = sum(value.nbytes for name, value in weights.items() if name.startswith(LAYER))
+    for trained, read_bytes in ranks:
+        held = {block.name: block.value for block in trained.parameters if block.name in weights}
+        share_bytes = sum(value.numel() * 4 for value in held.values())  # of fp32
+        assert share_bytes <= read_bytes <= share_bytes + layer_bytes
+
+
+@pytest.mark.parametrize("kind", ["zero3", "tp", "pp"])
+def test_ranks_that_share_the_model_read_about_half_of_it(kind: str, tmp_path: Path) -> None:
+    whole_bytes = sum(value.nbytes for value in saved_weights(tmp_path).values())
+    script = write_script(plan_of(kind), tmp_path / "out")
+    for _, read_bytes in run_on_ranks(start_from, 2, str(script), str(tmp_path)):
+        assert read_bytes < 0.7 * whole_bytes
