@@ -31,14 +31,14 @@ def _steps(path: str) -> list[float]:
     options = script.parsed(["--data", "synthetic"])
     mesh = start(pipeline=script.PIPELINE, data=script.DATA, tensor=script.TENSOR)
     model, recipe = script.built(mesh, options.dtype)
-    batches = list(islice(script.batches(options, mesh), script.MICROBATCHES))
+    data = script.batches(options, mesh)
     optimizer = script.ready(model, recipe, options, mesh)
     seed_all(script.SEED, mesh)
 
     def seconds_of_a_step() -> float:
         dist.barrier()
         began = time.perf_counter()
-        script.train_step(model, optimizer, batches, mesh)
+        script.train_step(model, optimizer, list(islice(data, script.MICROBATCHES)), mesh)
         return time.perf_counter() - began
 
     warm = [seconds_of_a_step() for _ in range(STEPS_TO_WARM_UP)]

@@ -101,19 +101,28 @@ def _rank(rank: int, script: Path, hand: str, pairs: int, folder: Path) -> None:
 
 
 def _sides(script: Any, hand: str) -> tuple[Callable[[], Tensor], Callable[[], Tensor]]:
-    """Build both trainings from the same weights, over the same microbatches."""
-    options = script.parsed([])
+    """Build both trainings from the same weights, over the same microbatches.
+
+    The script draws its own within its step, with the weights of their losses; the hand-written
+    training, whose every target counts, has them before.
+    """
+    options = script.parsed(["--data", "synthetic"])
     mesh = start(pipeline=script.PIPELINE, data=script.DATA, tensor=script.TENSOR)
     model, recipe = script.built(mesh, options.dtype)
-    batches = list(islice(script.batches(options, mesh), script.MICROBATCHES))
+    data = script.batches(options, mesh)
+    batches = [batch for batch, _ in islice(script.batches(options, mesh), script.MICROBATCHES)]
     optimizer = script.ready(model, recipe, options, mesh)
     seed_all(script.SEED, mesh)
+
+    def drawn() -> list[Any]:
+        return list(islice(data, script.MICROBATCHES))
+
     # Each rank's part of the loss is weighed such that the parts average over the data axis.
     share = 1 / (script.DATA * script.TENSOR)
     whole = build(script.new_model, seed=script.SEED)
     step = BY_HAND[hand](whole, script.MICROBATCHES)
     return (
-        lambda: share * script.train_step(model, optimizer, batches, mesh),
+        lambda: share * script.train_step(model, optimizer, drawn(), mesh),
         lambda: share * step(batches),
     )
 

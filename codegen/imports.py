@@ -26,7 +26,9 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.gradients": "clip_by_global_norm sum_replicated",
         "autopar.runtime.initial_weights": "Recipe record",
         "autopar.runtime.layer_names": "named numbered",
-        "autopar.runtime.loss": "loss_in loss_scales mean_loss scale_loss weighed",
+        "autopar.runtime.loss": (
+            "Weighed loss_in mean_loss scale_loss weighed_ahead weighed_terms_ahead"
+        ),
         "autopar.runtime.loss_scaling": "LossScale",
         "autopar.runtime.mesh": "Axis Mesh start stop",
         "autopar.runtime.model_parts": ("Crossing StagePart names_of submodules take_classes"),

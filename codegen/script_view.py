@@ -28,6 +28,9 @@ class ScriptView:
     classes: Source  # opened modules, stages, and a loss that is split
     counting: Source  # the function that counts the targets of a batch
     weighs_terms: bool  # of a loss that adds several means up
+    weighs_microbatches: bool  # whose loss is one mean, over targets that may be few
+    microbatch: str  # the type of what a step takes
+    scaled: Source  # the microbatches of a step with the factors of their losses
     tables: Source  # data that names those classes
     is_pipelined: bool
     opened: bool

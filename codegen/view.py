@@ -39,6 +39,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     parameters = parameter_tables(plan, subject.axes)
     stages = _stages(plan, subject)
     splits_loss = opened.loss is not None
+    weighs = opened.valid_targets is not None and not opened.weighs_terms
     return ScriptView(
         docstring=docstring(plan, destination.name),
         model_imports=calls.imports,
@@ -49,6 +50,9 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         classes=_classes(plan, opened, calls),
         counting=Source("" if opened.valid_targets is None else opened.valid_targets.strip("\n")),
         weighs_terms=opened.weighs_terms,
+        weighs_microbatches=weighs,
+        microbatch="Weighed" if weighs else "Batch",
+        scaled=Source("microbatches" if weighs else "zip(microbatches, scales, strict=True)"),
         tables=_tables(
             _opened_table(plan, subject),
             parameters.splits,

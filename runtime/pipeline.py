@@ -17,7 +17,6 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
-from autopar.runtime.loss import LossWeight
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.model_parts import StagePart
 from autopar.runtime.pipeline_stage import (
@@ -138,9 +137,6 @@ class Pipeline:
         )
         for stage in self.stages:
             stage.clear_runtime_states()
-        for weight in weights:
-            if isinstance(weight, LossWeight):
-                weight.value()  # stages without a loss end the sum of the counts too
         return [loss.detach() / scale for loss in losses]
 
 

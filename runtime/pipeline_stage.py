@@ -15,7 +15,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 from autopar.runtime.data_parallel import buckets_of, gathers_once
 from autopar.runtime.gradient_buckets import GradientBuckets
-from autopar.runtime.loss import LossWeight, scale_loss
+from autopar.runtime.loss import scale_loss
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.split_backward import SplitBackward
 
@@ -232,13 +232,11 @@ def _without_buffers(infos: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
     )
 
 
-Weight: TypeAlias = LossWeight | Tensor | float
+Weight: TypeAlias = Tensor | float
 LossFunction: TypeAlias = Callable[[Tensor, Weight], Tensor]
 
 
 def weighted_loss(output: Tensor | tuple[Tensor, ...], weight: Weight) -> Tensor:
     """Return a microbatch's part of the step's loss: the last stage's output times its weight."""
     loss = output[0] if isinstance(output, tuple) else output
-    if not isinstance(weight, LossWeight):
-        weight = torch.as_tensor(weight, device=loss.device)
-    return scale_loss(loss, weight)
+    return scale_loss(loss, torch.as_tensor(weight, device=loss.device))

@@ -1,9 +1,12 @@
+from collections.abc import Iterator, Sequence
+
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
-from autopar.runtime.loss import loss_scales, scale_loss, weighed
-from autopar.runtime.mesh import start
+from autopar.runtime.data import Batch
+from autopar.runtime.loss import scale_loss, weighed_ahead, weighed_terms_ahead
+from autopar.runtime.mesh import Mesh, start
 from tests.runtime.ranks import run_on_ranks
 
 
@@ -16,14 +19,22 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, target
 
 
+def _microbatches(mesh: Mesh, number: int) -> Iterator[Batch]:
+    logits, target = (part.chunk(2)[mesh.data.rank].chunk(number) for part in _batch())
+    return ({"x": x, "y": y} for x, y in zip(logits, target, strict=True))
+
+
+def _count(batch: Batch) -> torch.Tensor:
+    return (batch["y"] != -100).sum()
+
+
 def _data_parallel_gradient(microbatches: int) -> torch.Tensor:
     """The gradient as two data ranks get it that average theirs, as DDP does."""
     mesh = start(pipeline=1, data=2, tensor=1)
-    logits, target = (part.chunk(2)[mesh.data.rank].chunk(microbatches) for part in _batch())
     weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
-    counts = torch.stack([(part != -100).sum() for part in target])
-    for x, y, scale in zip(logits, target, loss_scales(counts, mesh), strict=True):
-        loss = cross_entropy((x * weight).flatten(0, 1), y.flatten())
+    batches = _microbatches(mesh, microbatches)
+    for batch, scale in weighed_ahead(batches, _count, mesh, microbatches=microbatches):
+        loss = cross_entropy((batch["x"] * weight).flatten(0, 1), batch["y"].flatten())
         scale_loss(loss, scale).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     dist.all_reduce(weight.grad)
@@ -46,15 +57,16 @@ def _two_means(weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> list[t
     return [cross_entropy(logits, y.flatten()), cross_entropy(logits, others.flatten())]
 
 
+def _two_counts(batch: Batch) -> torch.Tensor:
+    y = batch["y"]
+    return torch.stack([(y != -100).sum(), ((y.roll(3, 1) != -100) & (y != 1)).sum()])
+
+
 def _gradient_of_two_means(microbatches: int) -> torch.Tensor:
     mesh = start(pipeline=1, data=2, tensor=1)
-    logits, target = (part.chunk(2)[mesh.data.rank].chunk(microbatches) for part in _batch())
     weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
-    counts = [
-        torch.stack([(y != -100).sum(), ((y.roll(3, 1) != -100) & (y != 1)).sum()]) for y in target
-    ]
-    batches = [{"x": x, "y": y} for x, y in zip(logits, target, strict=True)]
-    for batch in weighed(batches, torch.stack(counts), mesh):
+    batches = _microbatches(mesh, microbatches)
+    for batch in weighed_terms_ahead(batches, _two_counts, mesh, microbatches=microbatches):
         means = _two_means(weight, batch["x"], batch["y"])
         terms = [scale_loss(*pair) for pair in zip(means, batch["loss_weights"], strict=True)]
         (torch.stack(terms).sum() / microbatches).backward()  # type: ignore[no-untyped-call]
@@ -71,11 +83,45 @@ def test_weighed_terms_give_the_gradient_of_the_sum_of_the_means() -> None:
             torch.testing.assert_close(found, weight.grad, rtol=0, atol=1e-14)
 
 
-def test_scales_are_one_where_all_counts_are_equal() -> None:
+def _scales(counts: Sequence[int], microbatches: int) -> tuple[list[float], list[int]]:
+    """The scales of one rank, and the microbatches that were read ahead of each."""
+    mesh = start(pipeline=1, data=dist.get_world_size(), tensor=1)
+    read: list[Batch] = []
+
+    def data() -> Iterator[Batch]:
+        for count in counts:
+            read.append({"y": torch.arange(count + mesh.data.rank)})
+            yield read[-1]
+
+    found = []
+    weighed = weighed_ahead(data(), _count, mesh, microbatches=microbatches)
+    for _, scale in weighed:
+        found.append((float(scale), len(read)))
+    return [scale for scale, _ in found], [number for _, number in found]
+
+
+def test_scales_of_several_steps_are_those_of_each_alone() -> None:
+    counts = (3, 1, 2, 2, 7, 0, 0, 5)
+    sums = (4, 4, 4, 4, 7, 7, 5, 5)  # of the rank's own step; the other rank has one more of each
+    ranks = run_on_ranks(_scales, 2, counts, 2)
+    for rank, (scales, _) in enumerate(ranks):
+        expected = [
+            (count + rank) * 2 / (2 * own + 2) for count, own in zip(counts, sums, strict=True)
+        ]
+        assert scales == expected
+
+
+def test_two_steps_are_read_ahead_then_four_as_evenly_as_they_are_used() -> None:
+    _, read = run_on_ranks(_scales, 2, (1,) * 30, 2)[0]
+    beginning = [4, 6, 8, 10, 12, 14]
+    assert read == [*beginning, *range(15, 31), *[30] * 8]
+
+
+def test_a_mean_over_no_targets_counts_nothing() -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
-        for counts, expected in (([4, 4], [0.5, 0.5]), ([0, 0], [0.0, 0.0])):
-            scales = loss_scales(torch.tensor(counts), mesh)
-            assert [float(scale.value()) for scale in scales] == expected
+        rows = [{"y": torch.full((4,), -100)}] * 2
+        (_, scale), _ = weighed_ahead(iter(rows), _count, mesh, microbatches=2)
+        assert float(scale_loss(torch.tensor(torch.nan), scale)) == 0
     finally:
         dist.destroy_process_group()

@@ -25,7 +25,7 @@ Why this plan: of 15 ways to arrange the training none is faster; compute takes 
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.67 s (+2.5%): +449.6 ms tensor
 communication, 508.5 MiB less memory.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 1ae06b8a877d51f5.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 410d15a9057248ce.
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
 from autopar.runtime.collectives import exchange, gather, scatter_sum
-from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batches
+from autopar.runtime.data import dataset_batches, placed, synthetic_batches
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm, sum_replicated
 from autopar.runtime.initial_weights import Recipe, record
 from autopar.runtime.layer_names import named, numbered
-from autopar.runtime.loss import loss_scales, mean_loss
+from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
 from autopar.runtime.mesh import Axis, Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart, names_of, take_classes
 from autopar.runtime.model_source import note_changes
@@ -286,12 +286,10 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def train_step(
-    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Batch], mesh: Mesh
+    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh
 ) -> Tensor:
     """Take one step over this rank's microbatches, and return its part of the loss."""
-    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
-    counts = torch.stack([valid_targets(batch) for batch in microbatches])
-    losses = model.step(microbatches, list(loss_scales(counts, mesh)))
+    losses = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     sum_replicated(model.parts, SUMMED, mesh.tensor)
     split = frozenset(named(SPLITS, (name for part in model.parts for name in names_of(part))))
     clip_by_global_norm(model.parts, CLIP_NORM, mesh, split=split)
@@ -303,14 +301,16 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
+def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
-    if options.data == "synthetic":
+    if options.data == "synthetic" or mesh.is_dry_run:
         data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    return (placed(batch, mesh, options.dtype) for batch in data)
+    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -341,7 +341,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
 
 def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
     """Return the peak memory and the collectives of this rank's step, as JSON."""
-    data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
+    data = batches(options, mesh)
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         with watched.second_step(model.parts, optimizer):

@@ -23,7 +23,7 @@ Memory of the fullest device: 6.32 GiB of 76 GiB (8%)
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.9%): +239.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: bbfd63f168b741f2.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 6c21d440638d9406.
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.initial_weights import Recipe, record
-from autopar.runtime.loss import loss_scales, mean_loss, scale_loss
+from autopar.runtime.loss import Weighed, mean_loss, scale_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.progress import Progress
@@ -127,14 +127,11 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Batch], mesh: Mesh
+    model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh
 ) -> Tensor:
     """Take one step over this rank's microbatches, and return its part of the loss."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
-    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
-    counts = torch.stack([valid_targets(batch) for batch in microbatches])
-    scales = loss_scales(counts, mesh)
-    for number, (batch, scale) in enumerate(zip(microbatches, scales, strict=True), start=1):
+    for number, (batch, scale) in enumerate(microbatches, start=1):
         set_last(model, number == MICROBATCHES)  # gradients are averaged with the last one's
         loss = scale_loss(loss_of(model, batch), scale)
         loss.backward()  # type: ignore[no-untyped-call]
@@ -148,14 +145,16 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
+def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
-    if options.data == "synthetic":
+    if options.data == "synthetic" or mesh.is_dry_run:
         data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    return (placed(batch, mesh, options.dtype) for batch in data)
+    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -187,7 +186,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
 
 def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
     """Return the peak memory and the collectives of this rank's step, as JSON."""
-    data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
+    data = batches(options, mesh)
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         with watched.second_step([model], optimizer):

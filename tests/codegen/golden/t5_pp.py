@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 4d2322abe677f51e.
+# Written by autopar 0.1.0, which never overwrites changes by hand: fc1aef33ad19aa20.
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batches
+from autopar.runtime.data import dataset_batches, placed, synthetic_batches
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.initial_weights import Recipe, record
 from autopar.runtime.layer_names import numbered
-from autopar.runtime.loss import loss_scales, mean_loss
+from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart
 from autopar.runtime.model_source import note_changes
@@ -175,12 +175,10 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def train_step(
-    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Batch], mesh: Mesh
+    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh
 ) -> Tensor:
     """Take one step over this rank's microbatches, and return its part of the loss."""
-    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
-    counts = torch.stack([valid_targets(batch) for batch in microbatches])
-    losses = model.step(microbatches, list(loss_scales(counts, mesh)))
+    losses = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     tied = TiedWeights(mesh, model.parts, TIES)
     tied.sum_gradients()
     split: frozenset[str] = frozenset()
@@ -193,14 +191,16 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Batch]:
+def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
-    if options.data == "synthetic":
+    if options.data == "synthetic" or mesh.is_dry_run:
         data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    return (placed(batch, mesh, options.dtype) for batch in data)
+    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
 
 def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
     """Return the peak memory and the collectives of this rank's step, as JSON."""
-    data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
+    data = batches(options, mesh)
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         with watched.second_step(model.parts, optimizer):
