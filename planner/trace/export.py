@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 from autopar.planner.errors import AutoparError, TraceError
 from autopar.planner.trace.build import Step, Subject
 from autopar.planner.trace.checks import passing_answer
+from autopar.planner.trace.drawn import AT_RANDOM, note_drawn, refuse_drawn
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.record import Recording, recorded
@@ -79,6 +80,7 @@ class _OnMeta(TorchFunctionMode):
             answer = passing_answer(args[0])
             if answer is not None:
                 return answer
+            refuse_drawn(args[0])
         if func is torch.Tensor.type and isinstance(args[-1], torch.dtype):
             func = torch.Tensor.to
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
@@ -88,7 +90,9 @@ class _OnMeta(TorchFunctionMode):
                 torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in args[1]
             )
             args = (args[0], index)
-        return func(*args, **kwargs)
+        result = func(*args, **kwargs)
+        note_drawn(func, args, result)
+        return result
 
 
 def _is_truth(tensor: torch.Tensor) -> bool:
@@ -137,6 +141,11 @@ def _quiet() -> Iterator[None]:
 
 
 _REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        AT_RANDOM,
+        "the model decides by a random number what it runs ({line})",
+        "run all of it at every step: where layers are dropped, set their probability to 0",
+    ),
     (
         r"GuardOnDataDependent|data-dependent|_local_scalar_dense|unbacked",
         "the model decides on the values of a tensor ({line})",
