@@ -19,7 +19,9 @@ from torch.overrides import TorchFunctionMode
 from autopar.planner.errors import AutoparError, TraceError
 from autopar.planner.trace.build import Step, Subject
 from autopar.planner.trace.checks import passing_answer
+from autopar.planner.trace.ctc import ctc_traced
 from autopar.planner.trace.drawn import AT_RANDOM, note_drawn, refuse_drawn
+from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.record import Recording, recorded
@@ -46,6 +48,7 @@ def export(subject: Subject, *, fold: bool) -> Exported:
             no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
             fixing_noted() as places,
+            ctc_traced(),
             _OnMeta(),
         ):
             program = torch.export.export(
@@ -90,7 +93,8 @@ class _OnMeta(TorchFunctionMode):
                 torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in args[1]
             )
             args = (args[0], index)
-        result = func(*args, **kwargs)
+        each = loss_of_each_row(func, args, kwargs)
+        result = func(*args, **kwargs) if each is None else each
         note_drawn(func, args, result)
         return result
 
