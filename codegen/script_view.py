@@ -28,6 +28,7 @@ class ScriptView:
     classes: Source  # opened modules, stages, and a loss that is split
     counting: Source  # the function that counts the targets of a batch
     weighs_terms: bool  # of a loss that adds several means up
+    sums_rows: bool  # a loss that is a sum over rows, of several parts
     tables: Source  # data that names those classes
     is_pipelined: bool
     opened: bool

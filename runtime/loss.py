@@ -26,7 +26,7 @@ class ComingWeights:
     @cached_property
     def values(self) -> tuple[Tensor, ...]:
         """The factors, in float64."""
-        return (self._shares / self._total.value().clamp(min=1)).unbind()
+        return (self._shares / _or_one(self._total.value())).unbind()
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -59,12 +59,17 @@ def weighed(microbatches: Sequence[Batch], counts: Tensor, mesh: Mesh) -> list[B
     w_mk · mean_k is the mean over all valid targets: w_mk = count_mk · M · data_size / Σ counts_k.
     """
     own = counts.sum(0)
-    total = (own if mesh.data.size == 1 else summed(own, mesh.data)).clamp(min=1)
+    total = _or_one(own if mesh.data.size == 1 else summed(own, mesh.data))
     weights = counts.double() * (len(microbatches) * mesh.data.size) / total
     return [
         {**batch, "loss_weights": own}
         for batch, own in zip(microbatches, weights.unbind(), strict=True)
     ]
+
+
+def _or_one(total: Tensor) -> Tensor:
+    """Return what is divided by: counts may be weights, so that less than one is all there is."""
+    return total.masked_fill(total == 0, 1)
 
 
 def scale_loss(loss: Tensor, scale: LossWeight | Tensor) -> Tensor:
