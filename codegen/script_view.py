@@ -29,6 +29,7 @@ class ScriptView:
     counting: Source  # the function that counts the targets of a batch
     weighs_terms: bool  # of a loss that adds several means up
     weighs_microbatches: bool  # whose loss is one mean, over targets that may be few
+    sums_rows: bool  # a loss that is a sum over rows, of several parts
     microbatch: str  # the type of what a step takes
     scaled: Source  # the microbatches of a step with the factors of their losses
     tables: Source  # data that names those classes

@@ -25,6 +25,7 @@ from autopar.codegen.settings_lines import (
 from autopar.codegen.stage_tables import StageTables, stage_tables
 from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.words import unit_word
 from autopar.runtime.model_source import source_digest
@@ -51,6 +52,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         counting=Source("" if opened.valid_targets is None else opened.valid_targets.strip("\n")),
         weighs_terms=opened.weighs_terms,
         weighs_microbatches=weighs,
+        sums_rows=_sums_rows(plan),
         microbatch="Weighed" if weighs else "Batch",
         scaled=Source("microbatches" if weighs else "zip(microbatches, scales, strict=True)"),
         tables=_tables(
@@ -98,6 +100,12 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         unit=unit_word(plan.model),
         unit_constant=f"{unit_word(plan.model).upper()}_PER_STEP",
     )
+
+
+def _sums_rows(plan: Plan) -> bool:
+    """Whether the loss of a step is the sum of the losses of several parts of the batch."""
+    is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
+    return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 
 
 def _is_pipelined(plan: Plan) -> bool:

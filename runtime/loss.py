@@ -73,7 +73,8 @@ def _shares(counts: Tensor, microbatches: int, axis: Axis) -> Tensor:
     """Divide the counts of whole steps' microbatches by the mean over the ranks of a step's sum."""
     by_step = counts.view(-1, microbatches, *counts.shape[1:])
     own = by_step.sum(1, keepdim=True)
-    total = (own if axis.size == 1 else summed(own, axis)).clamp(min=1)
+    total = own if axis.size == 1 else summed(own, axis)
+    total = total.masked_fill(total == 0, 1)  # counts may be weights, and all less than one
     shares: Tensor = by_step.double() * axis.size / total
     return shares.flatten(0, 1)
 

@@ -18,6 +18,7 @@ from autopar.planner.destination import refuse_replacing
 from autopar.planner.graph import Graph
 from autopar.planner.half_range import check_constants, check_means
 from autopar.planner.layers import find_layers
+from autopar.planner.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file, model_path
 from autopar.planner.plan.constraint_names import check_names
@@ -156,6 +157,7 @@ def _note_meeting_rows(graph: Graph, constraints: Constraints) -> None:
     """Say what becomes of a batch whose rows are compared with each other."""
     met = meeting_rows(graph)
     if met is None:
+        _note_terms_of_parts(graph)
         return
     place = f"the rows of a batch meet in {met.name} ({met.location})"
     if splits_batch(constraints):
@@ -167,4 +169,15 @@ def _note_meeting_rows(graph: Graph, constraints: Constraints) -> None:
         tell_note(
             f"{place}, so the batch stays whole, in one microbatch of one data rank. To split it "
             "all the same, pin dp or microbatch."
+        )
+
+
+def _note_terms_of_parts(graph: Graph) -> None:
+    """Say where each part of a batch has a term or weights of its own in the loss."""
+    loss = loss_of_parts(graph)
+    if loss.follows is Follows.NEARLY and loss.op is not None:
+        tell_note(
+            f"{loss.op.name} ({loss.op.location}) makes the loss a mean over rows only nearly: a "
+            "batch that is split takes the mean of what its parts have there, each by itself. For "
+            "the loss of one process, pin dp=1 and a microbatch of all rows."
         )

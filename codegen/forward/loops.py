@@ -115,7 +115,6 @@ def _loop(
     carries = _carries(first, run[1]) if len(run) > 1 else _sole_carries(first)
     assert carries is not None
     begin, end = (_number(line.module) for line in (first, last))
-    stem = owner.steps((first.module or "").rpartition(".")[0])
     made = _flat(last.results)
     carried: list[tuple[Held, Held]] = []
     for argument, result in carries.items():
@@ -140,7 +139,7 @@ def _loop(
         hint=first.hint,
         module=first.module,
         arguments=first.arguments,
-        header=f"for {variable} in self{stem}{_slice(first, last, owner, slice_text)}:",
+        header=f"for {variable} in {_container(first, last, owner, slice_text)}:",
         carried=tuple(carried),
         bounds=(begin, end + 1),
     )
@@ -150,13 +149,23 @@ def _number(path: str | None) -> int:
     return int((path or "").rpartition(".")[2])
 
 
+def _container(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:
+    """Return the modules that a loop goes through; a list of the user's own class is not sliced."""
+    path = (first.module or "").rpartition(".")[0]
+    place, cut = f"self{owner.steps(path)}", _slice(first, last, owner, slice_text)
+    module = owner.split.modules.get(path)
+    is_own = module is not None and not module.is_torch
+    return f"list({place}){cut}" if cut and is_own else f"{place}{cut}"
+
+
 def _slice(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:
     """Return `[4:8]`, or nothing for all modules of a container."""
     if slice_text is not None:
         return f"[{slice_text}]"
     stem = (first.module or "").rpartition(".")[0]
     begin, end = _number(first.module), _number(last.module) + 1
-    members = [p for p in owner.split.modules if re.fullmatch(rf"{re.escape(stem)}\.\d+", p)]
+    place = re.escape(f"{stem}." if stem else "")
+    members = [path for path in owner.split.modules if re.fullmatch(rf"{place}\d+", path)]
     bounds = f"{begin or ''}:{end if end < len(members) else ''}"
     return "" if bounds == ":" else f"[{bounds}]"
 

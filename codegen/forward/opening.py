@@ -197,12 +197,15 @@ class _Opener:
         return (LOSS, ROOT) if in_model else (LOSS,)
 
     def _highest(self, tensor: str, way: Way, op: Op) -> str:
-        """Return the outermost call in which a user's input may be converted."""
+        """Return the outermost call in which a user's input may be converted.
+
+        The code of the loss does not call the model, and so converts nothing for it.
+        """
         chain = self.tree.chain(op)
         shared = common([self._maker_chain(tensor), chain])
         place = shared[-1]
         for call in chain[len(shared) :]:
-            if self._is_uniform(tensor, way, call):
+            if call != ROOT and self._is_uniform(tensor, way, call):
                 break
             place = call
         return place

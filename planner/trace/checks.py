@@ -1,7 +1,8 @@
 """Takes the checks of a model as passed: they decide on values, which a trace does not have.
 
 `assert ids.min() >= 0` and `if labels.max() >= self.vocab: raise ValueError(…)` ask a tensor for a
-truth. Where the statement can do nothing but raise, the answer is the one that does not.
+truth. Where the statement can do nothing but raise, the answer is the one that does not. Where
+torch asks whether a mask that it applies anyway is the causal one, the answer is that it may not.
 """
 
 from __future__ import annotations
@@ -13,14 +14,21 @@ from functools import cache
 from types import FrameType
 
 import torch
+from torch.nn.modules import transformer
+
+_ONLY_FASTER = (transformer.__file__, "_detect_is_causal_mask")
 
 
 def passing_answer(asked: torch.Tensor) -> bool | None:
-    """Return what lets the check that asks a tensor pass; None where no plain check asks."""
+    """Return what a check that asks a tensor passes with; None where no plain check asks."""
     frame: FrameType | None = sys._getframe(1)
     while frame is not None and frame.f_code.co_name == "__torch_function__":
         frame = frame.f_back
-    if frame is None or not asked.is_meta or asked.numel() != 1:
+    if frame is None:
+        return None
+    if (frame.f_code.co_filename, frame.f_code.co_name) == _ONLY_FASTER:
+        return False
+    if not asked.is_meta or asked.numel() != 1:
         return None
     return _answers(frame.f_code.co_filename).get(frame.f_lineno)
 

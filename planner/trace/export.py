@@ -19,6 +19,9 @@ from torch.overrides import TorchFunctionMode
 from autopar.planner.errors import AutoparError, TraceError
 from autopar.planner.trace.build import Step, Subject
 from autopar.planner.trace.checks import passing_answer
+from autopar.planner.trace.ctc import ctc_traced
+from autopar.planner.trace.drawn import AT_RANDOM, note_drawn, refuse_drawn
+from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.record import Recording, recorded
@@ -45,6 +48,7 @@ def export(subject: Subject, *, fold: bool) -> Exported:
             no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
             fixing_noted() as places,
+            ctc_traced(),
             _OnMeta(),
         ):
             program = torch.export.export(
@@ -79,6 +83,7 @@ class _OnMeta(TorchFunctionMode):
             answer = passing_answer(args[0])
             if answer is not None:
                 return answer
+            refuse_drawn(args[0])
         if func is torch.Tensor.type and isinstance(args[-1], torch.dtype):
             func = torch.Tensor.to
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
@@ -88,7 +93,10 @@ class _OnMeta(TorchFunctionMode):
                 torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in args[1]
             )
             args = (args[0], index)
-        return func(*args, **kwargs)
+        each = loss_of_each_row(func, args, kwargs)
+        result = func(*args, **kwargs) if each is None else each
+        note_drawn(func, args, result)
+        return result
 
 
 def _is_truth(tensor: torch.Tensor) -> bool:
@@ -137,6 +145,11 @@ def _quiet() -> Iterator[None]:
 
 
 _REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        AT_RANDOM,
+        "the model decides by a random number what it runs ({line})",
+        "run all of it at every step: where layers are dropped, set their probability to 0",
+    ),
     (
         r"GuardOnDataDependent|data-dependent|_local_scalar_dense|unbacked",
         "the model decides on the values of a tensor ({line})",

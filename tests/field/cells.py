@@ -72,6 +72,8 @@ AWKWARD: Mapping[str, Subject] = {
     "dataclass": _own("outputs", "form=dataclass"),
     "arguments": _own("arguments"),
     "padded Llama": _own("padded_llama"),
+    "summed loss": _own("losses", "kind=sum"),
+    "masked loss": _own("losses", "kind=masked"),
 }
 
 SUBJECTS: Mapping[str, Subject] = {**FAMILIES, **AWKWARD}

@@ -21,6 +21,10 @@ ONCE_WRONG = {
     ("Llama 4", "tp 2"): "a repetition that is split",
     ("LiLT", "pp 2"): "a last layer of which less is needed, and a child that only its code calls",
     ("BERT (several labels)", "pp 2"): "a loss that torch and ATen begin differently",
+    ("summed loss", "dp 2"): "a loss that is a sum over rows",
+    ("summed loss", "pp 2"): "a model that is a list of its layers",
+    ("masked loss", "dp 2"): "a mean that divides by what counts",
+    ("Wav2Vec2 (CTC)", "dp 2"): "a loss whose inner sizes depend on values, summed over rows",
     ("ResNet", "tp 2"): "a module that refuses another number of channels",
 }
 

@@ -22,6 +22,8 @@ from transformers import (
     Mamba2ForCausalLM,
     MobileViTV2Config,
     MobileViTV2ForImageClassification,
+    Wav2Vec2Config,
+    Wav2Vec2ForCTC,
     XLNetConfig,
     XLNetLMHeadModel,
 )
@@ -53,6 +55,13 @@ def large_batch(batch_size: int) -> Batch:
     """Makes large square pictures with one class each."""
     labels = torch.randint(0, CLASSES, (batch_size,))
     return {"pixel_values": pixels(batch_size, (64, 64)), "labels": labels}
+
+
+def spoken_batch(batch_size: int) -> Batch:
+    """Makes sounds and the letters spoken, of which some are padding."""
+    labels = torch.randint(1, VOCAB, (batch_size, 5))
+    labels[0, 3:] = -100
+    return {"input_values": torch.randn(batch_size, 400), "labels": labels}
 
 
 UNLIKE = (
@@ -193,6 +202,23 @@ UNLIKE = (
         model_class=MobileViTV2ForImageClassification,
         config=MobileViTV2Config(image_size=64, width_multiplier=0.25, num_labels=CLASSES),
         inputs=large_batch,
+        sizes={},
+    ),
+    Family(
+        name="Wav2Vec2 (CTC)",  # a loss that adds rows up and selects by a mask
+        model_class=Wav2Vec2ForCTC,
+        config=Wav2Vec2Config(
+            **{k: v for k, v in BERT_LIKE.items() if k != "max_position_embeddings"},
+            conv_dim=(16, 16),
+            conv_stride=(5, 4),
+            conv_kernel=(10, 4),
+            num_feat_extract_layers=2,
+            num_conv_pos_embeddings=8,
+            num_conv_pos_embedding_groups=4,
+            mask_time_prob=0.0,
+            layerdrop=0.0,
+        ),
+        inputs=spoken_batch,
         sizes={},
     ),
 )

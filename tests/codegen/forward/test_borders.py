@@ -52,3 +52,28 @@ def test_what_keeps_state_begins_anew_where_its_caller_no_longer_resets_it() -> 
     model, changed = printed(Resetting, [""])
     for _ in range(2):
         torch.testing.assert_close(learned(changed), learned(model))
+
+
+class Chained(nn.Sequential):
+    """A model that is a list of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(8, 4), *(nn.Linear(4, 4) for _ in range(4)))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = super().forward(ids).square().mean()  # type: ignore[no-untyped-call]
+        return out
+
+
+def test_a_stage_of_a_model_that_is_a_list_runs_its_own_layers_alone() -> None:
+    model = Chained()
+    split = split_graph(trace(file_of(Chained)), modules_of(model))
+    count = len(split.layers.layers)
+    opened = open_split(split, [count - 2, 2])
+    first, last = (copy.deepcopy(model) for _ in range(2))
+    for part, stage in zip((first, last), opened.stages, strict=True):
+        take_classes(part, [stage.cls], namespace(opened))
+        for key, value in stage.bounds:
+            setattr(part, key, value)
+    crossing = first(ids=IDS)
+    torch.testing.assert_close(last(crossing, ids=IDS), model(IDS))

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from tests.planner.trace.model_source import traced
+from tests.planner.trace.model_source import ops_of, traced
 
 MODEL = """
 class Model(nn.Module):
@@ -51,3 +51,44 @@ def test_a_check_is_taken_as_passed(tmp_path: Path, check: str) -> None:
 def test_a_decision_on_values_is_refused(tmp_path: Path, decision: str) -> None:
     with pytest.raises(TraceError, match="decides on the values"):
         traced(tmp_path, MODEL.format(check=decision))
+
+
+@pytest.mark.parametrize(
+    "decision",
+    [
+        "if torch.rand([]) < 0.1: x = x + 1",
+        "if torch.rand(1, device=x.device).mul(2) < 0.1: x = x + 1",
+        "if torch.empty(1).uniform_() < 0.1: x = x + 1",
+    ],
+)
+def test_a_decision_at_random_is_told_as_such(tmp_path: Path, decision: str) -> None:
+    with pytest.raises(TraceError, match="decides by a random number") as told:
+        traced(tmp_path, MODEL.format(check=decision))
+    assert "probability to 0" in told.value.fix
+    assert decision.partition(":")[0] in told.value.found
+
+
+TRANSFORMER = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        layer = nn.TransformerDecoderLayer(4, 2, 8, batch_first=True)
+        self.decoder = nn.TransformerDecoder(layer, 2)
+
+    def forward(self, x):
+        x = x.unsqueeze(1).expand(-1, 3, -1)
+        mask = nn.Transformer.generate_square_subsequent_mask(3{device})
+        return self.decoder(x, x, tgt_mask=mask)
+
+def build_model():
+    return Model()
+"""
+
+
+@pytest.mark.parametrize("device", ["", ", device=x.device"])
+def test_a_mask_need_not_be_known_as_causal(tmp_path: Path, device: str) -> None:
+    graph = traced(tmp_path, TRANSFORMER.format(device=device))
+    first, *_ = ops_of(graph, "scaled_dot_product_attention")
+    arguments = dict(first.arguments)
+    assert arguments["attn_mask"] is not None
+    assert not arguments["is_causal"]

@@ -171,3 +171,23 @@ def test_what_a_constructor_puts_elsewhere_is_traced_with_the_rest(tmp_path: Pat
     graph = traced(tmp_path, source)
     (scaled,) = ops_of(graph, "mul")
     assert {graph.tensors[name].dtype for name in scaled.inputs} == {MODEL_DTYPE}
+
+
+@pytest.mark.parametrize("loss", ["F.cross_entropy", "F.nll_loss"])
+def test_the_losses_of_single_rows_have_the_rows_as_their_dim(tmp_path: Path, loss: str) -> None:
+    source = f"""
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x):
+            classes = torch.zeros(x.shape[0], dtype=torch.long, device=x.device)
+            return {loss}(self.linear(x), classes, reduction="none").exp()
+
+    def build_model():
+        return Model()
+    """
+    graph = traced(tmp_path, source)
+    (op,) = ops_of(graph, "exp")
+    assert [str(size) for size in graph.tensors[op.outputs[0]].shape] == ["B"]
