@@ -308,12 +308,16 @@ class Explorer:
 
     def _roomy(self) -> Explorer:
         """Return the search for the plan that needs least memory, were devices endless."""
-        roomy = copy(self)
-        roomy.objective = Objective.MEMORY
-        endless = dict.fromkeys(self.judge.demands.limit_bytes, _ENDLESS_BYTES)
-        roomy.judge = self.judge.under(replace(self.judge.demands, limit_bytes=endless))
-        roomy.bounds = Bounds(roomy.judge.questions, roomy.objective)
-        return roomy
+        return self.within(_ENDLESS_BYTES, Objective.MEMORY)
+
+    def within(self, limit_bytes: int, objective: Objective) -> Explorer:
+        """Return the search with another limit of memory on every device, for an objective."""
+        other = copy(self)
+        other.objective = objective
+        limits = dict.fromkeys(self.judge.demands.limit_bytes, limit_bytes)
+        other.judge = self.judge.under(replace(self.judge.demands, limit_bytes=limits))
+        other.bounds = Bounds(other.judge.questions, objective)
+        return other
 
     def least(self) -> Candidate | None:
         """Return the best candidate, None where there is none."""
