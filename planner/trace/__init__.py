@@ -10,9 +10,10 @@ from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph import Graph
 from autopar.planner.model_file import ModelFile, ModelMovedError
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
-from autopar.planner.trace.convert import CannotReplayError, convert
+from autopar.planner.trace.convert import convert
 from autopar.planner.trace.export import export
 from autopar.planner.trace.products import check_products
+from autopar.planner.trace.values import CannotReplayError
 
 __all__ = ["trace", "trace_for_rows"]
 

@@ -37,6 +37,16 @@ class Exported:
     subject: Subject
     fixed_at: str  # where the model took the number of rows for a constant, if it did
 
+    @property
+    def fixed_batch(self) -> int | None:
+        """The batch of the trace where the model fixed it, that is, where no symbol is left."""
+        wanted = self.program.graph_signature.user_inputs
+        nodes = {n.name: n for n in self.program.graph.nodes if n.op == "placeholder"}
+        sizes = [nodes[name].meta["val"].shape[0] for name in wanted if name in nodes]
+        # A symbol that the model compared with a number is still one here, but has that value.
+        is_fixed = any(isinstance(size, int) or size.node.expr.is_number for size in sizes)
+        return self.subject.batch_size if is_fixed else None
+
 
 def export(subject: Subject, *, fold: bool) -> Exported:
     """Export the step of a subject with the batch as a symbol."""
