@@ -24,7 +24,7 @@ MOST_STEPS_AHEAD = 4  # host memory holds their batches
 
 def weighed_ahead(
     data: Iterator[Batch],
-    valid_targets: Callable[[Batch], Tensor],
+    valid_targets: Callable[[Mapping[str, Any]], Tensor],
     mesh: Mesh,
     *,
     microbatches: int,
@@ -42,7 +42,7 @@ def weighed_ahead(
     """
     steps, read = 1, list(islice(data, microbatches))
     while read:
-        counts = torch.stack([valid_targets(batch) for batch in read]).to(mesh.device)
+        counts = torch.stack([valid_targets(_Exact(batch)) for batch in read]).to(mesh.device)
         shares = _shares(counts, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
         coming: list[Batch] = []
@@ -55,7 +55,7 @@ def weighed_ahead(
 
 def weighed_terms_ahead(
     data: Iterator[Batch],
-    valid_targets: Callable[[Batch], Tensor],
+    valid_targets: Callable[[Mapping[str, Any]], Tensor],
     mesh: Mesh,
     *,
     microbatches: int,
@@ -67,6 +67,24 @@ def weighed_terms_ahead(
     """
     for batch, shares in weighed_ahead(data, valid_targets, mesh, microbatches=microbatches):
         yield {**batch, "loss_weights": shares * microbatches}
+
+
+class _Exact(Mapping[str, Any]):
+    """A batch whose fractions are in float64, as soon as they are asked for: weights add up."""
+
+    def __init__(self, batch: Batch) -> None:
+        self._batch = batch
+
+    def __getitem__(self, name: str) -> Any:
+        value = self._batch[name]
+        is_fraction = isinstance(value, Tensor) and value.is_floating_point()
+        return value.double() if is_fraction else value
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._batch)
+
+    def __len__(self) -> int:
+        return len(self._batch)
 
 
 def _shares(counts: Tensor, microbatches: int, axis: Axis) -> Tensor:

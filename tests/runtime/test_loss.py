@@ -1,4 +1,5 @@
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -24,7 +25,7 @@ def _microbatches(mesh: Mesh, number: int) -> Iterator[Batch]:
     return ({"x": x, "y": y} for x, y in zip(logits, target, strict=True))
 
 
-def _count(batch: Batch) -> torch.Tensor:
+def _count(batch: Mapping[str, Any]) -> torch.Tensor:
     return (batch["y"] != -100).sum()
 
 
@@ -57,7 +58,7 @@ def _two_means(weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> list[t
     return [cross_entropy(logits, y.flatten()), cross_entropy(logits, others.flatten())]
 
 
-def _two_counts(batch: Batch) -> torch.Tensor:
+def _two_counts(batch: Mapping[str, Any]) -> torch.Tensor:
     y = batch["y"]
     return torch.stack([(y != -100).sum(), ((y.roll(3, 1) != -100) & (y != 1)).sum()])
 
@@ -115,6 +116,19 @@ def test_two_steps_are_read_ahead_then_four_as_evenly_as_they_are_used() -> None
     _, read = run_on_ranks(_scales, 2, (1,) * 30, 2)[0]
     beginning = [4, 6, 8, 10, 12, 14]
     assert read == [*beginning, *range(15, 31), *[30] * 8]
+
+
+def test_weights_in_float32_add_up_as_exactly_as_in_float64() -> None:
+    weights = torch.rand(2, 1000, generator=torch.Generator().manual_seed(1))
+    sums = weights.double().sum(1)
+    mesh = start(pipeline=1, data=1, tensor=1)
+    try:
+        rows = iter([{"weight": row} for row in weights])
+        weighed = weighed_ahead(rows, lambda batch: batch["weight"].sum(), mesh, microbatches=2)
+        found = torch.stack([scale for _, scale in weighed])
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found, sums / sums.sum(), rtol=0, atol=1e-15)
 
 
 def test_a_mean_over_no_targets_counts_nothing() -> None:
