@@ -18,7 +18,7 @@ from autopar.planner.costs.schedule import ScheduleKind
 from autopar.planner.plan.bottleneck import Block, Places
 from autopar.planner.plan.data_bound import DataBound, Shared
 from autopar.planner.plan.whole_layers import RankTime
-from autopar.planner.precision import Precision
+from autopar.planner.precision import copy_bytes
 
 _HALVINGS = 8  # of the interval in which the time of the slowest rank lies
 
@@ -289,7 +289,7 @@ class StepBound:
             optimizer_seconds(
                 self.totals.trainable / (arrangement.pipeline * share),
                 gradient_bytes=4,
-                copy_bytes=0 if arrangement.precision is Precision.FP32 else 2,
+                copy_bytes=copy_bytes(arrangement.precision),
                 passes=constants.optimizer_passes,
                 rates=rates,
                 element_seconds=constants.optimizer_element_seconds,
