@@ -73,7 +73,7 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
         "\n".join(
             [
                 "def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:",
-                '    """Return how many targets of the batch count in the mean of the loss."""',
+                '    """Return how much of the batch counts in the mean of the loss."""',
                 *written(builder.body(result), builder.owner, style),
             ]
         )

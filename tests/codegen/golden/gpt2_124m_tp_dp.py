@@ -25,7 +25,7 @@ Memory of the fullest device: 10.86 GiB of 76 GiB (14%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 81% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.63 ms (+2.9%): +743.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: b01e87c6d6c547d1.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a2fc711b1655ba70.
 
 from __future__ import annotations
 
@@ -219,7 +219,7 @@ def loss_of(model: nn.Module, batch: Batch, tensor: Axis) -> Tensor:
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how many targets of the batch count in the mean of the loss."""
+    """Return how much of the batch counts in the mean of the loss."""
     return (batch["labels"] != -100).sum()
 
 
@@ -251,7 +251,7 @@ def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
     return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
 

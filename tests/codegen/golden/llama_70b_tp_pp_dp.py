@@ -25,7 +25,7 @@ Why this plan: of 15 ways to arrange the training none is faster; compute takes 
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.67 s (+2.5%): +449.6 ms tensor
 communication, 508.5 MiB less memory.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 410d15a9057248ce.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 0b2826b959d819d2.
 
 from __future__ import annotations
 
@@ -281,7 +281,7 @@ def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Me
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how many targets of the batch count in the mean of the loss."""
+    """Return how much of the batch counts in the mean of the loss."""
     return (batch["labels"] != -100).sum()
 
 
@@ -308,7 +308,7 @@ def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
     return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
 

@@ -23,7 +23,7 @@ Memory of the fullest device: 6.32 GiB of 76 GiB (8%)
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.9%): +239.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 6c21d440638d9406.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 371a05d1ad275530.
 
 from __future__ import annotations
 
@@ -122,7 +122,7 @@ def loss_of(model: nn.Module, batch: Batch) -> Tensor:
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how many targets of the batch count in the mean of the loss."""
+    """Return how much of the batch counts in the mean of the loss."""
     return (batch["labels"] != -100).sum()
 
 
@@ -152,7 +152,7 @@ def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
     return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
 

@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: fc1aef33ad19aa20.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 2f01dd0d5e01872f.
 
 from __future__ import annotations
 
@@ -170,7 +170,7 @@ def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Me
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return how many targets of the batch count in the mean of the loss."""
+    """Return how much of the batch counts in the mean of the loss."""
     return (batch["labels"] != -100).sum()
 
 
@@ -198,7 +198,7 @@ def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
         data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
-    # The loss is a mean over the targets that count: microbatches weigh by how many they have.
+    # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
     return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
 
