@@ -3,44 +3,39 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+
+import numpy as np
 
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
+from autopar.planner.costs.schedule_moments import Moments
 from autopar.planner.costs.stage_load import StageLoad
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Held:
-    """A stage on its rank, and the microbatches whose activations it holds at once."""
-
-    load: StageLoad
-    in_flight: int
-    deferred: int = 0  # microbatches at most whose weights' gradients are still to be made
-
-
 def memory_of(
-    held: Sequence[Held], arrangement: Arrangement, constants: FrameworkConstants
+    loads: Sequence[StageLoad],
+    moments: Moments,
+    arrangement: Arrangement,
+    constants: FrameworkConstants,
 ) -> MemoryPrediction:
-    """Return the peak of a rank.
+    """Return the peak of a rank that holds these stages, in their order in the model.
 
     state        = Σ over its stages, each category divided by the shard ranks where ZeRO says so
-    activations  = Σ saved · in flight + results' gradients · deferred: every stage at its own peak
-                   at once, an upper bound
-    work         = of the layer that needs most: transient + unsharded
+    activations  = Σ saved · microbatches forwarded + results' gradients · microbatches halfway,
+                   and Σ saved · microbatches unanswered where the backward is not split
+    work         = of the running stage's layer that needs most: transient + unsharded
     unsharded    = ZeRO-3: parameters of the layer, and of the next that is gathered ahead;
                    ZeRO-2 and 3: its whole gradient, from when its first weight's is made
     buffers      = the 16-bit copy of a bucket, where gradients travel so; else buckets are reduced
                    where the gradients lie: under ZeRO-1 each rank's part of the mean comes there,
                    and the rest of the bucket stays for the next step
     margin       = share · all of these
+
+    Activations and work are of the moment at which both together are greatest.
     """
-    loads = [one.load for one in held]
-    activations = sum(
-        one.load.saved_bytes * one.in_flight + one.load.deferred_bytes * one.deferred
-        for one in held
-    )
-    transient, unsharded = _work_bytes(loads, arrangement)
+    works = [_work_bytes(load, arrangement) for load in loads]
+    activations, running = _fullest(loads, [sum(work) for work in works], moments)
+    transient, unsharded = works[running]
     parameters, gradients, optimizer = _state(loads, arrangement)
     buckets = _bucket_bytes(loads, arrangement)
     everything = parameters + gradients + optimizer + activations + transient + unsharded + buckets
@@ -115,7 +110,22 @@ def _part(size_bytes: int, ranks: int, is_divided: bool) -> int:
     return -(-size_bytes // ranks) if is_divided else size_bytes
 
 
-def _work_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[int, int]:
+def _fullest(
+    loads: Sequence[StageLoad], work_bytes: Sequence[int], moments: Moments
+) -> tuple[int, int]:
+    """Return the bytes of activations at the fullest moment, and the stage that runs then."""
+    held = np.zeros(len(moments.running), dtype=np.int64)
+    for place, load in enumerate(loads):
+        if load.splits_backward:
+            held += load.saved_bytes * moments.forwarded[:, place]
+            held += load.deferred_bytes * moments.halfway[:, place]
+        else:
+            held += load.saved_bytes * moments.unanswered[:, place]
+    fullest = int(np.argmax(held + np.array(work_bytes)[moments.running]))
+    return int(held[fullest]), int(moments.running[fullest])
+
+
+def _work_bytes(load: StageLoad, arrangement: Arrangement) -> tuple[int, int]:
     """Return transient and unsharded bytes of the layer that needs most of both together."""
     ahead = arrangement.shard > 1 and arrangement.zero is Zero.PARAMETERS
     every = (
@@ -123,7 +133,6 @@ def _work_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> tuple[i
             work.cost.transient_bytes,
             layer_unsharded_bytes(work.cost, arrangement) + ahead * work.next_parameter_bytes,
         )
-        for load in loads
         for work in load.works
     )
     return max(every, key=sum, default=(0, 0))

@@ -90,10 +90,15 @@ def deferred_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape) 
     """
     if stage == 0 or not SCHEDULES[kind].splits_backward:
         return 0
+    return _deferred(kind, settled(shape))[stage]
+
+
+def settled(shape: PipelineShape) -> PipelineShape:
+    """Return the shape with fewer microbatches, if it then holds as many at once."""
     rounds, rest = divmod(shape.microbatches, shape.ranks)
-    if rest == 0 and rounds > SETTLED_ROUNDS:
-        shape = replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
-    return _deferred(kind, shape)[stage]
+    if rest or rounds <= SETTLED_ROUNDS:
+        return shape
+    return replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
 
 
 @lru_cache(maxsize=1024)

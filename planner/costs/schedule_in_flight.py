@@ -6,8 +6,6 @@ and beside it the gradients of the results of ops with weights (deferred). A ran
 action at a time, so the counts follow from its order alone, whatever the actions cost.
 """
 
-from collections.abc import Sequence
-
 from autopar.planner.costs.schedule_actions import ActionKind, Schedule
 
 _RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
@@ -41,24 +39,6 @@ def peak_deferred(schedule: Schedule) -> tuple[int, ...]:
                 current[stage] -= 1
             peak[stage] = max(peak.get(stage, 0), current.get(stage, 0))
     return tuple(peak[stage] for stage in sorted(peak))
-
-
-def peak_activation_bytes(schedule: Schedule, stage_bytes: Sequence[float]) -> tuple[float, ...]:
-    """Return for each rank the most bytes of activations at once, given one microbatch's per stage.
-
-    Less than the sum over its stages of peak × bytes where the stages peak at different times.
-    """
-    peaks = []
-    for actions in schedule:
-        held, peak = 0.0, 0.0
-        for action in actions:
-            if action.kind is ActionKind.FORWARD:
-                held += stage_bytes[action.stage]
-                peak = max(peak, held)
-            elif action.kind in _RELEASES:
-                held -= stage_bytes[action.stage]
-        peaks.append(peak)
-    return tuple(peaks)
 
 
 def gpipe_in_flight(microbatches: int) -> int:

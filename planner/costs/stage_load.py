@@ -57,6 +57,11 @@ class StageLoad:
         """Of one microbatch, forward and backward."""
         return self.forward_seconds + self.backward_seconds
 
+    @property
+    def splits_backward(self) -> bool:
+        """Whether a schedule may make it in two halves, which would compute again twice."""
+        return not self.recompute_seconds
+
     def slower(self, forward_seconds: float, backward_seconds: float) -> StageLoad:
         """Return the stage with this much more to wait for in its forward and its backward."""
         return replace(

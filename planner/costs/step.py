@@ -10,12 +10,11 @@ layers are priced for the device of its rank, so unequal devices need nothing mo
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.data_parallel import DataGroups, DataSeconds, data_seconds
 from autopar.planner.costs.framework import FrameworkConstants
-from autopar.planner.costs.memory import Held, memory_of
+from autopar.planner.costs.memory import memory_of
 from autopar.planner.costs.optimizer import optimizer_seconds
 from autopar.planner.costs.pipeline import PipelineSeconds, pipeline_seconds, rank_of
 from autopar.planner.costs.prediction import (
@@ -26,12 +25,8 @@ from autopar.planner.costs.prediction import (
     Zero,
 )
 from autopar.planner.costs.rank_groups import RankGroups, rank_groups, summed_seconds
-from autopar.planner.costs.schedule import (
-    SCHEDULES,
-    PipelineShape,
-    deferred_microbatches,
-    in_flight_microbatches,
-)
+from autopar.planner.costs.schedule import SCHEDULES, PipelineShape, in_flight_microbatches
+from autopar.planner.costs.schedule_moments import rank_moments
 from autopar.planner.costs.stage_load import StageLoad, stage_load
 from autopar.planner.costs.step_terms import Step, communication_terms, time_terms
 from autopar.planner.precision import copy_bytes
@@ -115,7 +110,7 @@ def _splitting_seconds(loads: Sequence[StageLoad], arrangement: Arrangement) -> 
     """
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     for stage, load in enumerate(loads):
-        yield load.split_seconds if splits and stage and not load.recompute_seconds else 0.0
+        yield load.split_seconds if splits and stage and load.splits_backward else 0.0
 
 
 def _is_net_measured(cluster: Cluster) -> bool:
@@ -212,53 +207,29 @@ def _optimizer_seconds(
     )
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _RankSums:
-    """What a rank does in all its stages."""
-
-    seconds: float
-    held: tuple[Held, ...]
-
-
 def _stage_predictions(
     step: Step, shape: PipelineShape, constants: FrameworkConstants
 ) -> tuple[StagePrediction, ...]:
-    arrangement = step.arrangement
-    held = [
-        Held(
-            load=load,
+    arrangement, loads = step.arrangement, step.loads
+    own = [
+        [load for stage, load in enumerate(loads) if _rank(stage, arrangement) == rank]
+        for rank in range(arrangement.pipeline)
+    ]
+    memories = [
+        memory_of(held, moments, arrangement, constants)
+        for held, moments in zip(own, rank_moments(arrangement.schedule, shape), strict=True)
+    ]
+    busy = [arrangement.microbatches * sum(load.seconds for load in held) for held in own]
+    return tuple(
+        StagePrediction(
+            forward_seconds=load.forward_seconds,
+            backward_seconds=load.backward_seconds,
+            idle_seconds=max(0.0, step.seconds - busy[rank] - step.optimizer_seconds),
             in_flight=in_flight_microbatches(arrangement.schedule, stage, shape)
             if arrangement.pipeline > 1
             else 1,
-            deferred=_deferred(load, stage, step),
-        )
-        for stage, load in enumerate(step.loads)
-    ]
-    sums = [_rank_sums(rank, held, step) for rank in range(arrangement.pipeline)]
-    memories = [memory_of(one.held, arrangement, constants) for one in sums]
-    return tuple(
-        StagePrediction(
-            forward_seconds=one.load.forward_seconds,
-            backward_seconds=one.load.backward_seconds,
-            idle_seconds=max(0.0, step.seconds - sums[rank].seconds - step.optimizer_seconds),
-            in_flight=one.in_flight,
             memory=memories[rank],
         )
-        for stage, one in enumerate(held)
+        for stage, load in enumerate(loads)
         for rank in [_rank(stage, arrangement)]
     )
-
-
-def _deferred(load: StageLoad, stage: int, step: Step) -> int:
-    """Return the microbatches between two halves of a backward; recomputing stages split none."""
-    arrangement = step.arrangement
-    if arrangement.pipeline == 1 or load.recompute_seconds:
-        return 0
-    return deferred_microbatches(arrangement.schedule, stage, pipeline_shape(arrangement))
-
-
-def _rank_sums(rank: int, held: Sequence[Held], step: Step) -> _RankSums:
-    arrangement = step.arrangement
-    own = [one for stage, one in enumerate(held) if _rank(stage, arrangement) == rank]
-    seconds = arrangement.microbatches * sum(one.load.seconds for one in own)
-    return _RankSums(seconds=seconds, held=tuple(own))

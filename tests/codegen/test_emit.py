@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +18,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
+from tests.clock import least_seconds
 from tests.codegen.kinds import KINDS, plan_of
 from tests.codegen.plans import pinned_plan, plan_for
 
@@ -173,9 +173,7 @@ def test_a_script_is_short_beside_its_opened_classes(kind: str) -> None:
 
 def test_emission_is_quick(tmp_path: Path) -> None:
     plan = plan_of("tp")
-    began = time.process_time()
-    emit(plan, destination=tmp_path / "train.py")
-    assert time.process_time() - began < 1.0
+    assert least_seconds(lambda: emit(plan, destination=tmp_path / "train.py"), tries=2) < 1.0
 
 
 def test_a_script_is_the_same_every_time(tmp_path: Path) -> None:

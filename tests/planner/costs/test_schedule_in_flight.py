@@ -6,11 +6,10 @@ from autopar.planner.costs.schedule_in_flight import (
     interleaved_in_flight,
     interleaved_zero_bubble_in_flight,
     one_f_one_b_in_flight,
-    peak_activation_bytes,
     peak_in_flight,
     zero_bubble_v_in_flight,
 )
-from autopar.planner.costs.schedule_orders import gpipe, one_f_one_b, zero_bubble_v
+from autopar.planner.costs.schedule_orders import gpipe
 
 
 @pytest.mark.parametrize(("stage", "microbatches", "held"), [(0, 8, 4), (3, 8, 1), (0, 2, 2)])
@@ -47,15 +46,3 @@ def test_the_v_holds_the_same_on_every_rank() -> None:
     # rank r: 2p − r on the way down and r + 1 on the way up: 2p + 1 half-size stages each
     held = [zero_bubble_v_in_flight(stage, ranks=3, microbatches=9) for stage in range(6)]
     assert held == [6, 5, 4, 3, 2, 1]
-
-
-def test_the_bytes_of_a_rank_are_those_of_its_stages_at_one_moment() -> None:
-    # rank 0, stages 0 and 3: three of 0 and one of 3 (30 + 40); the fourth of 0 finds no 3 (40).
-    # rank 1, stages 1 and 2: two of each (40 + 60); the third of 1 finds one of 2 (60 + 30).
-    peaks = peak_activation_bytes(zero_bubble_v(2, 8), (10.0, 20.0, 30.0, 40.0))
-    assert peaks == (70.0, 100.0)
-    assert peak_in_flight(zero_bubble_v(2, 8)) == (4, 3, 2, 1)  # 80 and 120, were peaks summed
-
-
-def test_one_stage_per_rank_holds_its_peak_times_its_bytes() -> None:
-    assert peak_activation_bytes(one_f_one_b(3, 6), (1.0, 2.0, 5.0)) == (3.0, 4.0, 5.0)

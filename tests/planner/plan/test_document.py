@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Callable
 from dataclasses import asdict, fields, replace
 from pathlib import Path
@@ -28,6 +27,7 @@ from autopar.planner.plan.constraints_document import declared_document, declare
 from autopar.planner.plan.document import parse_plan, plan_text, read_plan, summary, write_plan
 from autopar.planner.plan.graph_document import graph_document, graph_of, value_document, value_of
 from autopar.planner.plan.settings import declare
+from tests.clock import least_seconds
 from tests.planner.plan.plans import parts_of, prediction, small_plan
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
 
@@ -202,12 +202,10 @@ def test_a_deep_model_is_written_and_read_in_little_time() -> None:
     graph = zoo_graph("llama.py", "size=405b")
     parameters = tuple(ParameterLayout(name=one.name, layout=WHOLE) for one in graph.parameters)
     plan = small_plan(graph=graph, parameters=parameters)
-    start = time.process_time()
     text = plan_text(plan)
-    again = parse_plan(text, where="x")
-    assert time.process_time() - start < 1.5
     assert len(text) < 4e6
-    assert again == plan
+    assert parse_plan(text, where="x") == plan
+    assert least_seconds(lambda: parse_plan(plan_text(plan), where="x"), tries=2) < 1.5
 
 
 def test_a_thousand_equal_nodes_take_the_room_of_one() -> None:
