@@ -19,6 +19,8 @@ _DRAWING = frozenset(
         Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
     }
 )  # fmt: skip
+_CHOOSING = frozenset({torch.randperm, torch.multinomial, Tensor.multinomial})
+_COUNTING = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
 
 class Exactly(TorchFunctionMode):
@@ -62,6 +64,11 @@ class Exactly(TorchFunctionMode):
             return func(*args, **kwargs).fill_(1)
         if func in _DRAWING:
             return func(*args, **kwargs).fill_(_DRAWN)
+        if func in _COUNTING:
+            return func(*args, **kwargs).fill_(_middle(args, kwargs))
+        if func in _CHOOSING:
+            chosen = func(*args, **kwargs)
+            return chosen.copy_(torch.arange(chosen.shape[-1], device=chosen.device))
         if func is functional.scaled_dot_product_attention:
             args, kwargs["dropout_p"] = _without_fifth(args), 0.0
         if func is functional.multi_head_attention_forward:
@@ -72,6 +79,14 @@ class Exactly(TorchFunctionMode):
             args = tuple(map(_wide, args))
             kwargs = {key: _wide(value) for key, value in kwargs.items()}
         return func(*args, **kwargs)
+
+
+def _middle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
+    """Return the number in the middle of those that randint and its kin draw from."""
+    ends = [one for one in args if isinstance(one, int)]
+    ends += [kwargs[name] for name in ("from", "low", "to", "high") if kwargs.get(name) is not None]
+    low, high = (0, 0, *ends)[-2:]
+    return (low + high) // 2
 
 
 def _wide(argument: Any) -> Any:

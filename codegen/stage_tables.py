@@ -126,6 +126,8 @@ def _crossing(crossing: Crossing, plan: Plan, axes: Axes) -> Group:
         arguments.append(f"Split({layout.dim}, {parts_text(parts)})")
     if crossing.dtype != MODEL_DTYPE:
         arguments.append(f"dtype=torch.{identifier(crossing.dtype)}")
+    if not crossing.has_gradient:
+        arguments.append("has_gradient=False")
     return call("Crossing", *arguments)
 
 

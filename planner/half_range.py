@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import isfinite
 
 from autopar.planner.errors import InputError
-from autopar.planner.graph import MODEL_DTYPE, Graph, Op
+from autopar.planner.graph import MODEL_DTYPE, MODEL_EXTREMES, Graph, Op
 
 GREATEST = 65_504
 _FILLS = ("aten.masked_fill.Scalar", "aten.masked_fill_.Scalar", "aten.fill.Scalar", "aten.full.")
@@ -50,4 +50,6 @@ def _is_narrow(op: Op, graph: Graph) -> bool:
 
 
 def _overflows(value: object) -> bool:
-    return isinstance(value, (int, float)) and isfinite(value) and abs(value) > GREATEST
+    if not isinstance(value, (int, float)) or abs(value) in MODEL_EXTREMES:
+        return False
+    return isfinite(value) and abs(value) > GREATEST

@@ -13,6 +13,7 @@ from types import MappingProxyType
 
 from autopar.planner.extent import BATCH, Extent
 from autopar.planner.graph import Graph, Op, Origin, Ref, Value
+from autopar.planner.random_ops import is_random
 
 
 class Follows(StrEnum):
@@ -111,7 +112,7 @@ def weighing_count(graph: Graph, op: Op, follows: Mapping[str, Follows]) -> str:
     if not is_mean or graph.tensors[count].requires_grad:
         return ""
     steps = steps_from_batch(graph, [count])
-    return "" if steps is None or any(_draws(step) for step in steps) else count
+    return "" if steps is None or any(map(is_random, steps)) else count
 
 
 def _unbounded(graph: Graph, name: str) -> str:
@@ -119,10 +120,6 @@ def _unbounded(graph: Graph, name: str) -> str:
     maker = next((op for op in graph.ops if name in op.outputs), None)
     bounded = maker is not None and maker.target.split(".")[1] in ("clamp", "clamp_min", "to")
     return _unbounded(graph, maker.inputs[0]) if maker is not None and bounded else name
-
-
-def _draws(op: Op) -> bool:
-    return op.target.split(".")[1].startswith(("rand", "bernoulli", "uniform", "normal"))
 
 
 class _Reader:

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.runtime.averaging import Averaging
-from autopar.runtime.batch_norm import synchronise_batch_norms
+from autopar.runtime.batch_norm import synchronise_batch_norms, widen_batch_norms
 from autopar.runtime.buckets import HALF_DTYPES
 from autopar.runtime.gradient_buckets import GradientBuckets
 from autopar.runtime.mesh import Axis, Mesh
@@ -55,6 +55,7 @@ def wrap(
         synchronise_batch_norms(module, mesh.data)
     if half is not None:
         _cast_buffers(module, half)
+        widen_batch_norms(module)
     if zero >= 2 and mesh.data.size > 1:
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire_dtype or _wide(half))
         _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)

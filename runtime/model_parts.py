@@ -20,13 +20,15 @@ class Crossing:
     shape: tuple[int, ...]
     split: Split | None = None
     dtype: torch.dtype | None = None  # None: that of the training
+    has_gradient: bool = True
 
     def described(self, tensor: Axis, dtype: torch.dtype) -> Tensor:
         """Return the tensor that this rank sends or receives; it has no memory."""
         shape = list(self.shape)
         if self.split is not None:
             shape[self.split.dim] = local_size(self.split.parts, tensor)
-        return torch.empty(shape, dtype=self.dtype or dtype, device="meta", requires_grad=True)
+        dtype = self.dtype or dtype
+        return torch.empty(shape, dtype=dtype, device="meta", requires_grad=self.has_gradient)
 
 
 @dataclass(frozen=True, slots=True)

@@ -114,7 +114,7 @@ def make_plan(
     check_degrees(cluster.size, constraints)
     model_file = load_model_file(spec, arguments)
     with reported("tracing the model") as report:
-        graph = trace_for_rows(model_file, rows_at_once(constraints))
+        graph = trace_for_rows(model_file, rows_at_once(constraints), constraints.precision)
         report("finding its axes and layers")
         axes = infer_axes(graph)
         layers = find_layers(graph, axes)

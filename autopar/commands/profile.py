@@ -77,7 +77,7 @@ def profile(
     before = read_measurements(output) if output.exists() else MeasuredFile()
     model_file = load_model_file(model, arg or ())
     with reported("tracing the model") as report:
-        graph = trace(model_file)
+        graph = trace(model_file, precision=request.precision)
         axes = infer_axes(graph)
         profiled = measure_ops(graph, axes, find_layers(graph, axes), request, report=report)
         found = profiled.measured

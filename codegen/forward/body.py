@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from autopar.codegen.forward import conversions, special
 from autopar.codegen.forward.calls import LOSS
-from autopar.codegen.forward.changes import RESULT_SIZES, is_random, is_split_random
+from autopar.codegen.forward.changes import RESULT_SIZES, is_split_random
 from autopar.codegen.forward.expressions import (
     Expression,
     Fact,
@@ -30,6 +30,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Op, Origin, Ref, Value
 from autopar.planner.layouts import WHOLE, Layout
+from autopar.planner.random_ops import is_random
 
 LOSS_WEIGHTS = "loss_weights"  # the name that a microbatch has for them
 

@@ -6,6 +6,7 @@ from autopar.codegen.forward.split import Split
 from autopar.planner.axes.terms import Leaf
 from autopar.planner.graph import Op, Origin, Value
 from autopar.planner.layouts import Kind, Layout
+from autopar.planner.random_ops import is_random
 
 # The argument that holds sizes of the result, and those that hold sizes along a dim of the input.
 RESULT_SIZES = {
@@ -26,17 +27,6 @@ LOSSES = frozenset({"aten.cross_entropy_loss.default"})
 CONVOLUTIONS = frozenset(
     {"aten.conv1d.default", "aten.conv2d.default", "aten.conv2d.padding", "aten.conv3d.default"}
 )
-RANDOM = frozenset(
-    {
-        "aten.dropout.default", "aten.dropout_.default", "aten.feature_dropout.default",
-        "aten.alpha_dropout.default", "aten.rand_like.default", "aten.randn_like.default",
-        "aten.rand.default", "aten.randn.default", "aten.bernoulli.default",
-        "aten.bernoulli_.float", "aten.bernoulli.p", "aten.multinomial.default",
-        "aten.randint.low", "aten.randint.default", "aten.randperm.default",
-        "aten.uniform_.default", "aten.normal_.default", "aten.exponential_.default",
-        "aten.rrelu.default", "aten.lstm.input", "aten.gru.input",
-    }
-)  # fmt: skip
 
 
 def argument(op: Op, name: str) -> Value:
@@ -47,15 +37,6 @@ def argument(op: Op, name: str) -> Value:
 def is_split(layout: Layout) -> bool:
     """Whether a layout is a split one."""
     return layout.kind is Kind.SPLIT
-
-
-def is_random(op: Op) -> bool:
-    """Whether an op draws random numbers."""
-    if op.target in ("aten.dropout.default", "aten.dropout_.default"):
-        return bool(argument(op, "train")) and argument(op, "p") != 0.0
-    if op.target == "aten.scaled_dot_product_attention.default":
-        return argument(op, "dropout_p") != 0.0
-    return op.target in RANDOM
 
 
 def is_split_random(op: Op, split: Split) -> bool:

@@ -1,7 +1,8 @@
 """Cuts the ops of a graph into pipeline stages: what each runs, and what crosses between them.
 
-Only tensors that need gradients cross a cut. What needs none (masks, rotary tables, positions) is
-computed again from the batch by each stage that uses it.
+What is computed from weights crosses the cuts. What is not (masks, rotary tables, positions) is
+computed again from the batch by each stage that uses it, unless random numbers are drawn for it
+that several stages need: these are drawn once, and what is computed from them crosses too.
 """
 
 from __future__ import annotations
@@ -11,7 +12,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree
-from autopar.codegen.forward.changes import is_random
 from autopar.codegen.forward.expressions import Held
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.results import is_plain
@@ -19,6 +19,7 @@ from autopar.codegen.forward.split import Split
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Op, refs
 from autopar.planner.layouts import WHOLE, Kind, Layout
+from autopar.planner.random_ops import is_random
 
 
 def stage_of_ops(split: Split, counts: Sequence[int]) -> dict[str, int]:
@@ -64,22 +65,44 @@ class Cutter:
         self.opening, self.places, self.last = opening, places, last
         self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
         self.buffers = frozenset(buffer.name for buffer in self.graph.buffers)
-        self.depends = self._dependent_on_gradients()
         self.returns_loss = self._returns_loss()
-        self.writers = self._writers()
-        self.needed = [self._needed(*pair) for pair in enumerate(self._own())]
-        self._check_random()
+        self.once = self._computed_from(self._with_gradients())  # tensors, by one stage alone
+        self.needed = self._needed_by_stage()
+        drawn = self._drawn_for_several()
+        if drawn:
+            self.once = self._computed_from(self._with_gradients() | drawn)
+            self.needed = self._needed_by_stage()
         self.last_runs = {op: stage for stage, ops in enumerate(self.needed) for op in ops}
         self.cuts = self._cuts()  # behind each stage
 
-    def _dependent_on_gradients(self) -> frozenset[str]:
-        """Return the tensors that are computed from something that needs a gradient."""
+    def _with_gradients(self) -> frozenset[str]:
+        """Return the tensors that need a gradient, but for the parameters."""
         found = {t.name for t in self.graph.tensors.values() if t.requires_grad}
-        found -= {p.name for p in self.graph.parameters}
+        return frozenset(found - {p.name for p in self.graph.parameters})
+
+    def _computed_from(self, tensors: frozenset[str]) -> frozenset[str]:
+        """Return these tensors and all that are computed from them."""
+        found = set(tensors)
         for op in self.graph.ops:
             if any(name in found for name in op.inputs):
                 found.update(op.outputs)
         return frozenset(found)
+
+    def _drawn_for_several(self) -> frozenset[str]:
+        """Return the random numbers that several stages need, who must not draw each its own."""
+        found = [
+            op
+            for op in self.graph.ops
+            if is_random(op) and sum(op.name in stage for stage in self.needed) > 1
+        ]
+        for op in found:
+            if op.writes:
+                raise InputError(
+                    f"{op.name} fills a tensor with random numbers that several stages need",
+                    where=op.location,
+                    fix="draw a new tensor (torch.rand), or draw in the layer that uses them",
+                )
+        return frozenset(name for op in found for name in op.outputs)
 
     def _writers(self) -> Mapping[str, Sequence[Op]]:
         """Return the ops that write to memory that the forward itself has made."""
@@ -87,7 +110,7 @@ class Cutter:
         for op in self.graph.ops:
             for name in op.writes:
                 storage = self.graph.tensors[name].storage
-                if storage not in self.buffers and not self._is_dependent(op):
+                if storage not in self.buffers and not self._runs_once(op):
                     found[storage].append(op)
         return found
 
@@ -103,17 +126,24 @@ class Cutter:
             return (self.graph.loss,)
         return tuple(refs(self.graph.calls[ROOT].result))
 
+    def _needed_by_stage(self) -> list[frozenset[str]]:
+        """Return the ops that each stage runs."""
+        writers = self._writers()
+        return [self._needed(*pair, writers) for pair in enumerate(self._own())]
+
     def _own(self) -> list[list[Op]]:
-        """Return the ops that only one stage runs, by stage: with gradients or for a buffer."""
+        """Return the ops that only one stage runs, by stage: for one tensor alone, or a buffer."""
         found: list[list[Op]] = [[] for _ in range(self.last + 1)]
         for op in self.graph.ops:
             if (op.call != LOSS or self.returns_loss) and (
-                self._is_dependent(op) or self._writes_buffer(op)
+                self._runs_once(op) or self._writes_buffer(op)
             ):
                 found[self.places[op.name]].append(op)
         return found
 
-    def _needed(self, stage: int, own: Sequence[Op]) -> frozenset[str]:
+    def _needed(
+        self, stage: int, own: Sequence[Op], writers: Mapping[str, Sequence[Op]]
+    ) -> frozenset[str]:
         """Return the ops that a stage runs: its own, and what those need besides."""
         needed = {op.name for op in own}
         results = self._results() if stage == self.last else ()
@@ -121,31 +151,21 @@ class Cutter:
         while todo:
             tensor = todo.pop()
             maker = self.tree.maker.get(tensor)
-            if maker is None or maker.name in needed or self._is_dependent(maker):
+            if maker is None or maker.name in needed or self._runs_once(maker):
                 continue
             storage = self.graph.tensors[tensor].storage
-            for op in (maker, *self.writers.get(storage, ())):
+            for op in (maker, *writers.get(storage, ())):
                 if op.name not in needed:
                     needed.add(op.name)
                     todo += [*op.inputs, *op.writes]
         return frozenset(needed)
 
-    def _check_random(self) -> None:
-        """Refuse random numbers that several stages would draw, each its own."""
-        for op in self.graph.ops:
-            if is_random(op) and sum(op.name in stage for stage in self.needed) > 1:
-                raise InputError(
-                    f"{op.name} draws random numbers that several stages need",
-                    where=op.location,
-                    fix="draw them in the layer that uses them",
-                )
-
     def _writes_buffer(self, op: Op) -> bool:
         tensors = self.graph.tensors
         return any(tensors[name].storage in self.buffers for name in op.writes)
 
-    def _is_dependent(self, op: Op) -> bool:
-        return any(name in self.depends for name in op.outputs)
+    def _runs_once(self, op: Op) -> bool:
+        return any(name in self.once for name in op.outputs)
 
     def _cuts(self) -> list[tuple[Held, ...]]:
         """Return the values that cross behind each stage but the last, in the order of the ops."""
@@ -155,24 +175,14 @@ class Cutter:
                 readers[name].append(op)
         results = set(self._results())
         cuts: list[list[Held]] = [[] for _ in range(self.last)]
-        for op in filter(self._is_dependent, self.graph.ops):
+        for op in filter(self._runs_once, self.graph.ops):
             for name in op.outputs:
                 runs = [self.last_runs.get(reader.name, -1) for reader in readers[name]]
                 stop = self.last if name in results else max(runs, default=-1)
                 for stage in range(self.places[op.name], stop):
-                    self._check_crossing(name)
                     later = [r for r in readers[name] if self.last_runs.get(r.name, -1) > stage]
                     cuts[stage].append(Held(name, self._crossing_layout(name, later)))
         return [tuple(cut) for cut in cuts]
-
-    def _check_crossing(self, name: str) -> None:
-        if not self.graph.tensors[name].requires_grad:
-            raise InputError(
-                f"{name} crosses a cut between stages but needs no gradient",
-                where=self.tree.maker[name].location,
-                expected="only tensors with gradients between the stages",
-                fix="plan with fewer stages, or compute it from the batch",
-            )
 
     def _crossing_layout(self, tensor: str, later: Sequence[Op]) -> Layout:
         """Return the layout in which a tensor crosses: partial sums are summed before."""

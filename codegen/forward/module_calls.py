@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autopar.codegen.forward.changes import is_random, is_split_random
+from autopar.codegen.forward.changes import is_split_random
 from autopar.codegen.forward.expressions import Expression, Form, Held, call, sequence, text
 from autopar.codegen.forward.lines import Line, Pattern
 from autopar.codegen.forward.literals import literal
@@ -12,6 +12,7 @@ from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Call, DType, Op, Origin, Ref, Value
+from autopar.planner.random_ops import is_random
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder

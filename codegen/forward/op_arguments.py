@@ -22,7 +22,7 @@ from autopar.codegen.forward.expressions import (
 )
 from autopar.codegen.forward.literals import literal
 from autopar.planner.extent import Extent
-from autopar.planner.graph import DType, Op, Ref, Value
+from autopar.planner.graph import MODEL_EXTREMES, DType, Op, Ref, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -84,7 +84,7 @@ class Arguments:
             return self.dtype(value)
         if isinstance(value, Extent):
             return literal(value.at(0))
-        if isinstance(value, float) and abs(value) == torch.finfo(torch.float64).max:
+        if isinstance(value, float) and abs(value) in MODEL_EXTREMES:
             return self._extreme("min" if value < 0 else "max")
         if name == "device" and value is not None:
             return self.place.device or literal("cpu")
@@ -103,7 +103,7 @@ class Arguments:
         return joined(tuple(self._print("", item, inputs) for item in value))
 
     def _extreme(self, which: str) -> Form:
-        """Return the end of the model's own type: the trace runs in float64."""
+        """Return the end of the model's own type: the trace runs in another."""
         dtype = self.dtype(DType("model"))
         return Form(("torch.finfo(", Slot(dtype), f").{which}"), is_tensor=False)
 

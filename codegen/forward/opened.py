@@ -32,6 +32,7 @@ class Crossing:
     shape: tuple[Extent, ...]
     dtype: str
     layout: Layout
+    has_gradient: bool
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

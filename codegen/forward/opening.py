@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, common
-from autopar.codegen.forward.changes import is_changed, is_random, is_split, is_split_random
+from autopar.codegen.forward.changes import is_changed, is_split, is_split_random
 from autopar.codegen.forward.split import Split
 from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import WHOLE, Layout
+from autopar.planner.random_ops import is_random
 
 Way = tuple[Layout, ...]
 

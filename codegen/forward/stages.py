@@ -211,7 +211,11 @@ class _Printer:
     def _crossing(self, held: Held) -> Crossing:
         tensor = self.graph.tensors[held.tensor]
         return Crossing(
-            name=held.tensor, shape=tensor.shape, dtype=tensor.dtype, layout=held.layout
+            name=held.tensor,
+            shape=tensor.shape,
+            dtype=tensor.dtype,
+            layout=held.layout,
+            has_gradient=tensor.requires_grad,
         )
 
     def _modules(self, part: Part) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
+from autopar.planner.random_ops import is_random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -23,8 +24,8 @@ class Residence:
 def residence(graph: Graph, layers: Layers) -> Residence:
     """Return where the tensors of a graph are made, used, and which cuts they cross.
 
-    Only tensors with gradients cross: the others are made again on every stage that needs them, and
-    inputs are on every stage.
+    What is computed from weights or from random numbers crosses: the rest is made again on every
+    stage that needs it, and inputs are on every stage.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
     maker = {out: home[op.name] for op in graph.ops for out in op.outputs}
@@ -32,10 +33,12 @@ def residence(graph: Graph, layers: Layers) -> Residence:
     for op in graph.ops:
         for name in op.inputs:
             users[name].add(home[op.name])
+    once = _computed_once(graph)
+    last_use = _last_uses(graph, home, once)
     cuts: list[list[str]] = [[] for _ in layers.layers]
     for name, made in maker.items():
-        if graph.tensors[name].requires_grad:
-            for position in range(made, max(users[name], default=made)):
+        if name in once:
+            for position in range(made, last_use.get(name, made)):
                 cuts[position].append(name)
     return Residence(
         home=home,
@@ -45,8 +48,30 @@ def residence(graph: Graph, layers: Layers) -> Residence:
     )
 
 
+def _computed_once(graph: Graph) -> frozenset[str]:
+    """Return the tensors that one stage alone computes."""
+    found = {tensor.name for tensor in graph.tensors.values() if tensor.requires_grad}
+    found -= {parameter.name for parameter in graph.parameters}
+    for op in graph.ops:
+        if is_random(op) or any(name in found for name in op.inputs):
+            found.update(op.outputs)
+    return frozenset(found)
+
+
+def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> Mapping[str, int]:
+    """Return the last layer that needs each tensor, be it to make again what it uses itself."""
+    last: dict[str, int] = {}
+    for op in reversed(graph.ops):
+        is_again = not once.intersection(op.outputs)
+        later = [last[name] for name in op.outputs if is_again and name in last]
+        at = max([home[op.name], *later])
+        for name in op.inputs:
+            last[name] = max(at, last.get(name, at))
+    return last
+
+
 def crossing(graph: Graph, layers: Layers, position: int) -> tuple[str, ...]:
-    """Return the tensors with gradients that live across the cut behind a layer.
+    """Return the tensors that live across the cut behind a layer.
 
     They are made in this layer or before it, and a later layer needs them.
     """

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -9,10 +10,11 @@ import torch
 from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph import Graph
 from autopar.planner.model_file import ModelFile, ModelMovedError
+from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
 from autopar.planner.trace.export import export
-from autopar.planner.trace.products import check_products
+from autopar.planner.trace.products import UnlikeTypesError, check_products
 from autopar.planner.trace.values import CannotReplayError
 
 __all__ = ["trace", "trace_for_rows"]
@@ -29,6 +31,12 @@ class _Way:
     dtype: torch.dtype | None
 
 
+# Some models decide by the type of their weights whether to cast, and float32 that meets 16-bit
+# weights shows in 16 bits alone.
+_HALF_WAYS = (
+    _Way(device="meta", dtype=torch.bfloat16),
+    _Way(device="cpu", dtype=torch.bfloat16),
+)
 # In float64, what the model itself pins to float32 stays visible: in float32 `x.float()` leaves no
 # mark that tells it from the model's own type. A model that mixes types in a way that float64
 # breaks, or that reads values while it is built, is traced as it comes.
@@ -39,41 +47,60 @@ _WAYS = (
 )
 
 
-def trace(model_file: ModelFile, *, batch_size: int = TRACED_BATCH) -> Graph:
+def trace(
+    model_file: ModelFile,
+    *,
+    precision: Precision = Precision.FP32,
+    batch_size: int = TRACED_BATCH,
+) -> Graph:
     """Trace one training step, from the batch to the loss, for every batch size at once."""
+    if not precision.is_half:
+        return _traced(model_file, batch_size, _WAYS)
+    try:
+        return _traced(model_file, batch_size, _HALF_WAYS)
+    except ModelMovedError:
+        raise
+    except (InputError, TraceError) as error:
+        graph = _traced(model_file, batch_size, _WAYS)  # fails by itself for any other reason
+        if isinstance(error, UnlikeTypesError):
+            raise error.in_half(precision) from None
+        return graph
+
+
+def _traced(model_file: ModelFile, batch_size: int, ways: Sequence[_Way]) -> Graph:
     failures: list[AutoparError] = []
     size_bytes = 0
-    for way in _WAYS:
+    for way in ways:
         if way.device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
             break
         try:
             subject = build(model_file, device=way.device, dtype=way.dtype, batch_size=batch_size)
             size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-            return _graph(subject)
+            return _graph(subject, is_half=way.dtype is torch.bfloat16)
         except ModelMovedError:
             raise
         except (InputError, TraceError) as error:
             failures.append(error)
-    raise failures[-1]
+    raise next((one for one in failures if isinstance(one, UnlikeTypesError)), failures[-1])
 
 
-def trace_for_rows(model_file: ModelFile, rows: int | None) -> Graph:
+def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision) -> Graph:
     """Trace a model for every batch size, or for so many rows where it takes one number alone."""
-    graph = trace(model_file)
+    graph = trace(model_file, precision=precision)
     if rows is None or graph.fixed_batch in (None, rows):
         return graph
     try:
-        return trace(model_file, batch_size=rows)
+        return trace(model_file, precision=precision, batch_size=rows)
     except (InputError, TraceError):  # the number itself stands in the model's code
         return graph
 
 
-def _graph(subject: Subject) -> Graph:
+def _graph(subject: Subject, *, is_half: bool = False) -> Graph:
     try:
         graph = convert(export(subject, fold=True))
     except CannotReplayError:
         graph = convert(export(subject, fold=False))
-    check_products(graph)
+    check_products(graph, is_half=is_half)
     if not graph.tensors[graph.loss].requires_grad:
         raise InputError(
             "the loss has no gradient",

@@ -24,6 +24,7 @@ from autopar.planner.trace.drawn import AT_RANDOM, note_drawn, refuse_drawn
 from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
+from autopar.planner.trace.products import UnlikeTypesError
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
 
@@ -154,6 +155,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
+_UNLIKE_TYPES = "element types do not match"
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         AT_RANDOM,
@@ -182,7 +184,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"(same dtype|expected scalar type|dtype mismatch)",
-        "element types do not match ({summary})",
+        f"{_UNLIKE_TYPES} ({{summary}})",
         "cast explicitly to the type of the other operand",
     ),
     (
@@ -201,11 +203,13 @@ def told(error: BaseException, subject: Subject) -> TraceError:
     summary = _summary(root)
     where = failing_place(error, subject.model) or failing_place(root, subject.model)
     text, fix = f"running the model failed: {type(root).__name__}: {summary}", ""
+    kind = TraceError
     for pattern, found, remedy in _REASONS:
         if re.search(pattern, f"{type(root).__name__} {root}"):
             text, fix = found.format(summary=summary, line=_line(where) or summary), remedy
+            kind = UnlikeTypesError if found.startswith(_UNLIKE_TYPES) else TraceError
             break
-    return TraceError(text, where=where or str(subject.path), fix=fix)
+    return kind(text, where=where or str(subject.path), fix=fix)
 
 
 def _line(where: str) -> str:

@@ -4,34 +4,52 @@ from __future__ import annotations
 
 from autopar.planner.errors import TraceError
 from autopar.planner.graph import MODEL_DTYPE, Graph, Op
+from autopar.planner.precision import Precision
 
 _PRODUCTS = frozenset(
     f"aten.{name}.default"
     for name in ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
 )
+_NORMS = frozenset({"aten.layer_norm.default", "aten.group_norm.default"})
 _WHOLE = ("int", "uint", "bool")
 _OWN = "the model's own type"
 
 
-def check_products(graph: Graph) -> None:
-    """Raise a TraceError for the first product that PyTorch would not compute.
+class UnlikeTypesError(TraceError):
+    """Operands whose element types PyTorch does not compute with together."""
 
-    Floating types below float64 may meet: autocast gives them one type.
+    def in_half(self, precision: Precision) -> UnlikeTypesError:
+        """Return the error of a model that trains well, but not in 16 bits."""
+        return UnlikeTypesError(
+            f"in {precision}, {self.found}",
+            where=self.where,
+            expected="one type: torch.rand, torch.arange(…).float() and .float() make float32, and "
+            "so is what it is added to",
+            fix=f"cast what is read there (x.to(self.weight.dtype)), or --precision "
+            f"{Precision.FP32}",
+        )
+
+
+def check_products(graph: Graph, *, is_half: bool) -> None:
+    """Raise an error for the first product that PyTorch would not compute.
+
+    In a training in 32 bits, floating types below float64 are one.
     """
+    ops = _PRODUCTS | _NORMS if is_half else _PRODUCTS
     for op in graph.ops:
-        if op.target in _PRODUCTS:
-            _check(op, graph)
+        if op.target in ops:
+            _check(op, graph, odd_types=("float64", "float32") if is_half else ("float64",))
 
 
-def _check(op: Op, graph: Graph) -> None:
+def _check(op: Op, graph: Graph, *, odd_types: tuple[str, ...]) -> None:
     types = list(dict.fromkeys(graph.tensors[name].dtype for name in op.inputs))
-    odd = [one for one in types if one.startswith(_WHOLE) or one == "float64"]
+    odd = [one for one in types if one.startswith(_WHOLE) or one in odd_types]
     if not odd or len(types) == 1:
         return
     others = [one for one in types if one not in odd]
     path = graph.calls[op.call].path or "(root)"
     told = [_OWN if one == MODEL_DTYPE else one for one in (odd[0], (others or odd[1:])[0])]
-    raise TraceError(
+    raise UnlikeTypesError(
         f"{op.target.split('.')[1]} multiplies {told[0]} by {told[1]}",
         where=f"{op.location}, in module {path}",
         expected="operands of one type",

@@ -34,6 +34,21 @@ def test_nothing_is_drawn() -> None:
         assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))
 
 
+def test_whole_numbers_are_those_in_the_middle_of_what_could_be_drawn() -> None:
+    with Exactly():
+        found = [
+            torch.randint(10, (2,)), torch.randint(4, 6, (2,)), torch.randint(high=10, size=(2,)),
+            torch.randint_like(torch.zeros(2), 2, 8), torch.empty(2).random_(2, 8),
+        ]  # fmt: skip
+    assert [one.tolist() for one in found] == [[n, n] for n in (5, 5, 5, 5, 5)]
+
+
+def test_what_is_chosen_at_random_is_chosen_in_order() -> None:
+    with Exactly():
+        assert torch.randperm(4).tolist() == [0, 1, 2, 3]
+        assert torch.multinomial(torch.ones(2, 5), 3).tolist() == [[0, 1, 2]] * 2
+
+
 @pytest.mark.parametrize("name", ["uniform_", "normal_", "exponential_", "log_normal_", "cauchy_"])
 def test_nothing_is_drawn_in_place(name: str) -> None:
     with Exactly():

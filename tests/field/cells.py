@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.planner.costs.prediction import Zero
+from autopar.planner.precision import Precision
 from tests.field.families import TRIED
 from tests.planner.subjects import ZOO
 
@@ -33,6 +34,7 @@ class Kind:
     tensor: int | None = None
     zero: Zero | None = None
     microbatch: int | None = None
+    precision: Precision = Precision.FP32
 
 
 FAMILIES: Mapping[str, Subject] = {
@@ -74,6 +76,7 @@ AWKWARD: Mapping[str, Subject] = {
     "padded Llama": _own("padded_llama"),
     "summed loss": _own("losses", "kind=sum"),
     "masked loss": _own("losses", "kind=masked"),
+    "drawn noise": _own("drawn_noise"),
 }
 
 SUBJECTS: Mapping[str, Subject] = {**FAMILIES, **AWKWARD}

@@ -23,6 +23,7 @@ from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search import search
 from autopar.planner.plan.whole_batch import rows_at_once
+from autopar.planner.precision import Precision
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import trace_for_rows
 from tests.codegen.equality import compare
@@ -75,7 +76,7 @@ def cell(subject: Subject, kind: Kind) -> Cell:
         verdict=Verdict.EQUAL if is_equal else Verdict.WRONG,
         detail=f"{worst.largest:.1e}" + ("" if is_equal else f" {worst.name}"),
         arrangement=arrangement_words(plan),
-        divided=divided_share(plan, *_parts(subject, _rows(subject, kind))[2:4]),
+        divided=divided_share(plan, *_parts(subject, _rows(subject, kind), kind.precision)[2:4]),
     )
 
 
@@ -87,23 +88,23 @@ def cause_of(failure: Exception) -> str:
 
 
 @cache
-def _parts(subject: Subject, rows: int | None) -> tuple[Any, ...]:
+def _parts(subject: Subject, rows: int | None, precision: Precision) -> tuple[Any, ...]:
     file = load_model_file(str(subject.path), subject.arguments)
-    graph = trace_for_rows(file, rows)
+    graph = trace_for_rows(file, rows, precision)
     axes = infer_axes(graph)
     return file, graph, axes, find_layers(graph, axes)
 
 
 def _rows(subject: Subject, kind: Kind) -> int | None:
     """Return the rows to trace for, where the model takes one number of them alone."""
-    is_free = _parts(subject, None)[1].fixed_batch is None
+    is_free = _parts(subject, None, kind.precision)[1].fixed_batch is None
     return None if is_free else rows_at_once(constraints_of(subject, kind))
 
 
 @cache
 def plan_of(subject: Subject, kind: Kind) -> Plan:
     """Return the plan of a cell, or raise what the planner refuses it with."""
-    file, graph, axes, layers = _parts(subject, _rows(subject, kind))
+    file, graph, axes, layers = _parts(subject, _rows(subject, kind), kind.precision)
     spec = str(subject.path)
     facts = model_facts(file, graph, spec=spec, arguments=subject.arguments)
     constraints = constraints_of(subject, kind)
@@ -139,7 +140,7 @@ def constraints_of(subject: Subject, kind: Kind) -> Constraints:
     pins |= {key: int(value) for key, value in rest.items() if value is not None}
     return gathered_constraints(
         [f"{key}={value}" for key, value in pins.items()],
-        {"global_batch": str(subject.global_batch), "precision": "fp32"},
+        {"global_batch": str(subject.global_batch), "precision": str(kind.precision)},
         None,
     )
 

@@ -5,7 +5,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.runtime.batch_norm import synchronise_batch_norms
+from autopar.runtime.batch_norm import synchronise_batch_norms, widen_batch_norms
 from autopar.runtime.mesh import start
 from tests.runtime.ranks import run_on_ranks
 
@@ -78,3 +78,27 @@ def evaluate_on_one_rank() -> Tensor | None:
     model = build(True, 0.1).eval()
     synchronise_batch_norms(model, mesh.data)
     return None if mesh.rank else model(images()).detach()
+
+
+@pytest.mark.parametrize("affine", [True, False])
+@pytest.mark.parametrize("momentum", [0.1, None])
+def test_weights_in_16_bits_compute_in_fp32_as_the_statistics_do(
+    affine: bool, momentum: float | None
+) -> None:
+    whole, half = (nn.BatchNorm2d(3, affine=affine, momentum=momentum) for _ in range(2))
+    for parameter in half.parameters():
+        parameter.data = parameter.data.bfloat16()
+    widen_batch_norms(half)
+    x = (images() - 100).bfloat16().requires_grad_()
+    found = half(x)
+    assert found.dtype is torch.bfloat16
+    torch.testing.assert_close(found, whole(x.float()).bfloat16())
+    torch.testing.assert_close(dict(half.named_buffers()), dict(whole.named_buffers()))
+    found.float().square().mean().backward()
+    assert all(parameter.grad is not None for parameter in half.parameters())
+
+
+def test_widened_batch_norms_evaluate_by_the_running_statistics() -> None:
+    model, widened = build(True, 0.1).float().eval(), build(True, 0.1).float().eval()
+    widen_batch_norms(widened)
+    torch.testing.assert_close(widened(images().float()), model(images().float()))

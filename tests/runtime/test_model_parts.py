@@ -57,6 +57,7 @@ def test_a_split_tensor_crosses_as_the_shard_that_a_rank_has() -> None:
     assert split.described(TENSOR, torch.float64).shape == (4, 3)
     whole = Crossing((4, 7), dtype=torch.float16).described(TENSOR, torch.float64)
     assert (whole.shape, whole.dtype, whole.requires_grad) == ((4, 7), torch.float16, True)
+    assert not Crossing((4,), has_gradient=False).described(TENSOR, torch.float64).requires_grad
 
 
 def test_a_module_in_two_places_is_held_where_one_of_them_is() -> None:

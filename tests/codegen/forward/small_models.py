@@ -132,6 +132,40 @@ class Resetting(nn.Module):
         return out.square().mean()
 
 
+class Denoising(nn.Module):
+    """Draws steps that all layers read, and noise for its first layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.steps = nn.Embedding(8, 4), nn.Embedding(5, 4)
+        self.layers = nn.ModuleList(nn.Bilinear(4, 4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        step = torch.randint(0, 5, (ids.shape[0], 1))
+        noise = torch.randn(ids.shape[0], 4, 4, dtype=self.embed.weight.dtype)
+        x = self.embed(ids) + noise
+        for layer in self.layers:
+            x = layer(x, self.steps(step).expand_as(x).contiguous())
+        return functional.mse_loss(x, noise)
+
+
+class Masking(nn.Module):
+    """Fills what it has made with random numbers, for its first layer and its loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        mask = torch.empty(ids.shape[0], 4, 4)
+        mask.uniform_()
+        x = self.embed(ids) * mask
+        for layer in self.layers:
+            x = layer(x)
+        return functional.mse_loss(x, mask)
+
+
 def file_of(kind: Callable[[], nn.Module]) -> ModelFile:
     """Return a model file that builds a small model and gives it whole numbers."""
     return ModelFile(

@@ -10,12 +10,17 @@ import torch
 from torch import nn
 
 from autopar.codegen.forward.emit import open_split
+from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.opened import Opened
 from autopar.codegen.forward.split import split_graph
+from autopar.planner.errors import InputError
+from autopar.planner.trace import trace
 from tests.codegen.forward.running import (
     Result,
     assert_same,
     float64_batch,
+    float64_model,
+    loss_of,
     namespace,
     original,
     result,
@@ -24,6 +29,7 @@ from tests.codegen.forward.running import (
     take_classes,
     zoo_modules,
 )
+from tests.codegen.forward.small_models import Denoising, Masking, file_of
 from tests.planner.subjects import ZOO_MODELS, zoo_file, zoo_graph
 
 
@@ -100,6 +106,29 @@ def test_several_tensors_cross_from_the_encoder_to_the_decoder() -> None:
     cut = names.index("decoder.0.cross_norm")
     opened = open_split(split, [cut, len(names) - cut])
     assert len(opened.stages[0].gives) == 3  # the stream, what was encoded, the bias of the heads
+
+
+def test_what_several_stages_need_of_random_numbers_is_drawn_once_and_given_on() -> None:
+    file = file_of(Denoising)
+    model, batch = float64_model(file), float64_batch(file)
+    split = split_graph(trace(file), modules_of(Denoising()))
+    expected = result(copy.deepcopy(model), lambda: loss_of(file, model, batch))
+    count = len(split.layers.layers)
+    opened = open_split(split, [count - 2, 1, 1])
+    assert [stage.cls.source.count("torch.rand") for stage in opened.stages] == [2, 0, 0]
+    noise, *others = opened.stages[1].gives
+    assert not noise.has_gradient
+    assert all(other.has_gradient for other in others)
+    parts = stage_modules(model, opened, namespace(opened))
+    found = result(model, lambda: staged_loss(file, parts, opened, batch))
+    torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=0)
+
+
+def test_memory_that_is_filled_at_random_for_several_stages_is_refused() -> None:
+    split = split_graph(trace(file_of(Masking)), modules_of(Masking()))
+    count = len(split.layers.layers)
+    with pytest.raises(InputError, match="fills a tensor with random numbers that several stages"):
+        open_split(split, [count - 1, 1])
 
 
 def assert_same_loss(found: Result, expected: Result) -> None:

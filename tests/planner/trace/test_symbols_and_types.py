@@ -8,6 +8,7 @@ from autopar.planner.errors import TraceError
 from autopar.planner.extent import BATCH, Extent, constant
 from autopar.planner.graph import MODEL_DTYPE, DType, Graph
 from autopar.planner.model_file import load_model_file
+from autopar.planner.precision import Precision
 from autopar.planner.trace import trace_for_rows
 from tests.planner.trace.model_source import line_of, ops_of, traced, written
 
@@ -81,13 +82,14 @@ def test_a_model_that_takes_any_number_of_rows_but_one_at_a_time_is_traced_for_t
     tmp_path: Path,
 ) -> None:
     file = load_model_file(str(written(tmp_path, LISTING)))
-    assert trace_for_rows(file, 6).fixed_batch == 6
-    assert trace_for_rows(file, None).fixed_batch == 7
+    assert trace_for_rows(file, 6, Precision.FP32).fixed_batch == 6
+    assert trace_for_rows(file, None, Precision.FP32).fixed_batch == 7
 
 
 def test_a_model_whose_code_has_the_number_of_rows_keeps_it(tmp_path: Path) -> None:
     source = LISTING.replace("torch.stack([self.out(row) for row in x])", "self.out(x.view(7, 4))")
-    assert trace_for_rows(load_model_file(str(written(tmp_path, source))), 6).fixed_batch == 7
+    file = load_model_file(str(written(tmp_path, source)))
+    assert trace_for_rows(file, 6, Precision.FP32).fixed_batch == 7
 
 
 def test_a_size_that_is_no_whole_multiple_of_the_batch_is_refused(tmp_path: Path) -> None:
