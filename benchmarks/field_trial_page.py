@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 
 from tests.field.cells import AWKWARD, FAMILIES, KINDS
-from tests.field.trial import STEPS, TOLERANCE, Cell, Verdict
+from tests.field.trial import HALF_TOLERANCE, STEPS, TOLERANCE, Cell, Verdict
 
 Cells = Mapping[tuple[str, str], Cell]
 
@@ -23,8 +23,10 @@ def page(cells: Cells) -> str:
         f"Every model goes through plan, script, {STEPS} steps in float64 on gloo processes; their",
         "number ends the name of a kind, beside one process of plain PyTorch. Shown is the largest",
         "difference of a loss, a clipped gradient, a parameter or a running statistic; equal is",
-        f"{TOLERANCE:g} or less. Percentages are shares of matrix FLOPs that tensor ranks divide.",
-        "Why plans are refused stands below; cells that were not run are empty.",
+        f"{TOLERANCE:g} or less. In bf16 it is the losses' largest relative difference from one",
+        f"process in fp32, and {HALF_TOLERANCE:g} or less is equal. Percentages are shares of the",
+        "matrix FLOPs that tensor ranks divide. Why plans are refused stands below; cells that",
+        "were not run are empty.",
     ]
     for title, subjects in (("Families of Hugging Face", FAMILIES), ("Awkward shapes", AWKWARD)):
         there = [subject for subject in subjects if any(s == subject for s, _ in cells)]

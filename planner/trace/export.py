@@ -8,8 +8,9 @@ import linecache
 import logging
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -24,7 +25,7 @@ from autopar.planner.trace.drawn import AT_RANDOM, note_drawn, refuse_drawn
 from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
-from autopar.planner.trace.products import UnlikeTypesError
+from autopar.planner.trace.products import NoKernelError, UnlikeTypesError
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
 
@@ -155,7 +156,11 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
-_UNLIKE_TYPES = "element types do not match"
+_UNLIKE_TYPES = "element types do not match ({summary})"
+_NO_KERNEL = "torch does not compute this in the type of the weights ({summary})"
+_KINDS: Mapping[str, type[TraceError]] = MappingProxyType(
+    {_UNLIKE_TYPES: UnlikeTypesError, _NO_KERNEL: NoKernelError}
+)
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
         AT_RANDOM,
@@ -184,8 +189,13 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"(same dtype|expected scalar type|dtype mismatch)",
-        f"{_UNLIKE_TYPES} ({{summary}})",
+        _UNLIKE_TYPES,
         "cast explicitly to the type of the other operand",
+    ),
+    (
+        r"(Unsupported dtype|Low precision dtypes|not implemented for '(BFloat16|Half)')",
+        _NO_KERNEL,
+        "give it x.float(), and cast back what it makes",
     ),
     (
         r"(not on the expected device|different devices|device meta|on meta|Expected all tensors)",
@@ -207,7 +217,7 @@ def told(error: BaseException, subject: Subject) -> TraceError:
     for pattern, found, remedy in _REASONS:
         if re.search(pattern, f"{type(root).__name__} {root}"):
             text, fix = found.format(summary=summary, line=_line(where) or summary), remedy
-            kind = UnlikeTypesError if found.startswith(_UNLIKE_TYPES) else TraceError
+            kind = _KINDS.get(found, TraceError)
             break
     return kind(text, where=where or str(subject.path), fix=fix)
 

@@ -95,4 +95,7 @@ KINDS: Mapping[str, Kind] = {
     "tp 4": Kind(ranks=4, tensor=4),
     "tp×pp 4": Kind(ranks=4, tensor=2, pipeline=2),
     "dp×tp 4": Kind(ranks=4, data=2, tensor=2),
+    "dp bf16 2": Kind(ranks=2, data=2, precision=Precision.BF16),
+    "pp bf16 2": Kind(ranks=2, pipeline=2, precision=Precision.BF16),
+    "tp bf16 2": Kind(ranks=2, tensor=2, precision=Precision.BF16),
 }
