@@ -17,12 +17,13 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
-from autopar.codegen.emit import script_text, write_text
+from autopar.codegen.emit import script_text
 from autopar.codegen.subject import subject_of
 from autopar.codegen.verification import LAST_LINES, ScriptFailedError
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedule import ScheduleKind, in_flight_microbatches
 from autopar.planner.costs.step import pipeline_shape
+from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.mesh import DRY_RUN
@@ -118,7 +119,7 @@ def _written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> li
     for count in counts:
         scripts.append(place / f"train_{count}.py")
         short = replace(plan, arrangement=replace(plan.arrangement, microbatches=count))
-        write_text(scripts[-1], script_text(short, subject, scripts[-1]))
+        write_whole(scripts[-1], script_text(short, subject, scripts[-1]), what="the script")
     return scripts
 
 

@@ -9,7 +9,7 @@ from autopar.codegen.checksum import is_unchanged, with_checksum
 from autopar.codegen.render import render
 from autopar.codegen.subject import Subject, subject_of
 from autopar.codegen.view import script_view
-from autopar.planner.destination import check_writable, refuse_replacing
+from autopar.planner.destination import check_writable, refuse_replacing, write_whole
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
 
@@ -59,15 +59,5 @@ def write_script(
     if not force:
         refuse_overwriting(path)
     text = emit(plan, destination=path, folder=model_folder or folder)
-    write_text(path, text)
+    write_whole(path, text, what="the script")
     return path
-
-
-def write_text(path: Path, text: str) -> None:
-    """Write a file and the folder that it lies in."""
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        found = f"the script cannot be written: {error.strerror}"
-        raise InputError(found, where=str(path)) from None

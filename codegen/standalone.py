@@ -6,8 +6,8 @@ import shutil
 from pathlib import Path
 
 from autopar import runtime
-from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting, write_text
-from autopar.planner.destination import check_writable
+from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting
+from autopar.planner.destination import check_writable, write_whole
 from autopar.planner.plan.document import FILE_NAME as PLAN_FILE
 from autopar.planner.plan.document import write_plan
 from autopar.planner.plan.plan import Plan
@@ -20,7 +20,7 @@ def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: boo
         check_writable(place)
     if not force:
         refuse_overwriting(path)
-    write_text(path, emit(plan, destination=path, folder=model_folder))
+    write_whole(path, emit(plan, destination=path, folder=model_folder), what="the script")
     write_plan(plan, folder / PLAN_FILE)
     shutil.rmtree(package / "runtime", ignore_errors=True)
     shutil.copytree(
@@ -28,5 +28,6 @@ def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: boo
         package / "runtime",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    write_text(package / "__init__.py", '"""The part of autopar that a training script needs."""\n')
+    text = '"""The part of autopar that a training script needs."""\n'
+    write_whole(package / "__init__.py", text, what="the runtime")
     return path

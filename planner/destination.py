@@ -1,8 +1,9 @@
-"""Refuses places where a result cannot be written, before the work is done that leads to it."""
+"""Writes results whole, and refuses places where that cannot be before the work is done."""
 
 from __future__ import annotations
 
 import os
+import tempfile
 from pathlib import Path
 
 from autopar.planner.errors import InputError
@@ -30,6 +31,37 @@ def refuse_replacing(path: Path, *sources: Path) -> None:
         raise InputError(
             "the script would replace the file that it is made from", where=str(path), fix=_FIX
         )
+
+
+def write_whole(path: Path, text: str, *, what: str) -> None:
+    """Write a file, and the folder that it lies in: all of it, or nothing of it."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+            path.write_text(text, encoding="utf-8")
+        else:
+            _replace(path.resolve(), text)  # what a link leads to, not the link
+    except OSError as error:
+        raise InputError(f"{what} cannot be written: {error.strerror}", where=str(path)) from None
+
+
+def _replace(path: Path, text: str) -> None:
+    handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
+    temporary = Path(name)
+    try:
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(text)
+        temporary.chmod(0o666 & ~_umask())  # mkstemp's own is for secrets
+        temporary.replace(path)
+    except BaseException:
+        temporary.unlink(missing_ok=True)
+        raise
+
+
+def _umask() -> int:
+    mask = os.umask(0)  # the only way to read it is to set it
+    os.umask(mask)
+    return mask
 
 
 def _as_given(folder: Path, path: Path) -> Path:

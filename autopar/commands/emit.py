@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting, write_text
+from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting
 from autopar.codegen.standalone import write_standalone
 from autopar.console import results
-from autopar.planner.destination import refuse_replacing
+from autopar.planner.destination import refuse_replacing, write_whole
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.plan.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.document import read_plan
@@ -55,7 +55,7 @@ def emit_script(
         return
     if not force:
         refuse_overwriting(path)
-    write_text(path, emit(found, destination=path, folder=beside))
+    write_whole(path, emit(found, destination=path, folder=beside), what="the script")
     results().print(f"Written: {path}", markup=False)
 
 

@@ -12,8 +12,7 @@ import typer
 import autopar
 from autopar.console import results
 from autopar.planner.costs.framework import read_framework_constants
-from autopar.planner.destination import check_writable
-from autopar.planner.errors import InputError
+from autopar.planner.destination import check_writable, write_whole
 from autopar.planner.validation.outcome import validate_rows
 from autopar.planner.validation.report import report_of
 from autopar.planner.validation.table import read_tables
@@ -43,7 +42,7 @@ def validate(
             on_row=lambda number: say(f"predicting row {number} of {len(rows)}"),
         )
     if output is not None:
-        _write(output, predictions_csv(outcomes))
+        write_whole(output, predictions_csv(outcomes), what="the predictions")
     report = report_of(outcomes, skipped)
     if as_json:
         print(json.dumps(asdict(report), indent=2))
@@ -55,10 +54,3 @@ def validate(
 def zoo_folder() -> Path:
     """Return the folder of the model files that come with autopar."""
     return Path(autopar.__file__).parent / "models_zoo"
-
-
-def _write(path: Path, text: str) -> None:
-    try:
-        path.write_text(text, encoding="utf-8")
-    except OSError as error:
-        raise InputError(f"cannot write the file: {error.strerror}", where=str(path)) from None

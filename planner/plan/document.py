@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
@@ -13,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from autopar.planner.costs.prediction import Arrangement, Prediction
-from autopar.planner.destination import check_writable
+from autopar.planner.destination import check_writable, write_whole
 from autopar.planner.errors import InputError
 from autopar.planner.layouts import OpLayout, ParameterLayout
 from autopar.planner.plan.cluster_document import ClusterDocument, cluster_document, cluster_of
@@ -63,21 +61,7 @@ class _File(BaseModel):
 
 def write_plan(plan: Plan, path: Path) -> None:
     """Write a plan into a file, at once or not at all."""
-    text = plan_text(plan)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
-        temporary = Path(name)
-        try:
-            with os.fdopen(handle, "w", encoding="utf-8") as file:
-                file.write(text)
-            temporary.chmod(0o666 & ~_umask())  # mkstemp's own is for secrets
-            temporary.replace(path)
-        except BaseException:
-            temporary.unlink(missing_ok=True)
-            raise
-    except OSError as error:
-        raise InputError(f"the plan cannot be written: {error.strerror}", where=str(path)) from None
+    write_whole(path, plan_text(plan), what="the plan")
 
 
 def refuse_foreign(path: Path) -> None:
@@ -93,12 +77,6 @@ def refuse_foreign(path: Path) -> None:
         raise InputError(
             "a file that is not a plan is in the way", where=str(path), fix="-o another-folder"
         )
-
-
-def _umask() -> int:
-    mask = os.umask(0)  # the only way to read it is to set it
-    os.umask(mask)
-    return mask
 
 
 def read_plan(path: Path) -> Plan:

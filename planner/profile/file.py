@@ -23,6 +23,7 @@ from autopar.planner.costs.measurements import (
     Timing,
     UnitTimes,
 )
+from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError, gathered
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
@@ -268,12 +269,4 @@ def _operand(text: str) -> Operand:
 def write_measurements(measured: MeasuredFile, path: Path) -> None:
     """Write measurements into a file."""
     text = measurements_text(measured, written=datetime.now(UTC).strftime("%Y-%m-%d %H:%M UTC"))
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        temporary = path.with_name(f".{path.name}.new")
-        temporary.write_text(text, encoding="utf-8")
-        temporary.replace(path)
-    except OSError as error:
-        raise InputError(
-            f"the measurements cannot be written: {error.strerror}", where=str(path)
-        ) from None
+    write_whole(path, text, what="the measurements file")
