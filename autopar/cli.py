@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 import io
 import sys
-from typing import Annotated
+from typing import Annotated, NoReturn
 
 import typer
 
@@ -66,5 +66,13 @@ def main() -> None:
         tell_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
         sys.exit(int(OutOfMemoryError.exit_code))
     except KeyboardInterrupt:
-        print("interrupted", file=sys.stderr)
-        sys.exit(int(ExitCode.INTERRUPTED))
+        _leave_interrupted()
+    except SystemExit as leaving:
+        if leaving.code == ExitCode.INTERRUPTED:  # typer takes the key for itself, and says nothing
+            _leave_interrupted()
+        raise
+
+
+def _leave_interrupted() -> NoReturn:
+    print("interrupted", file=sys.stderr)
+    sys.exit(int(ExitCode.INTERRUPTED))
