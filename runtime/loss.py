@@ -103,8 +103,6 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     The result is wide where the loss has 16 bits, in which neither sums nor scaled losses fit.
     """
     wide = torch.promote_types(loss.dtype, torch.float32)
-    if type(scale) is Tensor and scale.is_cpu and scale:  # read for nothing: fewer small ops
-        return loss.to(wide) * float(scale)
     return loss.masked_fill(scale == 0, 0).to(wide) * scale.to(wide)
 
 
