@@ -1,11 +1,11 @@
-"""Measures seconds of this process as they would be on the machine that limits were set on."""
+"""Measures seconds of this process as they would be on a machine of a known speed."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
 
-_WORK, _WORK_SECONDS = 300_000, 0.020  # of additions, and what they took on that machine
+_WORK, _WORK_SECONDS = 300_000, 0.020  # of additions, and what they take on such a machine
 
 
 def least_seconds(work: Callable[[], object], *, tries: int = 5) -> float:

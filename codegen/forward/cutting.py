@@ -16,6 +16,7 @@ from autopar.codegen.forward.expressions import Held
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.split import Split
+from autopar.planner.costs.crossing import computed_once
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Op, refs
 from autopar.planner.layouts import WHOLE, Kind, Layout
@@ -66,27 +67,14 @@ class Cutter:
         self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
         self.buffers = frozenset(buffer.name for buffer in self.graph.buffers)
         self.returns_loss = self._returns_loss()
-        self.once = self._computed_from(self._with_gradients())  # tensors, by one stage alone
+        self.once = computed_once(self.graph, drawn=())
         self.needed = self._needed_by_stage()
         drawn = self._drawn_for_several()
         if drawn:
-            self.once = self._computed_from(self._with_gradients() | drawn)
+            self.once = computed_once(self.graph, drawn)
             self.needed = self._needed_by_stage()
         self.last_runs = {op: stage for stage, ops in enumerate(self.needed) for op in ops}
         self.cuts = self._cuts()  # behind each stage
-
-    def _with_gradients(self) -> frozenset[str]:
-        """Return the tensors that need a gradient, but for the parameters."""
-        found = {t.name for t in self.graph.tensors.values() if t.requires_grad}
-        return frozenset(found - {p.name for p in self.graph.parameters})
-
-    def _computed_from(self, tensors: frozenset[str]) -> frozenset[str]:
-        """Return these tensors and all that are computed from them."""
-        found = set(tensors)
-        for op in self.graph.ops:
-            if any(name in found for name in op.inputs):
-                found.update(op.outputs)
-        return frozenset(found)
 
     def _drawn_for_several(self) -> frozenset[str]:
         """Return the random numbers that several stages need, who must not draw each its own."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 from autopar.planner.graph import Graph
@@ -33,7 +33,8 @@ def residence(graph: Graph, layers: Layers) -> Residence:
     for op in graph.ops:
         for name in op.inputs:
             users[name].add(home[op.name])
-    once = _computed_once(graph)
+    drawn = (name for op in graph.ops if is_random(op) for name in op.outputs)
+    once = computed_once(graph, drawn)
     last_use = _last_uses(graph, home, once)
     cuts: list[list[str]] = [[] for _ in layers.layers]
     for name, made in maker.items():
@@ -48,12 +49,13 @@ def residence(graph: Graph, layers: Layers) -> Residence:
     )
 
 
-def _computed_once(graph: Graph) -> frozenset[str]:
-    """Return the tensors that one stage alone computes."""
+def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
+    """Return what one stage alone computes: from weights, or from these random numbers."""
     found = {tensor.name for tensor in graph.tensors.values() if tensor.requires_grad}
     found -= {parameter.name for parameter in graph.parameters}
+    found.update(drawn)
     for op in graph.ops:
-        if is_random(op) or any(name in found for name in op.inputs):
+        if any(name in found for name in op.inputs):
             found.update(op.outputs)
     return frozenset(found)
 

@@ -13,6 +13,7 @@ from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.opened import Opened
 from autopar.codegen.forward.split import split_graph
+from autopar.planner.costs.crossing import residence
 from autopar.planner.errors import InputError
 from autopar.planner.trace import trace
 from tests.codegen.forward.running import (
@@ -122,6 +123,20 @@ def test_what_several_stages_need_of_random_numbers_is_drawn_once_and_given_on()
     parts = stage_modules(model, opened, namespace(opened))
     found = result(model, lambda: staged_loss(file, parts, opened, batch))
     torch.testing.assert_close(found[0], expected[0], rtol=1e-12, atol=0)
+
+
+@pytest.mark.parametrize("name", ["t5.py", "resnet.py", "random numbers"])
+def test_the_planner_prices_what_crosses_each_cut(name: str) -> None:
+    is_zoo = name in ZOO_MODELS
+    graph = zoo_graph(name) if is_zoo else trace(file_of(Denoising))
+    split = split_graph(graph, zoo_modules(name) if is_zoo else modules_of(Denoising()))
+    priced, count = residence(graph, split.layers).cuts, len(split.layers.layers)
+    for position in range(count - 1):
+        first, _ = open_split(split, [position + 1, count - position - 1]).stages
+        given = {one.name for one in first.gives}
+        assert given <= set(priced[position])
+        # A draw that only later stages need is theirs, though its layer stands before the cut.
+        assert set(priced[position]) - given <= {"randint"}
 
 
 def test_memory_that_is_filled_at_random_for_several_stages_is_refused() -> None:
