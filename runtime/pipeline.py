@@ -17,16 +17,10 @@ from torch.distributed.pipelining import (
 )
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
+from autopar.runtime.loss import scale_loss
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.model_parts import StagePart
-from autopar.runtime.pipeline_stage import (
-    LossFunction,
-    Stage,
-    Weight,
-    cut,
-    stage_of,
-    weighted_loss,
-)
+from autopar.runtime.pipeline_stage import Stage, cut, stage_of
 
 __all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indices", "stage_of"]
 
@@ -75,7 +69,6 @@ def build_schedule(
     kind: str,
     stages: Sequence[Stage],
     microbatches: int,
-    loss_fn: LossFunction = weighted_loss,
 ) -> Pipeline:
     """Build the schedule `kind` over this rank's stages, in order.
 
@@ -85,7 +78,7 @@ def build_schedule(
     _check_disjoint(stages)
     if kind in ONE_STAGE:
         (stage,) = stages
-        single = ONE_STAGE[kind](stage, microbatches, loss_fn=loss_fn, scale_grads=False)
+        single = ONE_STAGE[kind](stage, microbatches, loss_fn=_own_loss, scale_grads=False)
         return Pipeline(single, stages)
     if kind not in SEVERAL_STAGES:
         known = ", ".join((*ONE_STAGE, *SEVERAL_STAGES))
@@ -93,7 +86,7 @@ def build_schedule(
     if kind in SPLIT_BACKWARD:
         for stage in stages:
             _prepare_split(stage)
-    several = SEVERAL_STAGES[kind](list(stages), microbatches, loss_fn=loss_fn, scale_grads=False)
+    several = SEVERAL_STAGES[kind](list(stages), microbatches, loss_fn=_own_loss, scale_grads=False)
     return Pipeline(several, stages)
 
 
@@ -114,30 +107,40 @@ class Pipeline:
     def step(
         self,
         microbatches: Sequence[Mapping[str, Any]],
-        weights: Sequence[Weight],
+        weights: Sequence[Tensor | float],
         *,
         scale: float = 1.0,
-    ) -> list[Tensor]:
-        """Run forward and backward of one step and return the weighted losses, on the last stage.
+    ) -> Tensor:
+        """Run forward and backward of one step; return the sum of the weighted losses here.
 
         Each microbatch goes to every stage as keyword arguments, whatever its values are; its
-        weight multiplies its loss. Gradients are summed over the microbatches and averaged over the
-        data axis; they, and they alone, come out `scale` times as great, which keeps small ones
-        from vanishing in fp16.
+        weight multiplies its loss. Only the last stage has losses. Gradients are summed over the
+        microbatches and averaged over the data axis; they, and they alone, come out `scale` times
+        as great, which keeps small ones from vanishing in fp16.
         """
+        device = self.stages[0].device
+        wide = [torch.as_tensor(weight, dtype=torch.float64) for weight in weights]
+        factors = torch.stack(wide).to(device, non_blocking=True)
+        starts = (factors if scale == 1.0 else factors * scale).unbind()
         for stage in self.stages:
             stage.has_backward = True
             stage.clear_runtime_states()
+            stage.take(microbatches, starts)
         losses: list[Tensor] = []
         self.schedule._step_microbatches(
-            kwarg_mbs=[dict(microbatch) for microbatch in microbatches],
-            target_mbs=[weight * scale for weight in weights],
-            losses=losses,
-            return_outputs=False,
+            target_mbs=list(weights), losses=losses, return_outputs=False
         )
         for stage in self.stages:
             stage.clear_runtime_states()
-        return [loss.detach() / scale for loss in losses]
+            stage.take((), ())
+        if not losses:
+            return torch.zeros((), device=device)
+        return scale_loss(torch.stack(losses).detach(), factors).sum()
+
+
+def _own_loss(output: tuple[Tensor, ...], _: object) -> Tensor:
+    """Return what the last stage gives; `Stage` weighs it."""
+    return output[0]
 
 
 def _check_disjoint(stages: Sequence[Stage]) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeAlias, cast
 
 import torch
@@ -15,7 +15,6 @@ from torch.distributed.pipelining.stage import _RecvInfo
 
 from autopar.runtime.data_parallel import buckets_of, gathers_once
 from autopar.runtime.gradient_buckets import GradientBuckets
-from autopar.runtime.loss import scale_loss
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.split_backward import SplitBackward
 
@@ -83,12 +82,23 @@ class Stage(PipelineStage):
             group=mesh.pipeline.group,
         )
         self.reduces_every_microbatch = reduces_every_microbatch
+        self._microbatches: Sequence[Mapping[str, Any]] = ()
+        self._weights: Sequence[Tensor] = ()
+        self._answered = 0  # the microbatch whose backward runs
         self._is_dry_run = mesh.is_dry_run
         self.splits_backward = False
         self._split_backward = SplitBackward(module)
         self._buckets: GradientBuckets | None = buckets_of(module)
         if self._buckets is not None:
             self._buckets.finishes_with_backward = False
+
+    def take(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> None:
+        """Take what the module reads in a step, and what its losses' backwards start from.
+
+        Passed through the schedule, every tensor of a batch would be looked through for gradients,
+        and a loss times its weight would be four more operations of autograd.
+        """
+        self._microbatches, self._weights = microbatches, weights
 
     def _warmup_forward_vote(
         self, has_backward: bool, received_acc: Tensor | None = None
@@ -156,6 +166,23 @@ class Stage(PipelineStage):
             chunk: _without_buffers(self.grad_recv_info[0]) for chunk in range(num_microbatches)
         }
 
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        """Run the forward of one microbatch, and keep what its backward needs.
+
+        torch's own looks through nested inputs and outputs and words them for its log.
+        """
+        received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+        result = self.submod(*received, **self._microbatches[fwd_chunk_id])
+        outputs = result if isinstance(result, tuple) else (result,)
+        sendable = tuple(self._sendable(output) for output in outputs)
+        self.fwd_cache[fwd_chunk_id] = (sendable, list(received))
+        return sendable
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of one microbatch, or its half for the inputs."""
+        self._answered = bwd_chunk_id
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
     def backward_maybe_with_nosync(
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[InputGradients, list[dict[str, Any]] | None]:
@@ -164,6 +191,8 @@ class Stage(PipelineStage):
             self._buckets.sync = last_backward
         elif isinstance(self.submod, FSDPModule):
             self._let_reduce(self.submod, is_last=last_backward)
+        if self.is_last and backward_type != "weight":
+            self._start_from_weight(bwd_kwargs)
         if backward_type == "full":
             return _contiguous(stage_backward(**bwd_kwargs)), None
         if backward_type == "weight":
@@ -174,18 +203,17 @@ class Stage(PipelineStage):
         self._take_in()
         return _contiguous(gradients), groups
 
+    def _start_from_weight(self, bwd_kwargs: dict[str, Any]) -> None:
+        """Have the backward of a loss begin with its factor."""
+        output = bwd_kwargs["stage_output"]
+        loss = output[0] if isinstance(output, tuple) else output
+        weight = self._weights[self._answered].to(loss.dtype)
+        bwd_kwargs.update(stage_output=(loss,), output_grads=(weight.view_as(loss),))
+
     def _take_in(self) -> None:
         """Move gradients of weights that no hook saw to where they are summed."""
         if self._buckets is not None:
             self._buckets.take_in()
-
-    def forward_maybe_with_nosync(self, *args: Any, **kwargs: Any) -> Any:
-        """Run the module on one microbatch and return what can be sent."""
-        result = super().forward_maybe_with_nosync(*args, **kwargs)  # type: ignore[no-untyped-call]
-        if self.is_last:
-            return result
-        outputs = result if isinstance(result, tuple) else (result,)
-        return tuple(self._sendable(output) for output in outputs)
 
     def _sendable(self, output: Tensor) -> Tensor:
         """Lay a tensor out for sending; a split backward must cut it off its graph in place."""
@@ -230,13 +258,3 @@ def _without_buffers(infos: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
         )
         for info in infos
     )
-
-
-Weight: TypeAlias = Tensor | float
-LossFunction: TypeAlias = Callable[[Tensor, Weight], Tensor]
-
-
-def weighted_loss(output: Tensor | tuple[Tensor, ...], weight: Weight) -> Tensor:
-    """Return a microbatch's part of the step's loss: the last stage's output times its weight."""
-    loss = output[0] if isinstance(output, tuple) else output
-    return scale_loss(loss, torch.as_tensor(weight, device=loss.device))

@@ -42,7 +42,7 @@ class SplitBackward:
         self,
         *,
         stage_output: Sequence[Tensor],
-        output_grads: Sequence[Tensor | None] | None,
+        output_grads: Sequence[Tensor | None],
         input_values: Sequence[Any],
     ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
         """Return the gradients of the inputs, and what the weights' half will need."""
@@ -90,11 +90,10 @@ class SplitBackward:
         self._early = frozenset(early)
 
     def _accumulate_early(
-        self, stage_output: Sequence[Tensor], output_grads: Sequence[Tensor | None] | None
+        self, stage_output: Sequence[Tensor], output_grads: Sequence[Tensor | None]
     ) -> None:
         weights = tuple(self._weights(early=True).values())
-        grads = output_grads or [torch.ones_like(output) for output in stage_output]
-        pairs = [(o, g) for o, g in zip(stage_output, grads, strict=True) if o.requires_grad]
+        pairs = [(o, g) for o, g in zip(stage_output, output_grads, strict=True) if o.requires_grad]
         gradients = torch.autograd.grad(
             [output for output, _ in pairs],
             weights,
@@ -111,12 +110,12 @@ class SplitBackward:
 
 def _backward_at_once(
     stage_output: Sequence[Tensor],
-    output_grads: Sequence[Tensor | None] | None,
+    output_grads: Sequence[Tensor | None],
     input_values: Sequence[Any],
 ) -> tuple[Tensor | None, ...]:
-    # For the last stage, whose loss needs no gradient to start from, torch wants the loss itself.
-    start = stage_output if output_grads is not None else stage_output[0]
-    gradients: tuple[Tensor | None, ...] = stage_backward(start, output_grads, list(input_values))
+    gradients: tuple[Tensor | None, ...] = stage_backward(
+        stage_output, output_grads, list(input_values)
+    )
     for output in stage_output:
         output.detach_()  # nothing is left to do with its graph
     return gradients
