@@ -10,7 +10,10 @@ from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.reading import figure, number
 from autopar.planner.cluster.units import parse_bytes, parse_seconds
 from autopar.planner.costs.compute import Throughput
-from autopar.planner.costs.measurements import HostTimes, Measurements, UnitTimes
+from autopar.planner.costs.measurements import ActionTimes, HostTimes, Measurements, UnitTimes
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.schedule import SCHEDULES
+from autopar.planner.costs.schedule_simulation import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -44,11 +47,21 @@ class FrameworkConstants:
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 state, as measured
     optimizer_tensor_seconds: float = 0.0  # of each parameter however small, as measured
     unit: UnitTimes | None = None  # as measured; see unit_on where None
+    pipeline: ActionTimes | None = None  # as measured, besides action_seconds
 
     @property
     def is_measured(self) -> bool:
         """Whether the seconds were measured on the devices at hand."""
         return self.optimizer_element_seconds is not None
+
+    def action_on(self, arrangement: Arrangement) -> float:
+        """Return what is around a forward or a backward of one microbatch on one stage."""
+        added = self.pipeline
+        if arrangement.pipeline == 1 or added is None:
+            return self.action_seconds
+        is_plain = SCHEDULES[arrangement.schedule].transfer is Transfer.ON_DEMAND
+        more = added.one_stage_seconds if is_plain else added.several_stages_seconds
+        return self.action_seconds + more
 
     def unit_on(self, rates: Throughput) -> UnitTimes:
         """Return what fully_shard takes for a unit: as measured, or a read and a write of it."""
@@ -119,6 +132,11 @@ def _as_measured(constants: FrameworkConstants, times: list[HostTimes]) -> Frame
         unit=max(
             (one.unit for one in times if one.unit),
             key=lambda unit: unit.gather_byte_seconds + unit.scatter_byte_seconds,
+            default=None,
+        ),
+        pipeline=max(
+            (one.pipeline for one in times if one.pipeline),
+            key=lambda one: one.several_stages_seconds,
             default=None,
         ),
     )

@@ -59,6 +59,14 @@ class PassTimes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTimes:
+    """What the schedule of a pipeline takes a host around a forward or a backward of a stage."""
+
+    one_stage_seconds: float  # where each rank has one
+    several_stages_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
     """What the host of a device was measured to add to the ops."""
 
@@ -70,6 +78,7 @@ class HostTimes:
     optimizer_element_seconds: float  # of fused AdamW on fp32 state, beside that
     passes: PassTimes
     unit: UnitTimes | None  # None where a device copies while the host goes on
+    pipeline: ActionTimes | None  # None where it was not measured: one process, or on a GPU
 
 
 class Measurements(Protocol):

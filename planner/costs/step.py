@@ -58,10 +58,11 @@ def predict(
     )
     shape = pipeline_shape(arrangement)
     splitting = tuple(_splitting_seconds(loads, arrangement))
+    action_seconds = constants.action_on(arrangement)
     slowed = tuple(
         load.slower(
-            one.forward_wait + constants.action_seconds,
-            one.backward_wait + constants.action_seconds + more,
+            one.forward_wait + action_seconds,
+            one.backward_wait + action_seconds + more,
         )
         for load, one, more in zip(loads, data, splitting, strict=True)
     )
@@ -88,7 +89,7 @@ def predict(
         else 0.0,
         optimizer_seconds=_optimizer_seconds(loads, groups, arrangement, constants),
         framework_step_seconds=constants.step_seconds,
-        framework_action_seconds=constants.action_seconds,
+        framework_action_seconds=action_seconds,
         splitting_seconds=splitting,
         is_host_measured=constants.is_measured,
         is_net_measured=_is_net_measured(cluster),

@@ -68,6 +68,7 @@ class StepBound:
     ) -> None:
         self.arrangement, self.groups = arrangement, groups
         self.constants, self.totals = constants, totals
+        self.action_seconds = constants.action_on(arrangement)
         self.data = DataBound(arrangement, groups, constants)
 
     def seconds(self, pressed: Pressed, repeated: Block) -> float:
@@ -150,16 +151,16 @@ class StepBound:
         That is for the first microbatch to pass it, and where backwards are not split, for the last
         one on its way back.
         """
-        plain, constants = repeated.modes[0], self.constants
-        forward = plain.forward_seconds + constants.action_seconds + self._transfer()
+        plain = repeated.modes[0]
+        forward = plain.forward_seconds + self.action_seconds + self._transfer()
         if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
             return forward
-        return forward + plain.backward_seconds + constants.action_seconds + self._transfer()
+        return forward + plain.backward_seconds + self.action_seconds + self._transfer()
 
     def rank_seconds(self, layers_seconds: float) -> float:
         """Return what a rank takes for a microbatch, given its layers: actions, transfers too."""
         arrangement = self.arrangement
-        acting = 2 * arrangement.stages_per_rank * self.constants.action_seconds
+        acting = 2 * arrangement.stages_per_rank * self.action_seconds
         return layers_seconds + acting + (self._transfer() if self._is_on_demand else 0.0)
 
     @property
@@ -180,7 +181,7 @@ class StepBound:
         arrangement = self.arrangement
         microbatches, ranks = arrangement.microbatches, arrangement.pipeline
         stages = ranks * arrangement.stages_per_rank
-        alone = sum(self._passes(pressed, repeated)) + 2 * stages * self.constants.action_seconds
+        alone = sum(self._passes(pressed, repeated)) + 2 * stages * self.action_seconds
         if self._is_on_demand:
             alone += 2 * (stages - 1) * self._transfer()
         slowest = self.rank_seconds(pressed.bottleneck_seconds)

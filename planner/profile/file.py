@@ -16,6 +16,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from autopar.planner.cluster.link import Backend, MeasuredCollective
 from autopar.planner.costs.collective_choice import Collective
 from autopar.planner.costs.measurements import (
+    ActionTimes,
     HostTimes,
     Operand,
     OpKey,
@@ -58,6 +59,11 @@ class _Passes(_Rows):
     split_seconds: Seconds
 
 
+class _Pipeline(_Rows):
+    one_stage_seconds: Seconds
+    several_stages_seconds: Seconds
+
+
 class _Host(_Rows):
     device: str
     threads: Count
@@ -70,6 +76,7 @@ class _Host(_Rows):
     optimizer_element_seconds: Positive
     passes: _Passes
     unit: _Unit | None = None
+    pipeline: _Pipeline | None = None
 
 
 class _Collective(_Rows):
@@ -222,6 +229,7 @@ def _host(row: _Host) -> MeasuredHost:
         optimizer_element_seconds=row.optimizer_element_seconds,
         passes=PassTimes(**row.passes.model_dump()),
         unit=UnitTimes(**row.unit.model_dump()) if row.unit else None,
+        pipeline=ActionTimes(**row.pipeline.model_dump()) if row.pipeline else None,
     )
     return MeasuredHost(device=row.device, threads=row.threads, torch=row.torch, times=times)
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.planner.costs.measurements import HostTimes
 from autopar.planner.graph import Graph
+from autopar.planner.profile.actions import action_times
 from autopar.planner.profile.clock import Clock
 from autopar.planner.profile.passes import pass_times
 from autopar.planner.profile.rounds import EVICTED_BYTES, Baseline
@@ -55,7 +56,7 @@ def measure_baseline(clock: Clock, device: str) -> Baseline:
 def measure_host(graph: Graph, device: str, *, ranks: int) -> HostTimes:
     """Return the figures of this host; the optimizer's for as many parameters as the model's.
 
-    Sharded units are measured among so many ranks.
+    Sharded units and the actions of pipelines are measured among so many ranks.
     """
     forward, backward = _dispatch(device)
     action, step = _frame(device)
@@ -69,6 +70,7 @@ def measure_host(graph: Graph, device: str, *, ranks: int) -> HostTimes:
         optimizer_element_seconds=element,
         passes=pass_times(device, _host_clock(device)),
         unit=unit_times(ranks) if device == "cpu" else None,
+        pipeline=action_times(ranks) if device == "cpu" and ranks > 1 else None,
     )
 
 

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch.multiprocessing.spawn import (
     ProcessExitedException,
     ProcessRaisedException,
@@ -42,6 +47,22 @@ def run_ranks(
         for process in context.processes:
             if process.is_alive():
                 process.kill()
+
+
+@contextmanager
+def gloo(rank: int, ranks: int, folder: str) -> Iterator[None]:
+    """Make all ranks a group, each with the threads that it trains with: one."""
+    threads = torch.get_num_threads()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        store = dist.FileStore(str(Path(folder) / "store"), ranks)  # type: ignore[attr-defined]
+        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+        torch.set_num_threads(1)
+        try:
+            yield
+        finally:
+            torch.set_num_threads(threads)
+            dist.destroy_process_group()
 
 
 def _last_line(error: BaseException) -> str:

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 
 from autopar.planner.cluster.link import MeasuredCollective
-from autopar.planner.costs.measurements import Operand, PassTimes, UnitTimes
+from autopar.planner.costs.measurements import ActionTimes, Operand, PassTimes, UnitTimes
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
 
 FORMAT = 3
@@ -50,10 +50,11 @@ def _host_lines(host: MeasuredHost) -> list[str]:
         f"optimizer_element_seconds = {times.optimizer_element_seconds!r}",
         *_table("host.passes", times.passes),
         *(_table("host.unit", times.unit) if times.unit else ()),
+        *(_table("host.pipeline", times.pipeline) if times.pipeline else ()),
     ]
 
 
-def _table(name: str, times: PassTimes | UnitTimes) -> list[str]:
+def _table(name: str, times: PassTimes | UnitTimes | ActionTimes) -> list[str]:
     figures = asdict(times).items()
     return ["", f"[{name}]", *(f"{key} = {seconds!r}" for key, seconds in figures)]
 

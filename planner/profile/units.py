@@ -12,9 +12,7 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
@@ -28,7 +26,7 @@ from torch.distributed.fsdp import fully_shard
 
 from autopar.planner.costs.framework import read_framework_constants
 from autopar.planner.costs.measurements import UnitTimes
-from autopar.planner.profile.ranks import run_ranks
+from autopar.planner.profile.ranks import gloo, run_ranks
 
 _UNITS = 6
 _TENSORS = 8  # of a unit, about as many as a transformer block has
@@ -80,7 +78,8 @@ def unit_times(ranks: int) -> UnitTimes:
 
 def _measure(rank: int, ranks: int, folder: str) -> None:
     """Measure both sizes on one rank; the first one writes what was found."""
-    with _group(rank, ranks, folder) as mesh:
+    with gloo(rank, ranks, folder):
+        mesh = DeviceMesh("cpu", list(range(ranks)))
         found = [_added(elements, mesh) for elements in (_SMALL_ELEMENTS, _LARGE_ELEMENTS)]
         if rank == 0:
             text = json.dumps([asdict(one) for one in found])
@@ -132,19 +131,3 @@ def _passes(elements: int, mesh: DeviceMesh | None) -> tuple[float, float]:
         forward.append(middle - began)
         model.zero_grad()
     return median(forward[_WARM_UP:]) / _UNITS, median(backward[_WARM_UP:]) / _UNITS
-
-
-@contextmanager
-def _group(rank: int, ranks: int, folder: str) -> Iterator[DeviceMesh]:
-    """Provide the group of all ranks, each with the threads that it trains with: one."""
-    threads = torch.get_num_threads()
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        store = dist.FileStore(str(Path(folder) / "store"), ranks)  # type: ignore[attr-defined]
-        dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
-        torch.set_num_threads(1)
-        try:
-            yield DeviceMesh("cpu", list(range(ranks)))
-        finally:
-            torch.set_num_threads(threads)
-            dist.destroy_process_group()

@@ -61,6 +61,15 @@ def convert(exported: Exported) -> Graph:
     return _Converter(exported).graph()
 
 
+def _keeps_shapes(node: fx.Node) -> bool:
+    """Whether tensors of equal shapes are broadcast, as F.mse_loss does to begin with."""
+    if str(node.target) != "aten.broadcast_tensors.default":
+        return False
+    (given,) = operands_of(node)
+    vals = (*(tensor.meta["val"] for tensor in given), *node.meta["val"])
+    return len({str(val.shape) for val in vals}) == 1
+
+
 class _Converter:
     def __init__(self, exported: Exported) -> None:
         self.program = exported.program
@@ -121,7 +130,7 @@ class _Converter:
             self._read_region(node, scope)
         elif _CHECKS.match(target) or not has_tensor(node.meta.get("val")):
             return
-        elif target in _ALIASES or self._keeps_type(node, target, scope):
+        elif target in _ALIASES or self._keeps_type(node, target, scope) or _keeps_shapes(node):
             scope.values[node] = self.values.value(node.args[0], scope)
         else:
             self._read_op(node, target, scope)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from autopar.planner.cluster.link import Backend, MeasuredCollective
 from autopar.planner.costs.collective_measured import Collective
 from autopar.planner.costs.measurements import (
+    ActionTimes,
     HostTimes,
     Operand,
     OpKey,
@@ -34,6 +35,7 @@ TIMES = HostTimes(
         gather_byte_seconds=1e-10,
         scatter_byte_seconds=1e-9,
     ),
+    pipeline=ActionTimes(one_stage_seconds=3e-4, several_stages_seconds=5e-4),
 )
 
 

@@ -5,6 +5,7 @@ import time
 import pytest
 import torch.distributed as dist
 
+from autopar.planner.profile.actions import action_times
 from autopar.planner.profile.net_rank import typical
 from autopar.planner.profile.passes import pass_times
 from autopar.planner.profile.units import unit_times
@@ -22,6 +23,13 @@ def test_a_sharded_unit_takes_hooks_and_copies_and_leaves_no_process_group(ranks
     unit = unit_times(ranks)
     assert 1e-6 < unit.gather_seconds < 1e-1
     assert unit.gather_byte_seconds + unit.scatter_byte_seconds > 1e-12
+    assert not dist.is_initialized()
+
+
+def test_the_schedule_of_a_pipeline_takes_its_thread_some_of_a_millisecond_for_an_action() -> None:
+    times = action_times(2)
+    assert 2e-5 < times.one_stage_seconds < 2e-2
+    assert 2e-5 < times.several_stages_seconds < 2e-2
     assert not dist.is_initialized()
 
 

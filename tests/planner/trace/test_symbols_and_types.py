@@ -51,6 +51,14 @@ def test_sizes_are_polynomials_in_the_batch(
     assert graph.fixed_batch is None
 
 
+@pytest.mark.parametrize(("other", "count"), [("y.relu()", 0), ("y[:, :1]", 1)])
+def test_only_tensors_of_unlike_shapes_are_broadcast(
+    tmp_path: Path, other: str, count: int
+) -> None:
+    graph = of_value(tmp_path, f"F.mse_loss(y, {other})")  # which broadcasts whatever it gets
+    assert len(ops_of(graph, "broadcast_tensors")) == count
+
+
 def test_a_model_that_fixes_its_batch_says_so(tmp_path: Path) -> None:
     graph = of_value(tmp_path, "y.view(7, 2, 3).sigmoid()")
     (op,) = ops_of(graph, "sigmoid")
