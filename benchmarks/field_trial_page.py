@@ -23,10 +23,11 @@ def page(cells: Cells) -> str:
         f"Every model goes through plan, script, {STEPS} steps in float64 on gloo processes; their",
         "number ends the name of a kind, beside one process of plain PyTorch. Shown is the largest",
         "difference of a loss, a clipped gradient, a parameter or a running statistic; equal is",
-        f"{TOLERANCE:g} or less. In bf16 it is the losses' largest relative difference from one",
-        f"process in fp32, and {HALF_TOLERANCE:g} or less is equal. Percentages are shares of the",
-        "matrix FLOPs that tensor ranks divide. Why plans are refused stands below; cells that",
-        "were not run are empty.",
+        f"{TOLERANCE:g} or less. In bf16 it is how many times as far from one process in fp32 a",
+        "loss, or the first gradient of a parameter, is as that of one process in bf16, and",
+        f"{HALF_TOLERANCE:g} or less is equal. Percentages are shares of the matrix FLOPs that",
+        "tensor ranks divide. Why plans are refused stands below; cells that were not run are",
+        "empty.",
     ]
     for title, subjects in (("Families of Hugging Face", FAMILIES), ("Awkward shapes", AWKWARD)):
         there = [subject for subject in subjects if any(s == subject for s, _ in cells)]

@@ -111,12 +111,18 @@ def _accumulate(
         blocks = [{key: torch.cat([block[key] for block in blocks]) for key in blocks[0]}]
     total = 0.0
     for block in blocks:
-        tensors = {key: block[key] for key in task.keys if key in block}
+        tensors = {key: _halved(block[key], task) for key in task.keys if key in block}
         outputs = model(**tensors, **dict(task.plain))
         loss = loss_in(outputs) if loss_function is None else loss_function(outputs, block)
         (loss / len(blocks)).backward()
         total += loss.item() / len(blocks)
     return total
+
+
+def _halved(value: Tensor, task: Task) -> Tensor:
+    """Return an argument as a model in 16 bits takes it."""
+    is_half = task.dtype in ("bfloat16", "float16") and value.is_floating_point()
+    return value.to(getattr(torch, task.dtype)) if is_half else value
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
