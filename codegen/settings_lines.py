@@ -115,9 +115,14 @@ def _sharding(arranged: Arrangement) -> Iterator[Setting]:
     if arranged.data > 1:
         if arranged.zero < Zero.GRADIENTS:
             bucket = "gradients that travel together, beside the backward"
-            yield Setting("BUCKET_BYTES", literal(arranged.bucket_bytes), bucket)
+            yield Setting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
         if arranged.compressed_gradients:
             yield Setting("COMPRESS", literal(True), "gradients travel in 16 bits")
+
+
+def _in_mebibytes(size_bytes: int) -> Source:
+    mebibytes, rest = divmod(size_bytes, 2**20)
+    return literal(size_bytes) if rest or not mebibytes else Source(f"{mebibytes} * 2**20")
 
 
 def _units(model: Model, arranged: Arrangement) -> Setting:

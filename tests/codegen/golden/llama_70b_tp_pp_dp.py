@@ -25,7 +25,7 @@ Why this plan: of 15 ways to arrange the training none is faster; compute takes 
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.67 s (+2.5%): +449.6 ms tensor
 communication, 508.5 MiB less memory.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 9b454fd57abcb10e.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 5ca290cf7a25521c.
 
 from __future__ import annotations
 
@@ -91,7 +91,7 @@ MICROBATCH = 1  # rows at a time on a data rank
 MICROBATCHES = 64  # of a data rank in a step, their gradients summed
 SHARD = 2  # data ranks that share one copy of the model's states
 ZERO = 1  # optimizer states are shared out over the data ranks of a shard
-BUCKET_BYTES = 419430400  # gradients that travel together, beside the backward
+BUCKET_BYTES = 400 * 2**20  # gradients that travel together, beside the backward
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 128 rows
