@@ -25,9 +25,10 @@ def page(cells: Cells) -> str:
         "difference of a loss, a clipped gradient, a parameter or a running statistic; equal is",
         f"{TOLERANCE:g} or less. In bf16 it is how many times as far from one process in fp32 a",
         "loss, or the first gradient of a parameter, is as that of one process in bf16, and",
-        f"{HALF_TOLERANCE:g} or less is equal. Percentages are shares of the matrix FLOPs that",
-        "tensor ranks divide. Why plans are refused stands below; cells that were not run are",
-        "empty.",
+        f"{HALF_TOLERANCE:g} or less is equal. Where bf16 alone misses a third of the gradients,",
+        "as it does under ResNet's batch norms over so few rows, that would not notice a gradient",
+        "counted twice; float64 does. Percentages are shares of the matrix FLOPs that tensor",
+        "ranks divide. Why plans are refused stands below; cells that were not run are empty.",
     ]
     for title, subjects in (("Families of Hugging Face", FAMILIES), ("Awkward shapes", AWKWARD)):
         there = [subject for subject in subjects if any(s == subject for s, _ in cells)]

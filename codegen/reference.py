@@ -16,6 +16,7 @@ from autopar.codegen.settings_lines import has_batch_norm
 from autopar.planner.graph import Ref
 from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
+from autopar.runtime.buckets import HALF_DTYPES
 from autopar.runtime.data import dataset_batches, placed, synthetic_batches
 from autopar.runtime.initial_weights import build
 from autopar.runtime.loss import loss_in
@@ -121,8 +122,8 @@ def _accumulate(
 
 def _halved(value: Tensor, task: Task) -> Tensor:
     """Return an argument as a model in 16 bits takes it."""
-    is_half = task.dtype in ("bfloat16", "float16") and value.is_floating_point()
-    return value.to(getattr(torch, task.dtype)) if is_half else value
+    dtype: torch.dtype = getattr(torch, task.dtype)
+    return value.to(dtype) if dtype in HALF_DTYPES and value.is_floating_point() else value
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
