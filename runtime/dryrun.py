@@ -134,6 +134,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return NotImplemented  # its local ops come here next
         if func is torch.ops.prim.device.default:  # more often than all others together
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if func.name().startswith("aten::_fused_") and not func._schema.returns:
+            return None  # an optimizer's step: values, of which there are none
         result = func(*args, **(kwargs or {}))
         if func.namespace == "c10d" and self._measures:
             self._count(func, args)

@@ -60,12 +60,17 @@ def _attention_with_dropout(*args: Any, dropout_p: float = 0.0, **options: Any) 
     return out
 
 
+def _channel_statistics(_: Tensor, mean: Tensor, *__: Any) -> tuple[Tensor, Tensor]:
+    return torch.empty_like(mean), torch.empty_like(mean)  # torch has no shapes for this op
+
+
 REPLACED = (
     (functional, "rms_norm", _rms_norm),
     (torch, "rms_norm", _rms_norm),
     (functional, "dropout", _dropout),
     (torch, "dropout", _dropout),
     (functional, "scaled_dot_product_attention", _attention_with_dropout),
+    (torch, "batch_norm_update_stats", _channel_statistics),
 )
 
 

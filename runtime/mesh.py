@@ -63,7 +63,7 @@ def start(*, pipeline: int, data: int, tensor: int, shard: int | None = None) ->
     elif owns_processes:
         _join(needed)
     _check_world(dist.get_world_size(), needed)
-    device = torch.device("cpu") if dry_run else _device()
+    device = _device()
     names = ("pipeline", "replica", "shard", "tensor")
     device_mesh = init_device_mesh(
         device.type, (pipeline, data // shard, shard, tensor), mesh_dim_names=names
@@ -93,7 +93,7 @@ def stop(mesh: Mesh) -> None:
 
 
 def _device() -> torch.device:
-    if not torch.cuda.is_available():
+    if not torch.cuda.is_available() or os.environ.get(DRY_RUN):
         return torch.device("cpu")
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)

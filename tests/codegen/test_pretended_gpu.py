@@ -1,0 +1,70 @@
+"""Every tensor of a script is on the device of its process, as far as that shows without a GPU."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.codegen.emit import write_script
+from autopar.planner.plan.plan import Plan
+from autopar.planner.precision import Precision
+from tests.codegen import pretended_gpu
+from tests.codegen.kinds import KINDS
+from tests.codegen.plans import pinned_plan
+
+Job = tuple[Path, int, int]  # a script, the rank and how many there are
+
+VARIED = ("zero1", "zero3", "vocab", "zero_bubble_v", "all")
+
+
+def dry_runs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
+    """Return the reports of ranks on a pretended device; raise with what a failing one said."""
+    words = [word for path, rank, ranks in jobs for word in (str(path), f"{rank}/{ranks}")]
+    done = subprocess.run(
+        [sys.executable, "-m", pretended_gpu.__name__, *words],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise RuntimeError(done.stderr)
+    decoder, text, reports = json.JSONDecoder(), done.stdout.strip(), []
+    while text:
+        report, end = decoder.raw_decode(text)
+        reports.append(report)
+        text = text[end:].strip()
+    return reports
+
+
+def ranks_of(plan: Plan, folder: Path) -> list[Job]:
+    """Return the first and the last rank of a plan's script."""
+    ranks = plan.arrangement.ranks
+    script = write_script(plan, folder)
+    return [(script, rank, ranks) for rank in (0, ranks - 1)]
+
+
+@pytest.mark.slow
+def test_no_script_leaves_a_tensor_behind(tmp_path: Path) -> None:
+    pins = {"precision": Precision.FP16}
+    plans = {kind: pinned_plan("gpt2.py", ("layers=4",), **KINDS[kind], **pins) for kind in VARIED}
+    plans["norms"] = pinned_plan("resnet.py", ("size=tiny",), **KINDS["ddp"], **pins)
+    jobs = [job for name, plan in plans.items() for job in ranks_of(plan, tmp_path / name)]
+    assert len(dry_runs(jobs)) == len(jobs)
+
+
+def test_a_tensor_that_stays_on_the_cpu_is_told(tmp_path: Path) -> None:
+    plan = pinned_plan("gpt2.py", ("layers=4",), **KINDS["ddp"])
+    first, _ = ranks_of(plan, tmp_path)
+    script = first[0]
+    text = script.read_text(encoding="utf-8")
+    placed = "placed(batch, mesh, options.dtype)"
+    assert placed in text
+    script.write_text(text.replace(placed, "dict(batch)"), encoding="utf-8")
+    with pytest.raises(RuntimeError, match="pretended"):
+        dry_runs([first])
