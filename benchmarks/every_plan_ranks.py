@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import time
-from itertools import islice
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 
 from autopar.codegen.script_rank import imported
-from autopar.runtime.mesh import start
-from autopar.runtime.randomness import seed_all
+from benchmarks.script_step import mesh_of, step_of
 from tests.runtime.ranks import run_on_ranks
 
 RANKS = 2
@@ -27,18 +24,13 @@ def step_seconds(script: Path) -> list[float]:
 
 
 def _steps(path: str) -> list[float]:
-    script: Any = imported(Path(path))
-    options = script.parsed(["--data", "synthetic"])
-    mesh = start(pipeline=script.PIPELINE, data=script.DATA, tensor=script.TENSOR)
-    model, recipe = script.built(mesh, options.dtype)
-    data = script.batches(options, mesh)
-    optimizer = script.ready(model, recipe, options, mesh)
-    seed_all(script.SEED, mesh)
+    script = imported(Path(path))
+    step = step_of(script, mesh_of(script))
 
     def seconds_of_a_step() -> float:
         dist.barrier()
         began = time.perf_counter()
-        script.train_step(model, optimizer, list(islice(data, script.MICROBATCHES)), mesh)
+        step()
         return time.perf_counter() - began
 
     warm = [seconds_of_a_step() for _ in range(STEPS_TO_WARM_UP)]

@@ -18,11 +18,10 @@ from torch.multiprocessing.spawn import spawn
 
 from autopar.codegen.script_rank import imported
 from autopar.runtime.initial_weights import build
-from autopar.runtime.mesh import start
-from autopar.runtime.randomness import seed_all
 from benchmarks import script_speed_by_hand as by_hand
 from benchmarks import script_speed_by_hand_tensor as by_hand_tensor
 from benchmarks.script_speed_by_hand import Step
+from benchmarks.script_step import mesh_of, step_of
 
 RANKS = 2
 STEPS_TO_WARM_UP = 4
@@ -106,23 +105,17 @@ def _sides(script: Any, hand: str) -> tuple[Callable[[], Tensor], Callable[[], T
     The script draws its own within its step, with the weights of their losses; the hand-written
     training, whose every target counts, has them before.
     """
-    options = script.parsed(["--data", "synthetic"])
-    mesh = start(pipeline=script.PIPELINE, data=script.DATA, tensor=script.TENSOR)
-    model, recipe = script.built(mesh, options.dtype)
-    data = script.batches(options, mesh)
-    batches = [batch for batch, _ in islice(script.batches(options, mesh), script.MICROBATCHES)]
-    optimizer = script.ready(model, recipe, options, mesh)
-    seed_all(script.SEED, mesh)
-
-    def drawn() -> list[Any]:
-        return list(islice(data, script.MICROBATCHES))
+    mesh = mesh_of(script)
+    data = script.batches(script.parsed(["--data", "synthetic"]), mesh)
+    batches = [batch for batch, _ in islice(data, script.MICROBATCHES)]
+    own = step_of(script, mesh)
 
     # Each rank's part of the loss is weighed such that the parts average over the data axis.
     share = 1 / (script.DATA * script.TENSOR)
     whole = build(script.new_model, seed=script.SEED)
     step = BY_HAND[hand](whole, script.MICROBATCHES)
     return (
-        lambda: share * script.train_step(model, optimizer, drawn(), mesh),
+        lambda: share * own(),
         lambda: share * step(batches),
     )
 
