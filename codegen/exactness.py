@@ -20,6 +20,7 @@ _DRAWING = frozenset(
     }
 )  # fmt: skip
 _CHOOSING = frozenset({torch.randperm, torch.multinomial, Tensor.multinomial})
+_CLASS_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 _COUNTING = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
 
@@ -28,7 +29,8 @@ class Exactly(TorchFunctionMode):
 
     No two ways of splitting a training share what is drawn. A model that pins its logits to float32
     would round away what is compared: sums over other rows differ there by 1e-7, right or wrong.
-    In a training in float64, what is made from nothing is float64 too.
+    In a training in float64, what is made from nothing is float64 too, and numbers that a model
+    writes down are those of its training in float32.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -78,7 +80,12 @@ class Exactly(TorchFunctionMode):
             func = Tensor.double if func is Tensor.float else func
             args = tuple(map(_wide, args))
             kwargs = {key: _wide(value) for key, value in kwargs.items()}
-        return func(*args, **kwargs)
+            if func in _CLASS_LOSSES:
+                args, kwargs = _with_wide_weights(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if is_wide and func is torch.tensor and made.is_floating_point():
+            return made.float().double()
+        return made
 
 
 def _middle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
@@ -87,6 +94,14 @@ def _middle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     ends += [kwargs[name] for name in ("from", "low", "to", "high") if kwargs.get(name) is not None]
     low, high = (0, 0, *ends)[-2:]
     return (low + high) // 2
+
+
+def _with_wide_weights(
+    scores: Tensor, target: Tensor, weight: Tensor | None = None, *args: Any, **kwargs: Any
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Give a loss the weights of its classes, which a model file may hold, as wide as the model."""
+    wide = None if weight is None else weight.to(scores.dtype)
+    return (scores, target, wide, *args), kwargs
 
 
 def _wide(argument: Any) -> Any:

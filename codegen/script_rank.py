@@ -11,13 +11,14 @@ import os
 import pickle
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.codegen.comparison import Block, Held
@@ -43,7 +44,6 @@ def run_script(path: str, arguments: Sequence[str]) -> RankTrained:
     """Run a script's main here; gradients are those of the first step, clipped."""
     script: Any = imported(Path(path))
     clip, gradients = script.clip_by_global_norm, list[Block]()
-    train_step = script.train_step
 
     def clip_and_keep(parts: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Tensor:
         norm: Tensor = clip(parts, *args, **kwargs)
@@ -51,20 +51,25 @@ def run_script(path: str, arguments: Sequence[str]) -> RankTrained:
             gradients.extend(block for part in parts for block in _gradients(part))
         return norm
 
-    named = dict(pairwise(arguments)).get("--dtype", script.DTYPE)
-
-    def train_exactly(*args: Any) -> Tensor:
-        with Exactly(script.DTYPES[named]):
-            loss: Tensor = train_step(*args)
-        return loss
-
-    script.clip_by_global_norm, script.train_step = clip_and_keep, train_exactly
+    script.clip_by_global_norm = clip_and_keep
+    dtype = script.DTYPES[dict(pairwise(arguments)).get("--dtype", script.DTYPE)]
+    for name in ("train_step", "valid_targets"):
+        if hasattr(script, name):  # not all losses have targets to count
+            setattr(script, name, _exactly(getattr(script, name), dtype))
     parts, losses = script.main(arguments)
     return RankTrained(
         losses=tuple(losses),
         gradients=tuple(gradients),
         parameters=tuple(block for part in parts for block in _parameters(part)),
     )
+
+
+def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+    def exact(*args: Any) -> Tensor:
+        with Exactly(dtype):
+            return function(*args)
+
+    return exact
 
 
 def imported(path: Path) -> ModuleType:

@@ -6,7 +6,7 @@ numbers (a root, a product, the greatest) no part of the batch knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
@@ -54,7 +54,9 @@ _MEETING = frozenset(
         "linalg_vector_norm", "linalg_matrix_norm", "logdet", "linalg_slogdet", "_linalg_slogdet",
     }
 )  # fmt: skip
-_CLASS_LOSSES = frozenset({"cross_entropy_loss", "nll_loss", "nll_loss_nd"})
+CLASS_LOSSES = frozenset(
+    f"aten.{name}.default" for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+)
 _REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # as ATen counts them
 
 
@@ -84,7 +86,7 @@ def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | N
     return None
 
 
-def steps_from_batch(graph: Graph, targets: Sequence[str]) -> list[Op] | None:
+def steps_from_batch(graph: Graph, targets: Iterable[str]) -> list[Op] | None:
     """Return the ops that make tensors from the batch alone, None where a parameter is in them."""
     needed, steps = set(targets), list[Op]()
     for op in reversed(graph.ops):
@@ -93,6 +95,16 @@ def steps_from_batch(graph: Graph, targets: Sequence[str]) -> list[Op] | None:
             needed |= set(op.inputs)
     origins = {graph.tensors[name].origin for name in needed}
     return None if origins & {Origin.PARAMETER, Origin.BUFFER} else steps[::-1]
+
+
+def is_class(graph: Graph, target: Ref) -> bool:
+    """Whether a loss over classes is given one of them for each row, not a share of every one."""
+    return not graph.tensors[target.tensor].dtype.startswith(("float", "bfloat", "model"))
+
+
+def is_known(graph: Graph, weight: Ref) -> bool:
+    """Whether the weights of classes are told without the model: by the batch, or as numbers."""
+    return steps_from_batch(graph, [weight.tensor]) is not None
 
 
 def weighing_count(graph: Graph, op: Op, follows: Mapping[str, Follows]) -> str:
@@ -157,13 +169,21 @@ class _Reader:
         arguments = dict(op.arguments)
         reduction = arguments.get("reduction")
         if isinstance(reduction, int):
-            is_weighed = name in _CLASS_LOSSES and arguments.get("weight") is not None
-            return Follows.NEARLY if is_weighed and reduction == 1 else _REDUCTIONS[reduction]
+            is_nearly = op.target in CLASS_LOSSES and reduction == 1 and self._has_own_weights(op)
+            return Follows.NEARLY if is_nearly else _REDUCTIONS[reduction]
         if name == "mean":
             return Follows.MEAN
         if name in _CONTRACTING:
             return Follows.SUM
         return self._unknown(op, name)
+
+    def _has_own_weights(self, op: Op) -> bool:
+        """Whether a mean over classes is weighed by what the model alone holds."""
+        target, weight = op.argument("target"), op.argument("weight")
+        assert isinstance(target, Ref)
+        if not isinstance(weight, Ref) or not is_class(self.graph, target):
+            return False
+        return not is_known(self.graph, weight)
 
     def _of_numbers(self, op: Op, name: str) -> Follows:
         if name in _SCALING:

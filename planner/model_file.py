@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from difflib import get_close_matches
+from functools import wraps
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -221,6 +222,7 @@ def _bind(
     share = {key: value for key, value in values.items() if key in parameters}
     _check_call(function, share, name=name, path=path)
 
+    @wraps(function)
     def call(*positional: Any) -> Any:
         with _guarded(f"calling {name}", path), _no_process_group(path):
             return function(*positional, **share)

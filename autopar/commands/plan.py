@@ -18,7 +18,7 @@ from autopar.planner.destination import refuse_replacing
 from autopar.planner.graph import Graph
 from autopar.planner.half_range import check_constants, check_means
 from autopar.planner.layers import find_layers
-from autopar.planner.loss_of_parts import Follows, loss_of_parts
+from autopar.planner.loss_of_parts import CLASS_LOSSES, Follows, loss_of_parts
 from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file, model_path
 from autopar.planner.plan.constraint_names import check_names
@@ -172,6 +172,9 @@ def _note_meeting_rows(graph: Graph, constraints: Constraints) -> None:
         )
 
 
+_WEIGHTS_FIX = "give it the weights of the classes as numbers (torch.tensor([…])), or "
+
+
 def _note_terms_of_parts(graph: Graph) -> None:
     """Say where each part of a batch has a term or weights of its own in the loss."""
     loss = loss_of_parts(graph)
@@ -179,5 +182,6 @@ def _note_terms_of_parts(graph: Graph) -> None:
         tell_note(
             f"{loss.op.name} ({loss.op.location}) makes the loss a mean over rows only nearly: a "
             "batch that is split takes the mean of what its parts have there, each by itself. For "
-            "the loss of one process, pin dp=1 and a microbatch of all rows."
+            f"the loss of one process, {_WEIGHTS_FIX if loss.op.target in CLASS_LOSSES else ''}pin "
+            "dp=1 and a microbatch of all rows."
         )

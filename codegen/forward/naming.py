@@ -19,7 +19,7 @@ from autopar.codegen.forward.statements import Statement
 
 _ATTENTION = "F.scaled_dot_product_attention"
 _LOSSES = ("F.cross_entropy", "vocab_parallel_cross_entropy")
-_TELLING = frozenset({"cos", "sin", "query", "key", "value", "q", "k", "v", "gate", "up"})
+_TELLING = frozenset({"cos", "sin", "query", "key", "value", "q", "k", "v", "gate", "up", "weight"})
 _VAGUE = frozenset({"input", "x", "self", "args", "query", "key", "value"})
 _USUAL = ("x", "y", "z", "h", "u", "w")
 

@@ -7,31 +7,35 @@ from dataclasses import replace
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.calls import LOSS, CallTree
-from autopar.codegen.forward.changes import LOSSES
 from autopar.codegen.forward.expressions import (
     Expression,
+    Fact,
+    Held,
     Level,
     binary,
     call,
+    indexed,
     joined,
     method,
 )
+from autopar.codegen.forward.lines import Line
 from autopar.codegen.forward.literals import literal
 from autopar.codegen.forward.losses import bind_batch
-from autopar.codegen.forward.opening import open_calls
+from autopar.codegen.forward.opening import Opening, open_calls
 from autopar.codegen.forward.operations import base_name
 from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.writer import Style, written
-from autopar.planner.graph import Graph, Op, Ref
+from autopar.planner.graph import Graph, Op, Origin, Ref
 from autopar.planner.layouts import WHOLE
 from autopar.planner.loss_of_parts import (
+    CLASS_LOSSES,
     Follows,
     all_of_parts,
+    is_class,
+    is_known,
     steps_from_batch,
     weighing_count,
 )
-
-_BY_TARGETS = LOSSES | {"aten.nll_loss.default", "aten.nll_loss_nd.default"}
 
 # Ops that move targets without changing how many of each there are.
 _MOVES = frozenset(
@@ -51,21 +55,21 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
     graph = split.graph
     loss = counted_loss(graph)
     terms = [loss] if loss is not None else [op for op in graph.ops if op.name in split.weighed]
-    numbers = _numbers(graph, terms)
-    steps = steps_from_batch(graph, list(numbers.values()))
+    counted = _counted(graph, terms)
+    steps = steps_from_batch(graph, [name for names in counted.values() for name in names])
     if not terms or steps is None:
         return None
     calls = {call for op in steps for call in tree.chain(op)} - {LOSS}
     whole = replace(split, degree=1, ops={}, gives={}, crossing={}, weighed=())
     opening = open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))
-    builder = BodyBuilder(opening, LOSS)
-    bind_batch(builder)
+    read = {name for op in steps for name in op.inputs}.union(*counted.values())
+    builder = _CountBuilder(opening, frozenset(read))
     for op in steps:
         if base_name(op.target) in _MOVES:
             builder.alias(op)
         else:
             builder.add(op)
-    counts = [_count(term, numbers[term.name], builder) for term in terms]
+    counts = [_count(term, counted[term.name], builder) for term in terms]
     result = counts[0] if loss is not None else call("torch.stack", joined(tuple(counts)))
     typed = frozenset(builder.arguments.values())
     style = Style(typed=typed, returns="Tensor", axis="", indent=4)
@@ -81,42 +85,72 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
     )
 
 
-def _count(term: Op, number: str, builder: BodyBuilder) -> Expression:
-    counted = builder.value(number, WHOLE)
-    if term.target not in _BY_TARGETS:
-        return counted
+class _CountBuilder(BodyBuilder):
+    """Prints code that has a batch at hand and no module, whose type or device it could take."""
+
+    def __init__(self, opening: Opening, read: frozenset[str]) -> None:
+        super().__init__(opening, LOSS)
+        self.read = read
+        bind_batch(self)
+        for name in sorted(read):
+            if self.graph.tensors[name].origin is Origin.CONSTANT:
+                held = Held(name, WHOLE)
+                numbers = self.owner.tensor(name, None, self)
+                self.lines.append(Line(results=held, expression=numbers, hint="weight"))
+                self.define(held)
+
+    def dtype(self) -> None:
+        """Leave numbers in float32, as the model's training has them."""
+
+    def device(self) -> Expression | None:
+        """Return the device of what is read of the batch."""
+        held = next((held for held in self._at_hand() if held.tensor in self.read), None)
+        return None if held is None else Fact(held, "device")
+
+
+def _count(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> Expression:
+    number, *weights = (builder.value(name, WHOLE) for name in counted)
+    if term.target not in CLASS_LOSSES:
+        return number
     ignored = term.argument("ignore_index")
     assert isinstance(ignored, int)
-    return method(binary(counted, "!=", literal(ignored), Level.COMPARISON), "sum")
+    is_valid = binary(number, "!=", literal(ignored), Level.COMPARISON)
+    if not weights:
+        return method(is_valid, "sum")
+    of_classes = method(weights[0], "double")  # their sums are exact, as those of other fractions
+    return method(indexed(of_classes, indexed(number, is_valid)), "sum")
 
 
 def counted_loss(graph: Graph) -> Op | None:
     """Return the op that is the loss, where it is a mean over what counts of the batch."""
     maker = next((op for op in graph.ops if graph.loss in op.outputs), None)
-    return maker if maker is not None and _numbers(graph, [maker]) else None
+    return maker if maker is not None and _counted(graph, [maker]) else None
 
 
 def weighed_terms(graph: Graph) -> tuple[Op, ...]:
     """Return the means over what counts of the batch, where the loss is more than one of them."""
     if counted_loss(graph) is not None:
         return ()
-    numbers = _numbers(graph, graph.ops)
-    found = [op for op in graph.ops if op.name in numbers]
-    return tuple(op for op in found if steps_from_batch(graph, [numbers[op.name]]) is not None)
+    counted = _counted(graph, graph.ops)
+    found = [op for op in graph.ops if op.name in counted]
+    return tuple(op for op in found if steps_from_batch(graph, counted[op.name]) is not None)
 
 
-def _numbers(graph: Graph, ops: Iterable[Op]) -> dict[str, str]:
-    """Return, for each op that is a mean, the targets or the number that it counts by."""
+def _counted(graph: Graph, ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:
+    """Return what each op that is a mean counts by: targets, and class weights; or a number."""
     follows = all_of_parts(graph)
-    pairs = ((op.name, _number(op, graph, follows)) for op in ops)
-    return {name: number for name, number in pairs if number}
+    pairs = ((op.name, _counted_by(op, graph, follows)) for op in ops)
+    return {name: counted for name, counted in pairs if counted}
 
 
-def _number(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> str:
-    if op.target not in _BY_TARGETS:
-        return weighing_count(graph, op, follows)
-    target = op.argument("target")
+def _counted_by(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> tuple[str, ...]:
+    if op.target not in CLASS_LOSSES:
+        count = weighing_count(graph, op, follows)
+        return (count,) if count else ()
+    target, weight = op.argument("target"), op.argument("weight")
     assert isinstance(target, Ref)
-    is_class = not graph.tensors[target.tensor].dtype.startswith(("float", "bfloat", "model"))
-    is_counted = is_class and op.argument("reduction") == 1 and op.argument("weight") is None
-    return target.tensor if is_counted else ""
+    if op.argument("reduction") != 1 or not is_class(graph, target):
+        return ()
+    if not isinstance(weight, Ref):
+        return (target.tensor,)
+    return (target.tensor, weight.tensor) if is_known(graph, weight) else ()

@@ -14,7 +14,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
 from autopar.planner.trace.export import export
-from autopar.planner.trace.products import UnlikeTypesError, check_products
+from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.values import CannotReplayError
 
 __all__ = ["trace", "trace_for_rows"]
@@ -100,7 +100,7 @@ def _graph(subject: Subject, *, is_half: bool = False) -> Graph:
         graph = convert(export(subject, fold=True))
     except CannotReplayError:
         graph = convert(export(subject, fold=False))
-    check_products(graph, is_half=is_half)
+    check_types(graph, is_half=is_half)
     if not graph.tensors[graph.loss].requires_grad:
         raise InputError(
             "the loss has no gradient",

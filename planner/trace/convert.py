@@ -25,6 +25,7 @@ from autopar.planner.graph import (
 from autopar.planner.trace import record
 from autopar.planner.trace.export import Exported
 from autopar.planner.trace.fold import Form, Plain
+from autopar.planner.trace.frames import defined_at
 from autopar.planner.trace.ledger import Ledger
 from autopar.planner.trace.names import ModelNames
 from autopar.planner.trace.nodes import (
@@ -75,6 +76,7 @@ class _Converter:
         self.program = exported.program
         self.recording = exported.recording
         self.fixed_at = exported.fixed_at
+        self.loss_at = defined_at(exported.subject.step.loss)
         self.names = ModelNames(exported.subject.model)
         self.symbols = Symbols(fixed_batch=exported.fixed_batch)
         self.ledger = Ledger(self.symbols, exported.subject.model_dtype)
@@ -177,13 +179,17 @@ class _Converter:
                 inputs=inputs,
                 outputs=tuple(refs(tuple(outputs))),
                 call=scope.call,
-                location=location(node),
+                location=self._location(node, scope),
                 grad_enabled=scope.grad_enabled,
                 writes=written,
             )
         )
         if not is_many and target not in _HIDDEN_WRITES:
             self.ledger.supersede(written, name)
+
+    def _location(self, node: fx.Node, scope: Scope) -> str:
+        """Return where an op stands; torch tells the lines of modules alone, not the loss's."""
+        return location(node) or (self.loss_at if scope.call == LOSS_CALL else "")
 
     def _bound_unbacked(self, vals: Any, inputs: tuple[str, ...]) -> None:
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
@@ -210,7 +216,7 @@ class _Converter:
         else:
             raise TraceError(
                 f"the model uses {target}, which has no plain graph",
-                where=location(node),
+                where=self._location(node, scope),
                 fix="write the control flow with torch.where, or unroll it",
             )
         graph = region_graph(node.args[position])

@@ -25,9 +25,9 @@ from autopar.planner.trace.drawn import AT_RANDOM, note_drawn, refuse_drawn
 from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
-from autopar.planner.trace.products import NoKernelError, UnlikeTypesError
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
+from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import sysconfig
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 import torch
 from torch import nn
@@ -39,3 +43,12 @@ def failing_place(error: BaseException, model: nn.Module) -> str:
             place = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return ", in module ".join(part for part in (place, module_path) if part)
+
+
+def defined_at(function: Callable[..., Any] | None) -> str:
+    """Return file:line of a function's definition, "" where it has none of its own."""
+    function = function and inspect.unwrap(function)
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import operator
 import re
 from typing import Any
@@ -14,6 +15,7 @@ from autopar.planner.trace import record
 from autopar.planner.trace.frames import is_library_file
 
 _FEW = 64
+_DIGITS_OF_SINGLE = 9  # that tell every float32 from its neighbours
 
 
 def is_getitem(node: fx.Node) -> bool:
@@ -87,8 +89,22 @@ def constant(name: str, tensor: Any) -> Constant:
     fake = isinstance(tensor, torch._subclasses.FakeTensor)
     if not isinstance(tensor, torch.Tensor) or fake or tensor.is_meta or tensor.numel() > _FEW:
         return Constant(name=name, values=None)
-    return Constant(name=name, values=_nested(tensor.tolist()))
+    is_single = tensor.dtype is torch.float32
+    return Constant(name=name, values=_nested(tensor.tolist(), is_single=is_single))
 
 
-def _nested(values: Any) -> Value:
-    return tuple(map(_nested, values)) if isinstance(values, list) else values
+def _nested(values: Any, *, is_single: bool) -> Value:
+    if isinstance(values, list):
+        return tuple(_nested(one, is_single=is_single) for one in values)
+    return _shortest(values) if is_single and math.isfinite(values) else values
+
+
+def _shortest(single: float) -> float:
+    """Return the number with the fewest digits that is this one in float32: 0.3, as written."""
+    rounded = (float(f"{single:.{digits}g}") for digits in range(1, _DIGITS_OF_SINGLE + 1))
+    return next((one for one in rounded if _as_single(one) == single), single)
+
+
+def _as_single(number: float) -> float:
+    found: float = torch.tensor(number, dtype=torch.float32).item()
+    return found

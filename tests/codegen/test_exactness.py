@@ -56,6 +56,21 @@ def test_nothing_is_drawn_in_place(name: str) -> None:
     assert torch.equal(noise, noise[:1].expand(4))
 
 
+def test_in_float64_numbers_of_a_model_are_those_of_its_training() -> None:
+    with Exactly(torch.float64):
+        found = torch.tensor([0.3, 0.5])
+    assert found.dtype is torch.float64
+    assert torch.equal(found, torch.tensor([0.3, 0.5]).double())
+
+
+def test_in_float64_weights_of_classes_are_as_wide_as_the_scores() -> None:
+    scores, target = torch.eye(3, dtype=torch.float64), torch.tensor([0, 1, 2])
+    with Exactly(torch.float64):
+        found = functional.cross_entropy(scores, target, torch.ones(3))
+        named = functional.cross_entropy(scores, target=target, weight=torch.ones(3))
+    assert found == named == functional.cross_entropy(scores, target)
+
+
 def test_in_float64_what_is_made_from_nothing_is_float64_too() -> None:
     with Exactly(torch.float64):
         assert torch.zeros(2, dtype=torch.float32).dtype is torch.float64

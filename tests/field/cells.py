@@ -76,6 +76,7 @@ AWKWARD: Mapping[str, Subject] = {
     "padded Llama": _own("padded_llama"),
     "summed loss": _own("losses", "kind=sum"),
     "masked loss": _own("losses", "kind=masked"),
+    "class weights": _own("losses", "kind=classes"),
     "drawn noise": _own("drawn_noise"),
 }
 

@@ -24,6 +24,7 @@ ONCE_WRONG = {
     ("summed loss", "dp 2"): "a loss that is a sum over rows",
     ("summed loss", "pp 2"): "a model that is a list of its layers",
     ("masked loss", "dp 2"): "a mean that divides by what counts",
+    ("class weights", "dp 2"): "a mean that weighs classes",
     ("Wav2Vec2 (CTC)", "dp 2"): "a loss whose inner sizes depend on values, summed over rows",
     ("drawn noise", "dp 2"): "whole numbers at random, compared as they were drawn",
     ("drawn noise", "pp 2"): "random numbers that several stages need",

@@ -18,7 +18,12 @@ import torch.nn.functional as F
 from torch import nn
 
 def build_model():
-    return nn.Linear(4, 3)
+    model = nn.Linear(4, 3)
+    model.register_buffer("classes", torch.arange(1.0, 4.0))
+    MODEL.append(model)
+    return model
+
+MODEL = []
 
 def example_batch(batch_size):
     return {{"input": torch.randn(batch_size, 4), "mask": torch.rand(batch_size) < 0.5,
@@ -43,7 +48,9 @@ LOSSES = {
     "F.cross_entropy(out, label, reduction='sum')": Follows.SUM,
     "each.mean() * out.shape[0]": Follows.SUM,
     "F.cross_entropy(out, label, weight=torch.arange(1.0, 4.0, device=out.device).to(out))":
-        Follows.NEARLY,
+        Follows.MEAN,
+    "F.cross_entropy(out, out.softmax(-1).detach(), weight=out.new_ones(3))": Follows.MEAN,
+    "F.cross_entropy(out, label, weight=MODEL[-1].classes.to(out))": Follows.NEARLY,
     "(each * drawn).sum() / drawn.sum()": Follows.NEARLY,
     "each.mean() + out.mean() * out.softmax(-1).mean()": Follows.NEARLY,
     "each.mean().sqrt()": Follows.MEETS,

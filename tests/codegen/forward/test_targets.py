@@ -45,6 +45,31 @@ def test_targets_that_the_model_shifts_are_counted_behind_the_shift() -> None:
     assert count(batch) == (batch["ids"][:, 1:] != 0).sum() == 4
 
 
+class OfClasses(nn.Module):
+    """Predicts the next token, of which some matter more than others."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        weight = torch.tensor([0.3, 1.0, 0.5, 2.0], device=ids.device)
+        return functional.cross_entropy(
+            self.embed(ids).flatten(0, 1), ids.flatten() % 4, weight, ignore_index=0
+        )
+
+
+def test_targets_count_by_the_weights_of_their_classes() -> None:
+    file = file_of(OfClasses)
+    split = split_graph(trace(file), modules_of(file.build_model()))
+    opened = open_split(split, [len(split.layers.layers)])
+    assert opened.valid_targets is not None
+    assert "torch.tensor([0.3, 1.0, 0.5, 2.0]" in opened.valid_targets
+    found = namespace(opened)["valid_targets"]({"ids": torch.tensor([[7, 3, 0, 4], [7, 3, 2, 1]])})
+    assert found == 4 * 2.0 + 0.5 + 1.0
+    assert found.dtype is torch.float64
+
+
 class TwoMeans(nn.Module):
     """Predicts the token and, from the first one, whether it is odd."""
 

@@ -56,6 +56,50 @@ def test_float32_that_meets_16_bit_weights_is_refused(
     assert graph_of(tmp_path, line, Precision.FP32).ops
 
 
+PAIRS = {
+    "cross_entropy_loss": "F.cross_entropy(x, torch.arange(7), {float32})",
+    "nll_loss_nd": "F.nll_loss(x, torch.arange(7), {float32})",
+    "binary_cross_entropy": "F.binary_cross_entropy(x.sigmoid(), {float32}.expand_as(x))",
+    "index_add_": "x.clone().index_add_(0, torch.arange(4), {float32}.expand(4, 4))",
+    "index_put": "x.index_put((torch.arange(4),), {float32}.expand(4, 4))",
+    "grid_sampler": "F.grid_sample(x[None, None], {float32}.view(1, 2, 1, 2))",
+    "embedding_bag": "F.embedding_bag(torch.arange(4)[None], x, mode='sum', "
+    "per_sample_weights={float32}[None])",
+}
+
+
+@pytest.mark.parametrize("name", PAIRS)
+def test_arguments_that_torch_wants_in_one_type_are_refused_in_two(
+    tmp_path: Path, name: str
+) -> None:
+    line = f"x = x + {PAIRS[name].format(float32='torch.ones(4)')}.mean()"
+    with pytest.raises(
+        TraceError, match=f"in bf16, {name} computes in .*own type, and its .* is f"
+    ):
+        graph_of(tmp_path, line, Precision.BF16)
+    assert graph_of(tmp_path, line, Precision.FP32).ops
+    cast = line.replace("torch.ones(4)", "torch.ones(4).to(x)")
+    assert graph_of(tmp_path, cast, Precision.BF16).ops
+
+
+def test_a_loss_of_the_model_file_is_checked_as_the_model_is(tmp_path: Path) -> None:
+    loss = """
+    def loss(logits, batch):
+        return F.cross_entropy(logits, logits.argmax(-1), weight=torch.ones(4))
+    """
+    path = written(tmp_path, MODEL.format(line="") + loss)
+    with pytest.raises(TraceError, match="in bf16, cross_entropy_loss") as told:
+        trace(load_model_file(str(path)), precision=Precision.BF16)
+    assert told.value.where == f"{path}:{line_of(path, 'def loss(logits')}"
+
+
+def test_weights_of_classes_of_which_every_row_has_a_share_may_be_of_any_type(
+    tmp_path: Path,
+) -> None:
+    line = "x = x + F.cross_entropy(x, x.softmax(-1), torch.ones(4))"
+    assert graph_of(tmp_path, line + ".to(x)", Precision.BF16).ops
+
+
 @pytest.mark.parametrize(
     "line",
     [
