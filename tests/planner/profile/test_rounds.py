@@ -76,6 +76,22 @@ def test_an_op_that_is_larger_than_the_memory_is_told() -> None:
     assert {"more than is free" in one.reason for one in left_out} == {True}
 
 
+def test_a_round_has_the_ops_of_one_batch_as_a_step_has() -> None:
+    told: list[str] = []
+    small, large = probes(rows=4), probes(rows=8)
+    measure(
+        (*small, *large),
+        device="cpu",
+        clock=Steady(1e-6),
+        limits=LIMITS,
+        baseline=NOTHING,
+        report=told.append,
+    )
+    assert [text.rpartition(" and ")[2] for text in told] == [
+        f"{len(one) - 1} more" for one in (small, large)
+    ]
+
+
 def test_an_op_that_took_its_time_is_not_called_again() -> None:
     clock = Steady(10.0)
     found, _ = measure(probes(), device="cpu", clock=clock, limits=LIMITS, baseline=NOTHING)
