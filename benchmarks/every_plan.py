@@ -39,6 +39,7 @@ from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net
 from autopar.planner.profile.profile import Request, place_at_hand, profile
 from autopar.planner.validation.scoring import kendall_tau
+from autopar.training_calls import training_call
 from benchmarks.every_plan_ranks import RANKS, step_seconds
 from benchmarks.profile_truth import Case, Known, known
 
@@ -158,7 +159,12 @@ def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
     )
     found = profile(subject.graph, subject.axes, subject.layers, request).measured
     place = place_at_hand()
-    net = measure_net(device_name=place.device.name, device=place.torch_name, ranks=RANKS)
+    net = measure_net(
+        device_name=place.device.name,
+        device=place.torch_name,
+        ranks=RANKS,
+        training_calls=training_call,
+    )
     return replace(found, nets=(net,))
 
 

@@ -25,6 +25,7 @@ from autopar.planner.profile.text import content_hash
 from autopar.planner.trace import trace
 from autopar.profile_page import profile_page, profile_summary
 from autopar.progress import reported
+from autopar.training_calls import training_call
 
 _BATCHES = [1, 2, 4, 8]
 _OP_SHARE = 0.1  # of the whole time, at most, for one op
@@ -85,7 +86,10 @@ def profile(
             report("measuring collectives")
             place = place_at_hand()
             link = measure_net(
-                device_name=place.device.name, device=place.torch_name, ranks=request.ranks
+                device_name=place.device.name,
+                device=place.torch_name,
+                ranks=request.ranks,
+                training_calls=training_call,
             )
             found = MeasuredFile(ops=found.ops, hosts=found.hosts, nets=(link,))
     together = before.merged(found)

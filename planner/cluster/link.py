@@ -23,13 +23,18 @@ class Backend(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCollective:
-    """One collective over a link as `autopar profile` measured it, and the line fitted to that."""
+    """One collective over a link as `autopar profile` measured it, and the line fitted to that.
+
+    It is waited for where ranks compute before it and go on with what it makes; otherwise calls
+    followed each other.
+    """
 
     collective: str
     ranks: int
     alpha_seconds: float  # of one hop
     bytes_per_second: float
     points: tuple[tuple[int, float], ...]  # payload bytes, seconds; both rise
+    is_waited: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -38,6 +38,7 @@ __all__ = [
     "collective_seconds",
     "least_seconds",
     "ring_hops",
+    "waited_seconds",
     "ways",
 ]
 
@@ -53,6 +54,19 @@ def collective_seconds(
 ) -> float:
     """Return the time of the cheapest way to run a collective."""
     return cheapest(collective, payload_bytes, shape, constants).seconds
+
+
+@lru_cache(maxsize=65536)
+def waited_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
+    """Return the time of a collective for which ranks wait between computations.
+
+    Where CPUs compute, a thread that must be woken takes longer than the message; a profile knows.
+    """
+    measured = _measured(collective, shape, is_waited=True)
+    if measured is None or shape.ranks == 1 or not payload_bytes:
+        return collective_seconds(collective, payload_bytes, shape)
+    known, crossing = measured
+    return measured_seconds(known, payload_bytes, shape.ranks, shared=crossing.shared)
 
 
 @lru_cache(maxsize=65536)
@@ -111,14 +125,14 @@ def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape
 
 
 def _measured(
-    collective: Collective, shape: GroupShape
+    collective: Collective, shape: GroupShape, *, is_waited: bool = False
 ) -> tuple[MeasuredCollective, Crossing] | None:
     """Return what a profile knows; groups over several levels are left to the formulas."""
     if len(shape.crossings) != 1:
         return None
     crossing = shape.crossings[0]
     for known in crossing.collectives:
-        if known.collective == collective:
+        if known.collective == collective and known.is_waited == is_waited:
             return known, crossing
     return None
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collective_choice import Collective, collective_seconds
+from autopar.planner.costs.collective_choice import Collective, waited_seconds
 
 BATCH_NORM = "aten.batch_norm.default"
 _ELEMENT_BYTES = 4  # statistics travel in fp32
@@ -83,4 +83,4 @@ def _gathered_bytes(channels: int, group: GroupShape) -> int:
 
 
 def _seconds(collective: Collective, payloads: Iterable[int], group: GroupShape) -> float:
-    return sum(collective_seconds(collective, size, group) for size in payloads)
+    return sum(waited_seconds(collective, size, group) for size in payloads)

@@ -2,9 +2,13 @@
 
 An action is a forward or a backward of one microbatch on one stage. Around it the schedule makes
 and waits for messages, keeps inputs and outputs, and calls the module and autograd. Stages that
-compute nothing tell that: what a step takes the thread beyond the same forwards and backwards
-without a schedule, by the number of actions. Waiting is not counted, and caches are cold, as they
-are after the computing of a real stage.
+sweep the cache tell that, as cold as it is after the computing of a real stage.
+
+One stage per rank: what a step takes the thread beyond the same forwards and backwards without a
+schedule, by the number of actions; waiting is not counted. Several: there every action needs a
+message of the one before it, and who sends it computes on already, on the core that the sending
+thread needs. So waiting counts: what a step takes beyond its  m·v + p − 1  forwards and backwards
+in a row, of m microbatches on v stages of each of p ranks.
 """
 
 from __future__ import annotations
@@ -23,13 +27,14 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from autopar.planner.costs.measurements import ActionTimes
+from autopar.planner.profile.net_rank import slowest
 from autopar.planner.profile.ranks import gloo, run_ranks
 
 _SEVERAL = 2  # stages of a rank
 _ROUNDS = 2  # of as many microbatches as ranks
 _ELEMENTS = 16  # of a message
 _SWEPT_BYTES = 4 * 2**20  # more than the cache of a core holds
-_REPEATS = 15
+_REPEATS = 30
 _WARM_UP = 3
 
 
@@ -99,27 +104,27 @@ def _action_seconds(rank: int, ranks: int, per_rank: int) -> float:
             for row in x.split(1):
                 _loss(module(row), row).backward()
 
-    pairs = zip(
-        _thread_seconds(lambda: schedule.step(*arguments, **given)),
-        _thread_seconds(alone),
-        strict=True,
-    )
-    added = median(scheduled - bare for scheduled, bare in pairs)
-    slowest = torch.tensor(max(0.0, added) / (2 * microbatches * per_rank), dtype=torch.float64)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    own = in_a_row = microbatches * per_rank
+    clock = time.thread_time
+    if per_rank > 1:
+        in_a_row += ranks - 1
+        clock = time.perf_counter
+    scheduled = _seconds(lambda: schedule.step(*arguments, **given), clock)
+    pairs = zip(scheduled, _seconds(alone, clock), strict=True)
+    added = median(step - bare * in_a_row / own for step, bare in pairs)
+    return slowest(max(0.0, added) / (2 * in_a_row), "cpu")
 
 
 def _loss(output: Tensor, _: Tensor) -> Any:
     return output.mean()
 
 
-def _thread_seconds(step: Callable[[], object]) -> list[float]:
-    """Return what some steps take the thread that runs them; waiting takes it nothing."""
+def _seconds(step: Callable[[], object], clock: Callable[[], float]) -> list[float]:
+    """Return what some steps take, by a clock of the thread that runs them or of the wall."""
     found = []
     for _ in range(_WARM_UP + _REPEATS):
         dist.barrier()
-        began = time.thread_time()
+        began = clock()
         step()
-        found.append(time.thread_time() - began)
+        found.append(clock() - began)
     return found[_WARM_UP:]

@@ -83,6 +83,7 @@ class _Collective(_Rows):
     collective: str
     alpha_seconds: Positive
     bytes_per_second: Positive
+    is_waited: bool = False
     payload_bytes: Annotated[list[Count], Field(min_length=1)]
     seconds: list[Positive]
 
@@ -249,6 +250,7 @@ def _net(row: _Net) -> MeasuredNet:
                 alpha_seconds=one.alpha_seconds,
                 bytes_per_second=one.bytes_per_second,
                 points=tuple(zip(one.payload_bytes, one.seconds, strict=True)),
+                is_waited=one.is_waited,
             )
             for one in row.collectives
         ),

@@ -10,8 +10,8 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import fmean
 
@@ -23,8 +23,10 @@ from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredNet
 from autopar.planner.profile.net_rank import run
 from autopar.planner.profile.ranks import run_ranks
+from autopar.planner.profile.waits import WAITED, TrainingCalls, run_waits
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB … 64 MiB
+_MOST_WAITED_BYTES = 4 * 2**20  # of activations and statistics, not of parameters
 _LEAST_ALPHA_SECONDS = 1e-7
 _MOST_BYTES_PER_SECOND = 1e13
 
@@ -52,10 +54,14 @@ def measure_net(
     device_name: str,
     device: str,
     ranks: int,
+    training_calls: TrainingCalls,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     timeout_seconds: float = 300.0,
 ) -> MeasuredNet:
-    """Return the link among ranks on "cpu" or "cuda" devices."""
+    """Return the link among ranks on "cpu" or "cuda" devices.
+
+    Over gloo the collectives that ranks wait for are measured as `training_calls` makes them, too.
+    """
     backend = Backend.NCCL if device == "cuda" else Backend.GLOO
     if ranks < 2 or (device == "cuda" and ranks > torch.cuda.device_count()):
         there = f"; {torch.cuda.device_count()} GPUs are here" if device == "cuda" else ""
@@ -63,7 +69,14 @@ def measure_net(
     samples = sample(
         link_cases(sizes_bytes), backend=backend, ranks=ranks, timeout_seconds=timeout_seconds
     )
-    return net_of(samples, device_name=device_name, backend=backend, ranks=ranks)
+    net = net_of(samples, device_name=device_name, backend=backend, ranks=ranks)
+    if backend is not Backend.GLOO:
+        return net
+    sizes = [size for size in sizes_bytes if size <= _MOST_WAITED_BYTES]
+    cases = tuple((one, size) for size in sizes for one in WAITED)
+    waits = _sampled(run_waits, (training_calls,), cases, ranks, timeout_seconds)
+    waited = tuple(replace(_alone(one, waits, ranks), is_waited=True) for one in WAITED)
+    return replace(net, collectives=net.collectives + waited)
 
 
 def link_cases(sizes_bytes: Sequence[int] = SIZES_BYTES) -> tuple[tuple[Collective, int], ...]:
@@ -123,10 +136,20 @@ def sample(
     timeout_seconds: float = 300.0,
 ) -> tuple[NetSample, ...]:
     """Run collectives of these payloads on new processes of this machine."""
+    return _sampled(run, (backend.value,), cases, ranks, timeout_seconds)
+
+
+def _sampled(
+    measure: Callable[..., None],
+    how: tuple[object, ...],
+    cases: Sequence[tuple[Collective, int]],
+    ranks: int,
+    timeout_seconds: float,
+) -> tuple[NetSample, ...]:
     with tempfile.TemporaryDirectory(prefix="autopar-net-") as folder:
         plain = [(one.value, size) for one, size in cases]
-        arguments = (ranks, backend.value, folder, plain)
-        run_ranks(run, arguments, ranks=ranks, timeout_seconds=timeout_seconds)
+        arguments = (ranks, folder, *how, plain)
+        run_ranks(measure, arguments, ranks=ranks, timeout_seconds=timeout_seconds)
         seconds = json.loads((Path(folder) / "seconds.json").read_text(encoding="utf-8"))
     return tuple(
         NetSample(collective=one, payload_bytes=size, seconds=taken)

@@ -22,7 +22,7 @@ _FEWEST_BLOCKS, _MOST_BLOCKS = 1, 15
 _PASSES = 5
 
 
-def run(rank: int, ranks: int, backend: str, folder: str, cases: list[tuple[str, int]]) -> None:
+def run(rank: int, ranks: int, folder: str, backend: str, cases: list[tuple[str, int]]) -> None:
     """Measure cases (collective, payload bytes); rank 0 writes their seconds into the folder."""
     warnings.filterwarnings("ignore", category=FutureWarning)  # names that torch 2.13 gave anew
     device = f"cuda:{rank}" if backend == "nccl" else "cpu"
@@ -49,10 +49,10 @@ def _sampled(collective: Collective, payload_bytes: int, ranks: int, device: str
     call = _call(collective, payload_bytes, ranks, device)
     per_call = 2 if collective is Collective.POINT_TO_POINT else 1  # there and back
     _block(call, 1, device)
-    first = _slowest(_block(call, 2, device) / 2, device)
+    first = slowest(_block(call, 2, device) / 2, device)
     calls = max(1, min(200, round(BLOCK_SECONDS / first)))
     blocks = max(_FEWEST_BLOCKS, min(_MOST_BLOCKS, round(CASE_SECONDS / (first * calls))))
-    return [_slowest(_block(call, calls, device) / calls, device) / per_call for _ in range(blocks)]
+    return [slowest(_block(call, calls, device) / calls, device) / per_call for _ in range(blocks)]
 
 
 def typical(seconds: list[float]) -> float:
@@ -75,7 +75,8 @@ def _block(call: Callable[[], object], calls: int, device: str) -> float:
     return time.perf_counter() - began
 
 
-def _slowest(seconds: float, device: str) -> float:
+def slowest(seconds: float, device: str) -> float:
+    """Return the most seconds of a rank, on all of them."""
     found = torch.tensor([seconds], dtype=torch.float64, device=device)
     dist.all_reduce(found, dist.ReduceOp.MAX)
     return found.item()

@@ -78,6 +78,7 @@ def _collective_lines(one: MeasuredCollective) -> list[str]:
         "",
         "[[net.collectives]]",
         f"collective = {_quoted(one.collective)}",
+        *(["is_waited = true"] if one.is_waited else []),
         f"alpha_seconds = {one.alpha_seconds!r}",
         f"bytes_per_second = {one.bytes_per_second!r}",
         f"payload_bytes = [{sizes}]",

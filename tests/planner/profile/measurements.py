@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.planner.cluster.link import Backend, MeasuredCollective
 from autopar.planner.costs.collective_measured import Collective
 from autopar.planner.costs.measurements import (
@@ -62,7 +64,10 @@ def host(*, threads: int = 1, torch: str = "2.13.0+cpu") -> MeasuredHost:
 
 
 def net() -> MeasuredNet:
-    """Return a measured link of two ranks: an all-reduce of 1 KB in 1 ms, of 1 MB in 3 ms."""
+    """Return a measured link of two ranks.
+
+    An all-reduce of 1 KB takes 1 ms, of 1 MB 3 ms; one that is waited for 5 ms, up to 2 KB.
+    """
     collective = MeasuredCollective(
         collective=Collective.ALL_REDUCE.value,
         ranks=2,
@@ -70,6 +75,7 @@ def net() -> MeasuredNet:
         bytes_per_second=5e8,
         points=((1_000, 1e-3), (1_000_000, 3e-3)),
     )
+    waited = replace(collective, points=((2_000, 5e-3), (2_000_000, 7e-3)), is_waited=True)
     return MeasuredNet(
         device="cpu",
         backend=Backend.GLOO,
@@ -77,7 +83,7 @@ def net() -> MeasuredNet:
         torch="2.13.0+cpu",
         alpha_seconds=1e-4,
         bytes_per_second=2e9,
-        collectives=(collective,),
+        collectives=(collective, waited),
     )
 
 

@@ -3,7 +3,13 @@ import pytest
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import content_hash
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.collective_choice import Collective, cheapest
+from autopar.planner.costs.collective_choice import (
+    Collective,
+    cheapest,
+    collective_seconds,
+    waited_seconds,
+)
+from autopar.planner.costs.norm_statistics import Statistics, synchronising
 from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredFile
 from tests.planner.profile.measurements import TIMES, everything, host, net, op
@@ -44,6 +50,26 @@ def test_a_measured_link_replaces_that_of_its_device_alone() -> None:
     assert joined.levels[0].units[0].link == joined.nodes[0].link
     assert everything().on(gpus) == gpus
     assert content_hash(joined) != content_hash(cpus)
+
+
+def test_a_collective_that_is_waited_for_takes_what_it_took_after_a_computation() -> None:
+    alone, joined = choose_cluster(2, "cpu"), everything().on(choose_cluster(2, "cpu"))
+    shape = group_shape(joined, 2, 1)
+    assert collective_seconds(Collective.ALL_REDUCE, 1_000, shape) == 1e-3
+    assert waited_seconds(Collective.ALL_REDUCE, 1_000, shape) == 5e-3
+    assert waited_seconds(Collective.ALL_REDUCE, 0, shape) == 0.0
+    for unknown, where in (
+        (Collective.ALL_GATHER, shape),
+        (Collective.ALL_REDUCE, group_shape(alone, 2, 1)),
+    ):
+        expected = collective_seconds(unknown, 1_000, where)
+        assert waited_seconds(unknown, 1_000, where) == expected
+
+
+def test_tensor_ranks_and_batch_norms_wait_for_their_collectives() -> None:
+    shape = group_shape(everything().on(choose_cluster(2, "cpu")), 2, 1)
+    norms = synchronising(Statistics(norms=(64,)), shape)
+    assert norms.backward_seconds == waited_seconds(Collective.ALL_REDUCE, 512, shape) == 5e-3
 
 
 def test_a_measured_collective_takes_what_was_measured() -> None:

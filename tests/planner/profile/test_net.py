@@ -8,6 +8,8 @@ from autopar.planner.cluster.link import Backend
 from autopar.planner.costs.collective_measured import Collective, hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.net import NetSample, fit, link_cases, measure_net, net_of, rising
+from autopar.planner.profile.waits import WAITED
+from autopar.training_calls import training_call
 
 
 def made(alpha: float, rate: float, ranks: int) -> list[NetSample]:
@@ -61,12 +63,21 @@ def test_a_link_has_every_collective_by_itself() -> None:
 
 def test_one_process_has_no_link() -> None:
     with pytest.raises(InputError, match="--procs"):
-        measure_net(device_name="cpu", device="cpu", ranks=1)
+        measure_net(device_name="cpu", device="cpu", ranks=1, training_calls=training_call)
 
 
 @pytest.mark.slow
 def test_two_processes_of_this_machine_have_a_link() -> None:
-    net = measure_net(device_name="cpu", device="cpu", ranks=2, sizes_bytes=(4096, 4194304))
+    net = measure_net(
+        device_name="cpu",
+        device="cpu",
+        ranks=2,
+        training_calls=training_call,
+        sizes_bytes=(4096, 4194304),
+    )
     assert 1e-7 <= net.alpha_seconds < 0.1
     assert 1e5 < net.bytes_per_second < 1e12
     assert all(one.points[0][1] <= one.points[1][1] for one in net.collectives)
+    waited = {Collective(one.collective): one for one in net.collectives if one.is_waited}
+    assert set(waited) == set(WAITED)
+    assert all(1e-6 < one.points[0][1] < 0.1 for one in waited.values())

@@ -1,0 +1,32 @@
+"""What a profile calls as emitted scripts do."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from autopar.planner.costs.collective_measured import Collective
+from autopar.planner.profile.waits import WAITED
+from autopar.training_calls import training_call
+from tests.runtime.ranks import run_on_ranks
+
+PAYLOAD_BYTES = 4096
+
+
+def _made(name: str) -> tuple[int, float]:
+    rank, ranks = dist.get_rank(), dist.get_world_size()
+    made = training_call(Collective(name), PAYLOAD_BYTES, rank, ranks)()
+    assert isinstance(made, torch.Tensor)
+    return made.nbytes, made.mean().item()
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+@pytest.mark.parametrize("collective", WAITED)
+def test_a_call_moves_its_payload_and_sums_where_it_should(
+    collective: Collective, ranks: int
+) -> None:
+    sums = collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
+    part = ranks if collective is Collective.REDUCE_SCATTER else 1
+    for found in run_on_ranks(_made, ranks, collective.value):
+        assert found == (PAYLOAD_BYTES // part, ranks if sums else 1)
