@@ -6,10 +6,9 @@ block that is measured is too small to compute anything to speak of.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
-from statistics import median
 from typing import Any, TypeAlias
 
 import torch
@@ -32,7 +31,7 @@ Clock: TypeAlias = Callable[[], float]
 _BLOCKS = 6
 _HEADS, _WIDTH = 2, 8
 _OPS = 21  # of a block, as a traced graph counts them
-_REPEATS = 15
+_REPEATS = 24
 
 
 class _Block(nn.Module):
@@ -75,19 +74,17 @@ def pass_times(device: str, now: Clock) -> PassTimes:
         partial(_backward_seconds, blocks, x, now, _halves),
     ]
     rounds = [[way() for way in ways] for _ in range(_REPEATS)]  # they take turns
-    # Of differences in a round: the times of a machine that others use drift from one to the next.
-    differences = [
-        (full - plain - forward, selective - full, halves - whole)
-        for forward, plain, full, selective, whole, halves in rounds
-    ]
-    checkpointed, selected, split = (
-        max(0.0, median(one)) for one in zip(*differences, strict=True)
-    )
+    forward, plain, full, selective, whole, halves = map(_calm, zip(*rounds, strict=True))
     return PassTimes(
-        checkpoint_seconds=checkpointed / (2 * _BLOCKS),
-        selective_seconds=selected / (2 * _BLOCKS * _OPS),
-        split_seconds=split / (_BLOCKS * _OPS),
+        checkpoint_seconds=max(0.0, full - plain - forward) / (2 * _BLOCKS),
+        selective_seconds=max(0.0, selective - full) / (2 * _BLOCKS * _OPS),
+        split_seconds=max(0.0, halves - whole) / (_BLOCKS * _OPS),
     )
+
+
+def _calm(seconds: Sequence[float]) -> float:
+    """Return the lower quartile: differences of a few per cent drown in what others disturb."""
+    return sorted(seconds)[len(seconds) // 4]
 
 
 def _forward_seconds(blocks: list[nn.Module], x: Tensor, now: Clock) -> float:

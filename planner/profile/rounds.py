@@ -94,7 +94,8 @@ def measure(
         expected = sum(probe.expected_seconds for probe in group)
         report(f"measuring {group[0].op.target} and {len(group) - 1} more")
         share = max(0.0, left) * expected / (waiting or 1.0)
-        done, faulty = _measure_group(group, device, clock, share, limits.op_seconds)
+        done, faulty, warming = _measure_group(group, device, clock, share, limits.op_seconds)
+        deadline += warming  # what is loaded when an op is first called
         sampled += [_summed(one, baseline) for one in done]
         left_out += faulty
         waiting -= expected
@@ -125,9 +126,10 @@ def _too_large(probe: Probe) -> LeftOut:
 
 def _measure_group(
     group: Sequence[Probe], device: str, clock: Clock, share_seconds: float, op_seconds: float
-) -> tuple[list[_Running], list[LeftOut]]:
-    deadline = time.perf_counter() + share_seconds
-    running, left_out = _started(group, device, share_seconds)
+) -> tuple[list[_Running], list[LeftOut], float]:
+    began = time.perf_counter()
+    running, left_out, warming = _started(group, device, share_seconds)
+    deadline = began + share_seconds + warming
     step_bytes = sum(probe.uses * probe.size_bytes for probe in group)
     scratch = torch.zeros(min(EVICTED_BYTES, step_bytes) // 4, device=device)
     with _undisturbed():
@@ -137,44 +139,46 @@ def _measure_group(
             if not turn or (not is_needed and time.perf_counter() > deadline):
                 break
             _round(turn, clock, scratch)
-    return running, left_out
+    return running, left_out, warming
 
 
 def _started(
     group: Sequence[Probe], device: str, share_seconds: float
-) -> tuple[list[_Running], list[LeftOut]]:
-    """Call every probe twice, which warms it up.
+) -> tuple[list[_Running], list[LeftOut], float]:
+    """Call every probe twice, which warms it up; return also what the first calls took longer.
 
     Left out are those that cannot be called at these sizes, and those for whose fewest samples the
     time does not suffice: the first ones come first.
     """
     running: list[_Running] = []
     left_out: list[LeftOut] = []
-    needed_seconds = 0.0
+    needed_seconds = warming_seconds = 0.0
     for probe in group:
         if needed_seconds >= share_seconds:
             left_out.append(LeftOut(probe=probe, reason="the time was up"))
             continue
         try:
             call = Call(probe=probe, device=device)
-            _run(call)
-            began = time.perf_counter()
-            _run(call)
+            first = _run_seconds(call)
+            again = _run_seconds(call)
         except _FAULTS as fault:
             reason = str(fault).strip().split("\n")[0] or type(fault).__name__
             left_out.append(LeftOut(probe=probe, reason=reason))
             continue
-        needed_seconds += (2 + FEWEST_SAMPLES) * (time.perf_counter() - began)
+        needed_seconds += (2 + FEWEST_SAMPLES) * again
+        warming_seconds += max(0.0, first - again)
         running.append(_Running(call=call))
-    return running, left_out
+    return running, left_out, warming_seconds
 
 
-def _run(call: Call) -> None:
+def _run_seconds(call: Call) -> float:
+    began = time.perf_counter()
     call.prepare()
     call.keep(call.forward())
     if call.prepare_backward():
         call.backward()
     call.forget()
+    return time.perf_counter() - began
 
 
 @contextmanager
