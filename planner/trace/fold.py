@@ -89,18 +89,17 @@ def template_of(call: str, inputs: Sequence[Any], result: Any) -> Template | Non
 
 def repeated_blocks(model: nn.Module) -> dict[str, Hashable]:
     """Return the outermost modules with children that have an equal elsewhere, by path."""
-    structures = {path: _structure(module, {}) for path, module in model.named_modules()}
+    modules = dict(model.named_modules())  # those of several names by the first, outer before inner
+    structures = {path: _structure(module, {}) for path, module in modules.items()}
     counts = Counter(structures.values())
     found: dict[str, Hashable] = {}
-
-    def descend(path: str, module: nn.Module) -> None:
-        if path and counts[structures[path]] > 1 and any(True for _ in module.children()):
-            found[path] = structures[path]
-            return
-        for name, child in module.named_children():
-            descend(f"{path}.{name}" if path else name, child)
-
-    descend("", model)
+    outermost = ""
+    for path, module in modules.items():
+        is_inside = bool(outermost) and path.startswith(f"{outermost}.")
+        if is_inside or not path or counts[structures[path]] == 1:
+            continue
+        if any(True for _ in module.children()):
+            found[path], outermost = structures[path], path
     return found
 
 

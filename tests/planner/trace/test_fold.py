@@ -32,6 +32,20 @@ MODELS = {
     def build_model():
         return Stack(nn.Linear(4, 4), *[Block(scale) for scale in (1.0, 2.0, 1.0, 2.0)])
     """,
+    "blocks beside a module that has two names": """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.act = nn.GELU()
+            self.wide = nn.Sequential(nn.Linear(4, 4), self.act)
+            self.blocks = Stack(Block(), Block())
+
+        def forward(self, x):
+            return self.act(self.blocks(self.wide(x)))
+
+    def build_model():
+        return Model()
+    """,
     "one block called several times": """
     class Shared(nn.Module):
         def __init__(self):
@@ -241,6 +255,7 @@ def test_the_folded_graph_is_the_unfolded_one(tmp_path: Path, case: str) -> None
     [
         ("equal blocks", 3),
         ("blocks that differ in an attribute", 2),
+        ("blocks beside a module that has two names", 1),
         ("one block called several times", 3),
         ("blocks that return several values", 2),
         ("blocks that leave a tensor in an attribute", 0),
