@@ -87,12 +87,18 @@ def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | N
 
 
 def steps_from_batch(graph: Graph, targets: Iterable[str]) -> list[Op] | None:
-    """Return the ops that make tensors from the batch alone, None where a parameter is in them."""
+    """Return the ops that make tensors from the batch alone, None where a parameter is in them.
+
+    Those among them that write into a tensor, or into what it is a view of, make it too.
+    """
     needed, steps = set(targets), list[Op]()
+    storages = {graph.tensors[name].storage for name in needed}
     for op in reversed(graph.ops):
-        if needed & set(op.outputs):
+        writes = any(graph.tensors[name].storage in storages for name in op.writes)
+        if writes or needed & set(op.outputs):
             steps.append(op)
             needed |= set(op.inputs)
+            storages |= {graph.tensors[name].storage for name in op.inputs}
     origins = {graph.tensors[name].origin for name in needed}
     return None if origins & {Origin.PARAMETER, Origin.BUFFER} else steps[::-1]
 

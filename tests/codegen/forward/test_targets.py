@@ -45,6 +45,29 @@ def test_targets_that_the_model_shifts_are_counted_behind_the_shift() -> None:
     assert count(batch) == (batch["ids"][:, 1:] != 0).sum() == 4
 
 
+class Written(nn.Module):
+    """Writes its targets into a tensor that ignores all, after which some are ignored again."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        targets = ids.new_zeros(ids.shape[0], 4).fill_(-100)
+        targets[:, 1:-1] = ids[:, 2:]
+        first = targets[:, 1]
+        first[ids[:, 0] == 7] = -100
+        return functional.cross_entropy(self.embed(ids).flatten(0, 1), targets.flatten())
+
+
+def test_targets_that_are_written_into_a_tensor_count() -> None:
+    file = file_of(Written)
+    file = replace(file, example_batch=lambda rows: {"ids": torch.ones(rows, 4, dtype=torch.int64)})
+    split = split_graph(trace(file), modules_of(file.build_model()))
+    found = namespace(open_split(split, [len(split.layers.layers)]))["valid_targets"]
+    assert found({"ids": torch.tensor([[7, 3, 1, 4], [5, 3, 2, 1]])}) == 3
+
+
 class OfClasses(nn.Module):
     """Predicts the next token, of which some matter more than others."""
 
