@@ -41,6 +41,12 @@ class Listed(tuple[Value, ...]):
     __slots__ = ()
 
 
+class Mapped(tuple[Value, ...]):
+    """What crosses the border of a call as a plain dict: pairs of a key and its value."""
+
+    __slots__ = ()
+
+
 class Origin(StrEnum):
     """Where a tensor comes from."""
 
@@ -105,7 +111,7 @@ class Call:
     `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
     own, so it is called as it is and never opened.
     Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>". Lists are
-    `Listed`, for callers concatenate them.
+    `Listed`, for callers concatenate them, and dicts `Mapped`; other mappings are pairs.
     `has_unused` marks a call that computes with activations what the loss does not depend on.
     """
 
@@ -147,6 +153,7 @@ class Graph:
     """A model with its loss, traced once for every batch size.
 
     `fixed_batch` is the one batch size of a model that takes it for a constant, `fixed_at` where.
+    A model that noticed the trace may hand its modules something else in training: no mask, say.
     """
 
     ops: tuple[Op, ...]
@@ -159,6 +166,7 @@ class Graph:
     loss: str
     fixed_batch: int | None
     fixed_at: str = ""
+    was_noticed: bool = False
 
 
 def refs(value: Value) -> Iterator[str]:

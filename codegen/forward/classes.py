@@ -15,11 +15,11 @@ from autopar.codegen.forward.lines import Body, Pattern, tuple_of
 from autopar.codegen.forward.modules import Argument, Module
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError
-from autopar.codegen.forward.results import is_mapping
+from autopar.codegen.forward.results import is_mapping, pairs
 from autopar.codegen.forward.wrapping import wrapped_definition
 from autopar.codegen.forward.writer import Style, written
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Listed, Ref, Value, refs
+from autopar.planner.graph import Listed, Mapped, Ref, Value, refs
 
 _KINDS = inspect.Parameter
 
@@ -84,7 +84,6 @@ def forward(
     used = [n for n in names if n in bound_names and re.search(rf"\b{n}\b", text)]
     unused = [name for name in names if name not in used and name != "_"]
     maybe = [name for name in used if annotations.get(name, "").endswith(" | None")]
-    maybe = [name for name in maybe if not _is_optional_mask(name, text)]
     opening = [f"        del {', '.join(unused)}"] if unused else []
     opening += [f"        assert {name} is not None" for name in maybe]
     head = wrapped_definition("forward", ["self", *signature], module.returns, indent=4)
@@ -92,14 +91,6 @@ def forward(
         lines=(*head, f'        """{docstring}"""', *opening, *lines),
         uses_axis="self.tensor" in text,
     )
-
-
-def _is_optional_mask(name: str, text: str) -> bool:
-    """Whether a value is only ever the mask of an attention, which may as well be none.
-
-    Models make a mask that hides nothing while they are traced, and leave it out otherwise.
-    """
-    return text.count(f"attn_mask={name}") == len(re.findall(rf"\b{name}\b", text))
 
 
 def _name(declared: str) -> str:
@@ -165,6 +156,9 @@ def _bind(builder: BodyBuilder, name: str, value: Value) -> None:
         if tensor not in builder.graph.tensors:
             return  # nothing that the loss depends on
         builder.bind(Held(tensor, builder.opening.entry(builder.scope, tensor)), name)
+    elif isinstance(value, Mapped):
+        for key, item in pairs(value):
+            _bind(builder, f"{name}[{string(key)}]", item)
     elif isinstance(value, tuple) and any(refs(value)):
         if is_mapping(value):
             record = builder.graph.calls[builder.scope]

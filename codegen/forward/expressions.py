@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
@@ -120,6 +120,14 @@ def listed(items: tuple[Expression, ...]) -> Form:
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
     return Form((*parts, "]"), is_tensor=False)
+
+
+def mapped(items: Iterable[tuple[Expression, Expression]]) -> Form:
+    """Return a dict."""
+    parts: list[str | Slot] = ["{"]
+    for number, (key, item) in enumerate(items):
+        parts += [", " if number else "", Slot(key), ": ", Slot(item)]
+    return Form((*parts, "}"), is_tensor=False)
 
 
 def sequence(value: tuple[Value, ...], items: tuple[Expression, ...]) -> Form:

@@ -5,13 +5,14 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from autopar.codegen.forward.changes import is_split_random
-from autopar.codegen.forward.expressions import Expression, Form, Held, call, sequence, text
+from autopar.codegen.forward.expressions import Expression, Form, Held, call, mapped, sequence, text
 from autopar.codegen.forward.lines import Line, Pattern
 from autopar.codegen.forward.literals import literal
 from autopar.codegen.forward.owned import NeedsInlineError
+from autopar.codegen.forward.results import is_mapping, pairs
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Call, DType, Op, Origin, Ref, Value
+from autopar.planner.graph import Call, DType, Mapped, Op, Origin, Ref, Value
 from autopar.planner.random_ops import is_random
 
 if TYPE_CHECKING:
@@ -82,6 +83,10 @@ def _is_left_out(name: str, value: Value, path: str, body: BodyBuilder) -> bool:
 def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:
     if isinstance(value, Ref):
         return _handed(value.tensor, unit, body)
+    if isinstance(value, Mapped):
+        return mapped((literal(key), _argument(item, unit, body)) for key, item in pairs(value))
+    if is_mapping(value):
+        raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
     if isinstance(value, tuple):
         return sequence(value, tuple(_argument(item, unit, body) for item in value))
     if isinstance(value, Extent):
@@ -114,7 +119,7 @@ def _pattern(value: Value, unit: str, body: BodyBuilder) -> Pattern:
             return None
         return Held(value.tensor, body.opening.arrives(value.tensor, body.scope))
     if isinstance(value, tuple):
-        if value and all(isinstance(i, tuple) and i and isinstance(i[0], str) for i in value):
+        if is_mapping(value):
             raise NeedsInlineError(unit, body.graph.calls[unit])
         return tuple(_pattern(item, unit, body) for item in value)
     return None

@@ -128,6 +128,8 @@ class _Opener:
         for group in groups:
             self._place(group)
         self._open_for_randomness()
+        if self.tree.graph.was_noticed:
+            self._open_all_around()
         self._open_for_state()
         return Opening(
             split=self.split,
@@ -272,6 +274,13 @@ class _Opener:
             inner = chain[open_around[-1] + 1 :] if open_around else chain
             if not open_around or (inner and self._is_mixed(inner[0])):
                 self._open(op.call)
+
+    def _open_all_around(self) -> None:
+        """Open what calls opened code: in training it may hand that what no trace has seen."""
+        for call in tuple(self.opened):
+            for around in self.tree.chains[call]:
+                if around != LOSS:
+                    self._open(around)
 
     def _open_for_state(self) -> None:
         """Open what keeps state where its caller is open: that may have been what resets it."""

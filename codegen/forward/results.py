@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.planner.graph import Ref, Value
+from collections.abc import Iterator
+
+from autopar.planner.graph import Mapped, Ref, Value
 
 
 def is_mapping(value: Value) -> bool:
@@ -15,6 +17,14 @@ def is_mapping(value: Value) -> bool:
             for item in value
         )
     )
+
+
+def pairs(value: Mapped) -> Iterator[tuple[str, Value]]:
+    """Yield the keys of a dict and what they stand for."""
+    for item in value:
+        assert isinstance(item, tuple)
+        key, inner = item
+        yield str(key), inner
 
 
 def is_plain(value: Value) -> bool:

@@ -24,6 +24,7 @@ from autopar.planner.graph import (
     DType,
     Graph,
     Listed,
+    Mapped,
     Op,
     Origin,
     Parameter,
@@ -115,6 +116,7 @@ class GraphDocument:
     constants: tuple[ConstantRow, ...]
     calls: tuple[CallRow, ...]
     fixed_at: str = ""
+    was_noticed: bool = True  # in files that do not tell
 
 
 def value_document(value: Value) -> JsonValue:
@@ -130,6 +132,8 @@ def value_document(value: Value) -> JsonValue:
             return {"float": value if math.isfinite(value) else str(value)}
         case Listed():
             return {"list": [value_document(item) for item in value]}
+        case Mapped():
+            return {"map": [value_document(item) for item in value]}
         case tuple():
             return [value_document(item) for item in value]
     return value
@@ -144,6 +148,8 @@ def value_of(document: JsonValue) -> Value:
             return tuple(map(value_of, document))
         case {"list": list(items), **rest} if not rest:
             return Listed(map(value_of, items))
+        case {"map": list(items), **rest} if not rest:
+            return Mapped(map(value_of, items))
         case {"tensor": str(name), **rest} if not rest:
             return Ref(name)
         case {"dtype": str(name), **rest} if not rest:
@@ -171,6 +177,7 @@ def graph_document(graph: Graph) -> GraphDocument:
         loss=graph.loss,
         fixed_batch=graph.fixed_batch,
         fixed_at=graph.fixed_at,
+        was_noticed=graph.was_noticed,
         inputs=graph.inputs,
         ops=tuple(map(_op_row, graph.ops)),
         tensors=tuple(
@@ -248,6 +255,7 @@ def graph_of(document: GraphDocument) -> Graph:
         loss=document.loss,
         fixed_batch=document.fixed_batch,
         fixed_at=document.fixed_at,
+        was_noticed=document.was_noticed,
     )
     for fault in _faults(graph):
         raise ValueError(fault)

@@ -13,7 +13,7 @@ from autopar.planner.model_file import ModelFile, ModelMovedError
 from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
-from autopar.planner.trace.export import export
+from autopar.planner.trace.export import DecidedByValuesError, export
 from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.values import CannotReplayError
 
@@ -73,14 +73,19 @@ def _traced(model_file: ModelFile, batch_size: int, ways: Sequence[_Way]) -> Gra
     for way in ways:
         if way.device == "cpu" and size_bytes > _LARGEST_REAL_BYTES:
             break
-        try:
-            subject = build(model_file, device=way.device, dtype=way.dtype, batch_size=batch_size)
-            size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-            return _graph(subject, is_half=way.dtype is torch.bfloat16)
-        except ModelMovedError:
-            raise
-        except (InputError, TraceError) as error:
-            failures.append(error)
+        for is_noticed in (False, True):
+            try:
+                subject = build(
+                    model_file, device=way.device, dtype=way.dtype, batch_size=batch_size
+                )
+                size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
+                return _graph(subject, is_noticed=is_noticed, is_half=way.dtype is torch.bfloat16)
+            except ModelMovedError:
+                raise
+            except (InputError, TraceError) as error:
+                failures.append(error)
+                if not isinstance(error, DecidedByValuesError):
+                    break
     raise next((one for one in failures if isinstance(one, UnlikeTypesError)), failures[-1])
 
 
@@ -95,11 +100,11 @@ def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision
         return graph
 
 
-def _graph(subject: Subject, *, is_half: bool = False) -> Graph:
+def _graph(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
     try:
-        graph = convert(export(subject, fold=True))
+        graph = convert(export(subject, fold=True, is_noticed=is_noticed))
     except CannotReplayError:
-        graph = convert(export(subject, fold=False))
+        graph = convert(export(subject, fold=False, is_noticed=is_noticed))
     check_types(graph, is_half=is_half)
     if not graph.tensors[graph.loss].requires_grad:
         raise InputError(

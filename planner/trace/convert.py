@@ -37,6 +37,7 @@ from autopar.planner.trace.nodes import (
     region_graph,
     storage_of,
     written_arguments,
+    written_storages,
 )
 from autopar.planner.trace.prune import pruned
 from autopar.planner.trace.scatter import with_scatters
@@ -48,6 +49,9 @@ LOSS_CALL = "(loss)"
 # Ops that say nothing about the computation: the tracer's checks, and names for the same tensor.
 _CHECKS = re.compile(r"aten\.(_assert\w*|sym_\w+|_local_scalar_dense|is_nonzero)\.")
 _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "aten.detach_.default"})
+_KEEPING = MappingProxyType(
+    {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
+)
 _SAME_IF_TYPE_IS_SAME = re.compile(r"aten\.(to\.|type_as\.|_to_copy\.)")
 
 # Written to without saying so in their schema.
@@ -76,6 +80,7 @@ class _Converter:
         self.program = exported.program
         self.recording = exported.recording
         self.fixed_at = exported.fixed_at
+        self.was_noticed = exported.was_noticed
         self.loss_at = defined_at(exported.subject.step.loss)
         self.names = ModelNames(exported.subject.model)
         self.symbols = Symbols(fixed_batch=exported.fixed_batch)
@@ -84,6 +89,9 @@ class _Converter:
         self.ops: list[Op] = []
         self.calls: dict[str, Call] = {}
         self.bodies = bodies(self.program.graph_module)
+        modules = self.program.graph_module.modules()
+        graphs = (part.graph for part in modules if isinstance(part, fx.GraphModule))
+        self.written = set[int]().union(*map(written_storages, graphs))
 
     def graph(self) -> Graph:
         """Read the program from its first node to the loss."""
@@ -106,6 +114,7 @@ class _Converter:
             loss=loss,
             fixed_batch=self.symbols.fixed_batch,
             fixed_at=self.fixed_at if self.symbols.fixed_batch is not None else "",
+            was_noticed=self.was_noticed,
         )
         return pruned(with_scatters(graph))
 
@@ -132,7 +141,12 @@ class _Converter:
             self._read_region(node, scope)
         elif _CHECKS.match(target) or not has_tensor(node.meta.get("val")):
             return
-        elif target in _ALIASES or self._keeps_type(node, target, scope) or _keeps_shapes(node):
+        elif (
+            target in _ALIASES
+            or self._keeps_type(node, target, scope)
+            or self._keeps_numbers(node, target, scope)
+            or _keeps_shapes(node)
+        ):
             scope.values[node] = self.values.value(node.args[0], scope)
         else:
             self._read_op(node, target, scope)
@@ -145,6 +159,17 @@ class _Converter:
         same_type = self.ledger.tensors[source].dtype == self.ledger.dtype(node.meta["val"].dtype)
         asks_copy = bool(node.kwargs.get("copy")) or "contiguous" in str(node.kwargs)
         return same_type and not asks_copy
+
+    def _keeps_numbers(self, node: fx.Node, target: str, scope: Scope) -> bool:
+        """Whether `x + 0` or `x * 1.0` is x, of which nobody writes to either."""
+        first, *others = (*operands_of(node), None)
+        if others != [_KEEPING.get(target), None] or node.kwargs or not isinstance(first, fx.Node):
+            return False
+        made, val = node.meta["val"], first.meta["val"]
+        (source,) = refs(self.values.value(first, scope))
+        is_cut_off = self.ledger.tensors[source].requires_grad and not scope.grad_enabled
+        is_written = self.written & {storage_of(made), storage_of(val)}
+        return made.dtype == val.dtype and not (is_cut_off or is_written)
 
     def _read_op(self, node: fx.Node, target: str, scope: Scope) -> None:
         arguments = self.values.arguments(node, scope)

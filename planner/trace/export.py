@@ -18,16 +18,17 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from autopar.planner.errors import AutoparError, TraceError
+from autopar.planner.trace.asking import answered
 from autopar.planner.trace.build import Step, Subject
-from autopar.planner.trace.checks import passing_answer
 from autopar.planner.trace.ctc import ctc_traced
-from autopar.planner.trace.drawn import AT_RANDOM, note_drawn, refuse_drawn
+from autopar.planner.trace.drawn import AT_RANDOM, note_drawn
 from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
 from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError
+from autopar.planner.trace.unnoticed import unnoticed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,6 +39,7 @@ class Exported:
     recording: Recording
     subject: Subject
     fixed_at: str  # where the model took the number of rows for a constant, if it did
+    was_noticed: bool
 
     @property
     def fixed_batch(self) -> int | None:
@@ -50,8 +52,12 @@ class Exported:
         return self.subject.batch_size if is_fixed else None
 
 
-def export(subject: Subject, *, fold: bool) -> Exported:
-    """Export the step of a subject with the batch as a symbol."""
+class DecidedByValuesError(TraceError):
+    """A model that runs something else for other values of a tensor."""
+
+
+def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exported:
+    """Export the step of a subject with the batch as a symbol; the model may notice, or not."""
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
     try:
@@ -61,6 +67,7 @@ def export(subject: Subject, *, fold: bool) -> Exported:
             recorded(subject.model, fold=fold) as recording,
             fixing_noted() as places,
             ctc_traced(),
+            contextlib.nullcontext() if is_noticed else unnoticed(),
             _OnMeta(),
         ):
             program = torch.export.export(
@@ -75,7 +82,13 @@ def export(subject: Subject, *, fold: bool) -> Exported:
     except BaseException as error:
         raise told(error, subject) from error
     fixed_at = next(iter(places), "")
-    return Exported(program=program, recording=recording, subject=subject, fixed_at=fixed_at)
+    return Exported(
+        program=program,
+        recording=recording,
+        subject=subject,
+        fixed_at=fixed_at,
+        was_noticed=is_noticed,
+    )
 
 
 class _OnMeta(TorchFunctionMode):
@@ -91,11 +104,9 @@ class _OnMeta(TorchFunctionMode):
         """Make tensors of plain numbers on the CPU, and change types by `to`."""
         del types
         kwargs = kwargs or {}
-        if func is torch.Tensor.__bool__ or (func is torch.Tensor.item and _is_truth(args[0])):
-            answer = passing_answer(args[0])
-            if answer is not None:
-                return answer
-            refuse_drawn(args[0])
+        answer = answered(func, args)
+        if answer is not None:
+            return answer
         if func is torch.Tensor.type and isinstance(args[-1], torch.dtype):
             func = torch.Tensor.to
         if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
@@ -109,10 +120,6 @@ class _OnMeta(TorchFunctionMode):
         result = func(*args, **kwargs) if each is None else each
         note_drawn(func, args, result)
         return result
-
-
-def _is_truth(tensor: torch.Tensor) -> bool:
-    return tensor.dtype is torch.bool
 
 
 def _traced(
@@ -156,10 +163,15 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
+_BY_VALUES = "the model decides on the values of a tensor ({line})"
 _UNLIKE_TYPES = "element types do not match ({summary})"
 _NO_KERNEL = "torch does not compute this in the type of the weights ({summary})"
 _KINDS: Mapping[str, type[TraceError]] = MappingProxyType(
-    {_UNLIKE_TYPES: UnlikeTypesError, _NO_KERNEL: NoKernelError}
+    {
+        _BY_VALUES: DecidedByValuesError,
+        _UNLIKE_TYPES: UnlikeTypesError,
+        _NO_KERNEL: NoKernelError,
+    }
 )
 _REASONS: tuple[tuple[str, str, str], ...] = (
     (
@@ -169,7 +181,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
     ),
     (
         r"GuardOnDataDependent|data-dependent|_local_scalar_dense|unbacked",
-        "the model decides on the values of a tensor ({line})",
+        _BY_VALUES,
         "use torch.where or a mask instead of `if` on tensor values, or compute the value outside",
     ),
     (

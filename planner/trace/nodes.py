@@ -5,16 +5,19 @@ from __future__ import annotations
 import math
 import operator
 import re
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autopar.planner.graph import Constant, Value
 from autopar.planner.trace import record
 from autopar.planner.trace.frames import is_library_file
 
 _FEW = 64
+_DETACHES = "aten.detach_.default"  # in place, but not the numbers
 _DIGITS_OF_SINGLE = 9  # that tell every float32 from its neighbours
 
 
@@ -55,6 +58,25 @@ def written_arguments(node: fx.Node) -> tuple[str, ...]:
     schema = getattr(node.target, "_schema", None)
     arguments = schema.arguments if schema is not None else ()
     return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
+
+
+def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
+    """Return the identities of the memory that the values of nodes lie in."""
+    leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
+    return {storage_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+
+
+def written_storages(graph: fx.Graph) -> set[int]:
+    """Return the identities of the memory whose numbers the ops of a graph change in place."""
+    found = set[fx.Node]()
+    for node in graph.nodes:
+        written = written_arguments(node) if str(node.target) != _DETACHES else ()
+        if written:
+            names = (argument.name for argument in node.target._schema.arguments)
+            given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
+            leaves = pytree.tree_leaves([given.get(name) for name in written])
+            found |= {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
+    return storages_of(found)
 
 
 def location(node: fx.Node) -> str:

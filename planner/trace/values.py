@@ -11,7 +11,7 @@ from torch import fx
 from torch.export.graph_signature import InputKind, InputSpec
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Constant, DType, Listed, Origin, Ref, Value
+from autopar.planner.graph import Constant, DType, Listed, Mapped, Origin, Ref, Value
 from autopar.planner.trace.export import Exported
 from autopar.planner.trace.ledger import Ledger
 from autopar.planner.trace.names import ModelNames
@@ -162,7 +162,9 @@ class Values:
 def structured(value: Any) -> Value:
     """Return a nest of containers as tuples; keys of mappings stand before their values."""
     if isinstance(value, Mapping):
-        return tuple((str(key), structured(item)) for key, item in value.items())
+        is_plain = type(value) is dict and all(isinstance(key, str) for key in value)
+        pairs = ((str(key), structured(item)) for key, item in value.items())
+        return Mapped(pairs) if is_plain else tuple(pairs)
     if isinstance(value, (tuple, list)):
         kind = Listed if isinstance(value, list) else tuple
         return kind(map(structured, value))

@@ -75,6 +75,35 @@ class Listing(nn.Module):
         return torch.stack(found).square().mean()
 
 
+class Moved(nn.Module):
+    """Adds what a dict has for it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, given: dict[str, Tensor | None]) -> Tensor:
+        shift, scale = given["the shift"], given.get("scale")
+        assert shift is not None
+        x = self.out(x + shift)
+        return x if scale is None else x * scale
+
+
+class Keying(nn.Module):
+    """Hands its children dicts, of a tensor and of none."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(8, 4), Moved(), Moved()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        given = {"the shift": x.mean(dim=1, keepdim=True), "scale": None}
+        x = self.second(self.first(x, given), given={**given, "scale": x})
+        out: Tensor = x.square().mean()
+        return out
+
+
 class Weighing(nn.Module):
     """Takes what it is given by position alone."""
 

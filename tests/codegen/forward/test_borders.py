@@ -14,7 +14,7 @@ from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.split import split_graph
 from autopar.planner.trace import trace
 from tests.codegen.forward.running import namespace, take_classes
-from tests.codegen.forward.small_models import Listing, Repeating, Resetting, file_of
+from tests.codegen.forward.small_models import Keying, Listing, Repeating, Resetting, file_of
 
 IDS = torch.arange(8).reshape(2, 4)
 
@@ -40,6 +40,12 @@ def learned(model: nn.Module) -> list[Tensor]:
 @pytest.mark.parametrize("calls", [["first"], ["first", "second"], ["", "first", "second"]])
 def test_a_list_is_given_as_a_list(calls: list[str]) -> None:
     model, changed = printed(Listing, calls)
+    torch.testing.assert_close(learned(changed), learned(model))
+
+
+@pytest.mark.parametrize("calls", [[""], ["first"], ["first", "second"], ["", "second"]])
+def test_a_dict_is_given_and_taken_as_a_dict(calls: list[str]) -> None:
+    model, changed = printed(Keying, calls)
     torch.testing.assert_close(learned(changed), learned(model))
 
 

@@ -35,19 +35,19 @@ def test_an_opened_root_and_its_layers_compute_the_loss_of_a_family(name: str) -
     assert opened.stages[0].returns_loss  # as the result, an object, cannot be printed
 
 
-def test_a_mask_that_is_only_made_for_the_trace_may_be_none() -> None:
-    """While it is traced the model makes a mask that hides nothing, and none when it runs."""
-    model = family_named("ViT").build_model().double()
-    split = split_graph(family_graph("ViT"), modules_of(model))
+@pytest.mark.parametrize("name", ["ViT", "Llama"])
+def test_opened_attentions_take_the_mask_that_training_hands_them(name: str) -> None:
+    """Which is none: where a model notices that it is traced it makes one, here it does not."""
+    model = family_named(name).build_model().double()
+    split = split_graph(family_graph(name), modules_of(model))
     calls = split.graph.calls
     attentions = [call for call, record in calls.items() if "Attention" in record.class_name]
     opened = open_split(split, [len(split.layers.layers)], opened=attentions)
-    batch = family_named("ViT").example_batch(4)
-    batch["pixel_values"] = batch["pixel_values"].double()
+    batch = float64_rows(name)
     expected = checked_loss(model(**batch))
     take_classes(model, opened.classes, namespace(opened))
-    assert any("attn_mask=attention_mask" in cls.source for cls in opened.classes)
-    torch.testing.assert_close(checked_loss(model(**batch)), expected)
+    assert not any("attn_mask=" in cls.source for cls in opened.classes)
+    torch.testing.assert_close(checked_loss(model(**batch)), expected, rtol=1e-12, atol=1e-12)
 
 
 def check_loss(name: str, stages: int, *, opened: list[str]) -> Opened:
@@ -59,10 +59,7 @@ def check_loss(name: str, stages: int, *, opened: list[str]) -> Opened:
     counts = [layers // stages] * (stages - 1)
     result = open_split(split, [*counts, layers - sum(counts)], opened=opened)
     torch.manual_seed(1)
-    batch = {
-        key: value.double() if value.is_floating_point() else value
-        for key, value in family_named(name).example_batch(4).items()
-    }
+    batch = float64_rows(name)
     torch.manual_seed(2)  # dropout draws the same numbers in the same order
     expected = checked_loss(copy.deepcopy(model)(**batch))
     found = namespace(result)
@@ -71,6 +68,14 @@ def check_loss(name: str, stages: int, *, opened: list[str]) -> Opened:
     loss = staged_loss(no_loss(), stage_modules(model, result, found), result, batch)
     torch.testing.assert_close(loss, expected, rtol=1e-12, atol=1e-12)
     return result
+
+
+def float64_rows(name: str) -> dict[str, torch.Tensor]:
+    """Return a batch of four rows."""
+    return {
+        key: value.double() if value.is_floating_point() else value
+        for key, value in family_named(name).example_batch(4).items()
+    }
 
 
 def family_named(name: str) -> Family:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -47,3 +48,40 @@ def test_what_the_loss_reads_as_well_is_converted_for_the_model_in_the_model() -
     )
     opening = open_calls(changed, call_tree(graph), opened=[LOSS])
     assert opening.places[embedding.name, "ids", by_place] == ROOT
+
+
+class Masking(nn.Module):
+    """Leaves a mask out that hides nothing, which a trace cannot see."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Masked(), Masked()])
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the mean of what the blocks make."""
+        hides = not torch.compiler.is_exporting() and bool((x > 0).all())
+        for block in self.blocks:
+            x = block(x, None if hides else x > 0)
+        return x.mean()
+
+
+class Masked(nn.Module):
+    """Multiplies, if by a mask."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor, mask: Tensor | None = None) -> Tensor:
+        """Return a product."""
+        wide: Tensor = self.wide(x)
+        return wide if mask is None else wide * mask
+
+
+def test_all_code_around_opened_code_is_opened_where_a_model_noticed_its_trace() -> None:
+    file = replace(file_of(Masking), example_batch=lambda rows: {"x": torch.ones(rows, 4)})
+    graph = trace(file)
+    assert graph.was_noticed
+    split_by_none = split_graph(graph, modules_of(Masking()))
+    opening = open_calls(split_by_none, call_tree(graph), opened=["blocks.1"])
+    assert opening.opened == {ROOT, "blocks.1"}

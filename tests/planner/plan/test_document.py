@@ -18,7 +18,7 @@ from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.extent import Extent
-from autopar.planner.graph import DType, Graph, Listed, Ref, Value
+from autopar.planner.graph import DType, Graph, Listed, Mapped, Ref, Value
 from autopar.planner.layouts import WHOLE, ParameterLayout
 from autopar.planner.plan.cluster_document import cluster_document, cluster_of
 from autopar.planner.plan.consistency import layout_faults
@@ -36,7 +36,14 @@ plain = st.one_of(
     st.none(), st.booleans(), st.integers(), st.floats(), texts, texts.map(Ref), texts.map(DType),
     st.lists(st.integers()).map(lambda sizes: Extent(tuple(sizes))),
 )  # fmt: skip
-values = st.recursive(plain, lambda inner: st.lists(inner).map(tuple) | st.lists(inner).map(Listed))
+values = st.recursive(
+    plain,
+    lambda inner: (
+        st.lists(inner).map(tuple)
+        | st.lists(inner).map(Listed)
+        | st.lists(st.tuples(st.text(), inner)).map(Mapped)
+    ),
+)
 
 
 @given(values)

@@ -77,7 +77,7 @@ class Model(nn.Module):
 
     def forward(self, x):
         x = x.unsqueeze(1).expand(-1, 3, -1)
-        mask = nn.Transformer.generate_square_subsequent_mask(3{device})
+        mask = {mask}
         return self.decoder(x, x, tgt_mask=mask)
 
 def build_model():
@@ -86,8 +86,18 @@ def build_model():
 
 
 @pytest.mark.parametrize("device", ["", ", device=x.device"])
-def test_a_mask_need_not_be_known_as_causal(tmp_path: Path, device: str) -> None:
-    graph = traced(tmp_path, TRANSFORMER.format(device=device))
+def test_a_mask_that_is_causal_is_known_as_such(tmp_path: Path, device: str) -> None:
+    mask = f"nn.Transformer.generate_square_subsequent_mask(3{device})"
+    graph = traced(tmp_path, TRANSFORMER.format(mask=mask))
+    first, *_ = ops_of(graph, "scaled_dot_product_attention")
+    arguments = dict(first.arguments)
+    assert arguments["is_causal"]
+    assert arguments["attn_mask"] is None
+
+
+@pytest.mark.parametrize("mask", ["x[0, 0, 0] * torch.ones(3, 3)", "torch.eye(3)"])
+def test_a_mask_that_may_be_another_is_kept(tmp_path: Path, mask: str) -> None:
+    graph = traced(tmp_path, TRANSFORMER.format(mask=mask))
     first, *_ = ops_of(graph, "scaled_dot_product_attention")
     arguments = dict(first.arguments)
     assert arguments["attn_mask"] is not None

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.planner.trace.model_source import traced
+import pytest
+
+from tests.planner.trace.model_source import ops_of, traced
 
 SOURCE = """
 class Looking(nn.Module):
@@ -62,3 +64,39 @@ def test_a_call_around_a_dead_one_computes_what_nobody_uses(tmp_path: Path) -> N
     graph = traced(tmp_path, DEAD_CHILD)
     unused = {key for key, call in graph.calls.items() if call.has_unused}
     assert {"layer", "layer.other"} <= unused
+
+
+IDLE = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Linear(4, 4)
+
+    def forward(self, x):
+        {body}
+        return self.scale(x).sum() + x.sum()
+
+def build_model():
+    return Model()
+"""
+
+
+@pytest.mark.parametrize("op", ["x + 0", "x * 1.0", "x - 0", "x / 1"])
+def test_what_changes_no_number_is_left_out(tmp_path: Path, op: str) -> None:
+    graph, bare = (traced(tmp_path, IDLE.format(body=f"x = {one}")) for one in (op, "x"))
+    assert [one.target for one in graph.ops] == [one.target for one in bare.ops]
+
+
+@pytest.mark.parametrize(
+    ("body", "kept"),
+    [
+        ("x = x * 0", "mul"),
+        ("x = x - 1", "sub"),
+        ("x = x.floor() + ((x > 0) + 0)", "add"),  # makes numbers of truths
+        ("y = x * 1.0; y[:, 0] = 5.0; x = x.floor() - y", "mul"),  # a copy: x is read later
+        ("y = x.floor(); z = y * 1.0; y.neg_(); x = y - z", "mul"),
+        ("y = self.scale(x)\n        with torch.no_grad(): x = y * 1.0", "mul"),
+    ],
+)
+def test_what_changes_type_memory_or_gradient_stays(tmp_path: Path, body: str, kept: str) -> None:
+    assert ops_of(traced(tmp_path, IDLE.format(body=body)), kept)
