@@ -7,8 +7,8 @@ sweep the cache tell that, as cold as it is after the computing of a real stage.
 One stage per rank: what a step takes the thread beyond the same forwards and backwards without a
 schedule, by the number of actions; waiting is not counted. Several: there every action needs a
 message of the one before it, and who sends it computes on already, on the core that the sending
-thread needs. So waiting counts: what a step takes beyond its  m·v + p − 1  forwards and backwards
-in a row, of m microbatches on v stages of each of p ranks.
+thread needs. So waiting counts: what a step takes beyond the forwards and backwards that the closed
+form of the schedule has in a row.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from autopar.planner.costs.measurements import ActionTimes
+from autopar.planner.costs.schedule_closed_forms import interleaved_step_seconds
 from autopar.planner.profile.net_rank import slowest
 from autopar.planner.profile.ranks import gloo, run_ranks
 
@@ -104,11 +105,13 @@ def _action_seconds(rank: int, ranks: int, per_rank: int) -> float:
             for row in x.split(1):
                 _loss(module(row), row).backward()
 
-    own = in_a_row = microbatches * per_rank
-    clock = time.thread_time
+    own = microbatches * per_rank
+    in_a_row, clock = float(own), time.thread_time
     if per_rank > 1:
-        in_a_row += ranks - 1
         clock = time.perf_counter
+        in_a_row = interleaved_step_seconds(
+            1.0, 0.0, ranks=ranks, stages_per_rank=per_rank, microbatches=microbatches
+        )
     scheduled = _seconds(lambda: schedule.step(*arguments, **given), clock)
     pairs = zip(scheduled, _seconds(alone, clock), strict=True)
     added = median(step - bare * in_a_row / own for step, bare in pairs)

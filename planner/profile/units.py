@@ -2,10 +2,9 @@
 
 A unit takes  a + b · bytes  to gather (its hooks, the copy to where parameters are used) and
 likewise to scatter (hooks, the copy of gradients to where they are sent): units of two sizes tell
-a and b. Several processes wait for each other besides, which is counted with it: what a pass takes
-less what the prediction adds for collectives of t seconds, which slow computing down by q:
-
-    a + b · bytes  =  pass with sharding − pass without − t · q ÷ (1 + q)
+a and b. They compute meanwhile, as in a training: threads that send have to be woken on cores that
+compute, and what ranks wait for that is counted with it. So it is what passes take with sharding,
+less what is predicted for passes that take what they do without, and for the lone collectives.
 """
 
 from __future__ import annotations
@@ -26,28 +25,39 @@ from torch.distributed.fsdp import fully_shard
 
 from autopar.planner.costs.framework import read_framework_constants
 from autopar.planner.costs.measurements import UnitTimes
+from autopar.planner.costs.overlap import LayerLoad, sharded_backward, sharded_forward
+from autopar.planner.profile.computing import computation
 from autopar.planner.profile.ranks import gloo, run_ranks
 
 _UNITS = 6
 _TENSORS = 8  # of a unit, about as many as a transformer block has
 _SMALL_ELEMENTS, _LARGE_ELEMENTS = 16, 2**16  # of a tensor
+_COMPUTING_SECONDS = 1e-3  # of a unit's forward; its backward takes twice as long
 _REPEATS = 15
 _WARM_UP = 3
 _CALLS = 30  # of a collective, for one time
 
 
 class _Unit(nn.Module):
-    """Adds its parameters to what comes in."""
+    """Adds its parameters to what comes in, and computes: once in its forward, twice back."""
 
-    def __init__(self, elements: int) -> None:
+    def __init__(self, elements: int, compute: Callable[[], None]) -> None:
         super().__init__()
         self.weights = nn.ParameterList(torch.zeros(elements) for _ in range(_TENSORS))
+        self.compute = compute
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the sum."""
+        self.compute()
         for weight in self.weights:
             x = x + weight
+        x.register_hook(self.compute_back)  # type: ignore[no-untyped-call]
         return x
+
+    def compute_back(self, _: Tensor) -> None:
+        """Compute as long as for two gradients."""
+        self.compute()
+        self.compute()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -80,23 +90,41 @@ def _measure(rank: int, ranks: int, folder: str) -> None:
     """Measure both sizes on one rank; the first one writes what was found."""
     with gloo(rank, ranks, folder):
         mesh = DeviceMesh("cpu", list(range(ranks)))
-        found = [_added(elements, mesh) for elements in (_SMALL_ELEMENTS, _LARGE_ELEMENTS)]
+        compute = computation(_COMPUTING_SECONDS)
+        sizes = (_SMALL_ELEMENTS, _LARGE_ELEMENTS)
+        found = [_added(elements, mesh, compute) for elements in sizes]
         if rank == 0:
             text = json.dumps([asdict(one) for one in found])
             (Path(folder) / "units.json").write_text(text, encoding="utf-8")
 
 
-def _added(elements: int, mesh: DeviceMesh) -> _Added:
+def _added(elements: int, mesh: DeviceMesh, compute: Callable[[], None]) -> _Added:
     """Return what sharding adds to the passes of one unit; its backward gathers again."""
-    plain, sharded = _passes(elements, None), _passes(elements, mesh)
-    forward, backward = (max(0.0, own - bare) for own, bare in zip(sharded, plain, strict=True))
+    plain, sharded = (_passes(elements, one, compute) for one in (None, mesh))
+    told = _told(plain, elements, mesh.size()) if mesh.size() > 1 else (0.0, 0.0)
+    forward, backward = (
+        max(0.0, own - bare - known) for own, bare, known in zip(sharded, plain, told, strict=True)
+    )
+    return _Added(gather_seconds=forward, scatter_seconds=max(0.0, backward - forward))
+
+
+def _told(plain: tuple[float, float], elements: int, ranks: int) -> tuple[float, float]:
+    """Return what is predicted for the collectives around the passes of one of the units."""
     whole = torch.ones(_TENSORS * elements)
-    part = torch.ones(len(whole) // mesh.size())
+    part = torch.ones(len(whole) // ranks)
+    gather = _lone(lambda: dist.all_gather_into_tensor(whole, part))
+    scatter = _lone(lambda: dist.reduce_scatter_tensor(part, whole))
     slowdown = read_framework_constants().cpu_overlap_slowdown
-    told = slowdown / (1.0 + slowdown) if mesh.size() > 1 else 0.0
-    gather = max(0.0, forward - told * _lone(lambda: dist.all_gather_into_tensor(whole, part)))
-    scatter = told * _lone(lambda: dist.reduce_scatter_tensor(part, whole))
-    return _Added(gather_seconds=gather, scatter_seconds=max(0.0, backward - forward - scatter))
+    unit = LayerLoad(
+        forward_seconds=plain[0], backward_seconds=plain[1], parameter_bytes=1, gradient_bytes=1
+    )
+    units = (unit,) * _UNITS
+    forward = sharded_forward(units, lambda _: gather, slowdown=slowdown)
+    backward = sharded_backward(units, lambda _: gather, lambda _: scatter, slowdown=slowdown)
+    return (
+        forward.total_seconds / _UNITS - plain[0],
+        backward.total_seconds / _UNITS - plain[1],
+    )
 
 
 def _lone(call: Callable[[], object]) -> float:
@@ -111,9 +139,11 @@ def _lone(call: Callable[[], object]) -> float:
     return median(blocks)
 
 
-def _passes(elements: int, mesh: DeviceMesh | None) -> tuple[float, float]:
+def _passes(
+    elements: int, mesh: DeviceMesh | None, compute: Callable[[], None]
+) -> tuple[float, float]:
     """Return the seconds of a unit's forward and backward."""
-    model = nn.Sequential(*(_Unit(elements) for _ in range(_UNITS)))
+    model = nn.Sequential(*(_Unit(elements, compute) for _ in range(_UNITS)))
     if mesh is not None:
         for unit in model:
             fully_shard(unit, mesh=mesh)

@@ -14,10 +14,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import torch
 import torch.distributed as dist
 
 from autopar.planner.costs.collective_measured import Collective
+from autopar.planner.profile.computing import computation
 from autopar.planner.profile.net_rank import slowest, typical
 from autopar.planner.profile.ranks import gloo
 
@@ -33,7 +33,6 @@ WAITED = (
 _COMPUTING_SECONDS = 1e-3  # before each call
 _CALLS = 12  # of a block
 _PASSES, _BLOCKS = 5, 3  # all cases take turns
-_WIDTH = 192
 _LEAST_SECONDS = 1e-6
 
 
@@ -42,7 +41,7 @@ def run_waits(
 ) -> None:
     """Measure cases (collective, payload bytes); rank 0 writes their seconds into the folder."""
     with gloo(rank, ranks, folder):
-        compute = _computation()
+        compute = computation(_COMPUTING_SECONDS)
         made = [calls(Collective(name), size, rank, ranks) for name, size in cases]
         samples: list[list[float]] = [[] for _ in cases]
         for _ in range(_PASSES):
@@ -52,24 +51,6 @@ def run_waits(
             seconds = [max(_LEAST_SECONDS, typical(own)) for own in samples]
             (Path(folder) / "seconds.json").write_text(json.dumps(seconds), encoding="utf-8")
         dist.barrier()
-
-
-def _computation() -> Callable[[], None]:
-    """Return what computes for about as long as a layer of a small model, the same on all ranks."""
-    x, weight = torch.ones(_WIDTH, _WIDTH), torch.ones(_WIDTH, _WIDTH)
-
-    def once() -> None:
-        torch.nn.functional.gelu(x @ weight)
-
-    _block_seconds(once, once)  # which warms up
-    each = _block_seconds(once, once) / 2
-    turns = max(1, round(_COMPUTING_SECONDS / slowest(each, "cpu")))
-
-    def compute() -> None:
-        for _ in range(turns):
-            once()
-
-    return compute
 
 
 def _waited(compute: Callable[[], None], call: Callable[[], object]) -> float:

@@ -1,5 +1,6 @@
 import pytest
 
+from autopar.planner.axes.terms import leaves
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import content_hash
 from autopar.planner.cluster.shape import group_shape
@@ -10,8 +11,13 @@ from autopar.planner.costs.collective_choice import (
     waited_seconds,
 )
 from autopar.planner.costs.norm_statistics import Statistics, synchronising
+from autopar.planner.costs.op_shapes import OpSplit
+from autopar.planner.costs.split_loss import CROSS_ENTROPY
 from autopar.planner.errors import InputError
+from autopar.planner.layouts import PARTIAL, WHOLE
+from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
+from tests.planner.costs.op_factories import pricer
 from tests.planner.profile.measurements import TIMES, everything, host, net, op
 
 
@@ -68,8 +74,25 @@ def test_a_collective_that_is_waited_for_takes_what_it_took_after_a_computation(
 
 def test_tensor_ranks_and_batch_norms_wait_for_their_collectives() -> None:
     shape = group_shape(everything().on(choose_cluster(2, "cpu")), 2, 1)
+    assert waited_seconds(Collective.ALL_REDUCE, 2_000, shape) == 5e-3
     norms = synchronising(Statistics(norms=(64,)), shape)
-    assert norms.backward_seconds == waited_seconds(Collective.ALL_REDUCE, 512, shape) == 5e-3
+    assert norms.backward_seconds == 5e-3
+
+    prices = pricer("mnist.py", batch=4, precision=Precision.FP32, device_name="cpu")
+    loss = prices.graph.ops[-1]
+    assert loss.target == CROSS_ENTROPY
+    logits = loss.inputs[0]
+    assert prices.conversion_seconds(logits, PARTIAL, WHOLE, 2, shape) == (5e-3, 0.0)
+
+    assert prices.inside_seconds(loss, None, shape) == 0.0
+    ((letter, axis),) = (
+        (letter, leaf.name)
+        for letter, dim in prices.axes.ops[loss.name].letters.items()
+        for leaf in leaves(dim)
+        if dim == prices.axes.dims[logits][1]
+    )
+    split_loss = OpSplit(letter=letter, axis=axis, degree=2)
+    assert prices.inside_seconds(loss, split_loss, shape) == 2 * 5e-3
 
 
 def test_a_measured_collective_takes_what_was_measured() -> None:

@@ -1,10 +1,15 @@
+import gc
+import time
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import count
 from typing import TypeVar
 
 import pytest
 
+from autopar.planner.costs.measurements import OpKey
 from autopar.planner.precision import Precision
+from autopar.planner.profile.calls import Call
 from autopar.planner.profile.clock import clock_of, threads_of_a_rank
 from autopar.planner.profile.host import measure_baseline, measure_host
 from autopar.planner.profile.probes import Probe, find_probes
@@ -90,6 +95,44 @@ def test_a_round_has_the_ops_of_one_batch_as_a_step_has() -> None:
     assert [text.rpartition(" and ")[2] for text in told] == [
         f"{len(one) - 1} more" for one in (small, large)
     ]
+
+
+def test_what_collecting_garbage_takes_is_not_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget = 0.5
+    monkeypatch.setattr(gc, "collect", lambda: time.sleep(1.2 * budget))
+    _, left_out = measure(
+        (*probes(rows=4), *probes(rows=8)),
+        device="cpu",
+        clock=Steady(1e-6),
+        limits=replace(LIMITS, total_seconds=budget),
+        baseline=NOTHING,
+    )
+    assert not left_out
+
+
+def test_what_is_loaded_when_an_op_is_first_called_is_not_of_the_budget(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    budget, loaded = 0.5, set[OpKey]()
+    forward = Call.forward
+
+    def loading(call: Call) -> object:
+        if call.probe.key not in loaded:
+            loaded.add(call.probe.key)
+            time.sleep(budget / 4)
+        return forward(call)
+
+    monkeypatch.setattr(Call, "forward", loading)
+    _, left_out = measure(
+        (*probes(rows=4), *probes(rows=8)),
+        device="cpu",
+        clock=Steady(1e-6),
+        limits=replace(LIMITS, total_seconds=budget),
+        baseline=NOTHING,
+    )
+    assert not left_out
 
 
 def test_an_op_that_took_its_time_is_not_called_again() -> None:
