@@ -75,9 +75,15 @@ class Owner:
         """Return a parameter, buffer or constant as code of this module reaches it."""
         graph = self.split.graph
         if graph.tensors[name].origin is Origin.CONSTANT and name in graph.constants:
-            values = graph.constants[name].values
-            if values is not None:
+            if graph.constants[name].values is not None:
                 return self._constant(name, body)
+            if name.rpartition(".")[2].startswith("lifted_tensor"):
+                raise InputError(
+                    "the code of a forward that makes a tensor of many numbers has to be printed",
+                    where=op.location if op is not None else "",
+                    expected="at most 64 numbers, or a tensor that the module holds",
+                    fix='make it in __init__: self.register_buffer("table", …, persistent=False)',
+                )
         best = self.name_near(name, op)
         if not self.holds(best):
             raise NeedsInlineError.for_tensor(name, body)

@@ -25,6 +25,7 @@ from autopar.planner.trace.drawn import AT_RANDOM, note_drawn
 from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
+from autopar.planner.trace.numbers import tensor_of_numbers
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
 from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError
@@ -109,8 +110,9 @@ class _OnMeta(TorchFunctionMode):
             return answer
         if func is torch.Tensor.type and isinstance(args[-1], torch.dtype):
             func = torch.Tensor.to
-        if func is torch.tensor and torch.device(kwargs.get("device") or "cpu").type == "meta":
-            return func(*args, **{**kwargs, "device": "cpu"}).to(kwargs["device"])
+        known = tensor_of_numbers(func, args, kwargs)
+        if known is not None:
+            return known
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             index = tuple(
                 torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in args[1]

@@ -12,9 +12,17 @@ from torch import Tensor, nn
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.split import split_graph
+from autopar.planner.errors import InputError
 from autopar.planner.trace import trace
 from tests.codegen.forward.running import namespace, take_classes
-from tests.codegen.forward.small_models import Keying, Listing, Repeating, Resetting, file_of
+from tests.codegen.forward.small_models import (
+    Keying,
+    Listing,
+    Numbering,
+    Repeating,
+    Resetting,
+    file_of,
+)
 
 IDS = torch.arange(8).reshape(2, 4)
 
@@ -47,6 +55,13 @@ def test_a_list_is_given_as_a_list(calls: list[str]) -> None:
 def test_a_dict_is_given_and_taken_as_a_dict(calls: list[str]) -> None:
     model, changed = printed(Keying, calls)
     torch.testing.assert_close(learned(changed), learned(model))
+
+
+def test_a_tensor_of_more_numbers_than_a_script_should_have_is_refused() -> None:
+    with pytest.raises(InputError, match="many numbers") as told:
+        printed(Numbering, [""])
+    assert "small_models.py" in told.value.where
+    assert "register_buffer" in told.value.fix
 
 
 def test_what_every_turn_of_a_loop_reads_keeps_its_name() -> None:
