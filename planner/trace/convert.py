@@ -32,6 +32,7 @@ from autopar.planner.trace.nodes import (
     bodies,
     has_tensor,
     is_getitem,
+    is_mapped,
     location,
     operands_of,
     region_graph,
@@ -141,6 +142,12 @@ class _Converter:
             self._read_region(node, scope)
         elif _CHECKS.match(target) or not has_tensor(node.meta.get("val")):
             return
+        elif any(map(is_mapped, pytree.tree_leaves(node.meta["val"]))):
+            raise TraceError(
+                "the model maps a function over rows with torch.vmap, which has no plain graph",
+                where=self._location(node, scope),
+                fix="compute all rows at once, by broadcasting",
+            )
         elif (
             target in _ALIASES
             or self._keeps_type(node, target, scope)

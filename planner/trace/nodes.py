@@ -60,10 +60,16 @@ def written_arguments(node: fx.Node) -> tuple[str, ...]:
     return tuple(a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write)
 
 
+def is_mapped(val: Any) -> bool:
+    """Whether a tensor is what torch.vmap hands to a function: one row that stands for all."""
+    return isinstance(val, torch.Tensor) and torch._C._functorch.is_batchedtensor(val)
+
+
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
     """Return the identities of the memory that the values of nodes lie in."""
     leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
-    return {storage_of(leaf) for leaf in leaves if isinstance(leaf, torch.Tensor)}
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not is_mapped(leaf))
+    return set(map(storage_of, tensors))
 
 
 def written_storages(graph: fx.Graph) -> set[int]:

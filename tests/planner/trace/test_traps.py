@@ -194,3 +194,23 @@ def test_tied_weights_are_one_parameter_under_its_first_name(tmp_path: Path) -> 
     assert parameter.aliases == ("head.weight", "again.weight")
     (embedding,), (linear,) = ops_of(graph, "embedding"), ops_of(graph, "linear")
     assert embedding.argument("weight") == linear.argument("weight") == Ref("embedding.weight")
+
+
+def test_a_function_that_is_mapped_over_rows_is_refused(tmp_path: Path) -> None:
+    source = """
+        class Model(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+
+            def forward(self, x):
+                return torch.vmap(lambda row: row * row.sum())(self.linear(x))
+
+        def build_model():
+            return Model()
+    """
+    with pytest.raises(TraceError, match=r"torch\.vmap") as told:
+        traced(tmp_path, source)
+    line = line_of(tmp_path / "subject.py", "torch.vmap")
+    assert told.value.where.endswith(f"subject.py:{line}")
+    assert "broadcasting" in told.value.fix
