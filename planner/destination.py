@@ -25,6 +25,16 @@ def check_writable(path: Path) -> None:
         raise InputError(found, where=str(path), fix=_FIX)
 
 
+def refuse_named_as_file(folder: Path) -> None:
+    """Refuse a folder to come that is called as its files are: meant was a file."""
+    if folder.suffix in (".json", ".py") and not folder.exists():
+        raise InputError(
+            f"-o {folder} names a file",
+            expected="a folder, which gets plan.json and train.py",
+            fix=f"-o {folder.with_suffix('')}",
+        )
+
+
 def refuse_replacing(path: Path, *sources: Path) -> None:
     """Refuse to write a result over what it is made from, whatever else may be overwritten."""
     if path.exists() and any(one.exists() and path.samefile(one) for one in sources):

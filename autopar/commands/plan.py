@@ -14,7 +14,7 @@ from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.measurements import Measurements
-from autopar.planner.destination import refuse_replacing
+from autopar.planner.destination import refuse_named_as_file, refuse_replacing
 from autopar.planner.graph import Graph
 from autopar.planner.half_range import check_constants, check_means
 from autopar.planner.layers import find_layers
@@ -76,6 +76,7 @@ def plan(
     declared = gathered_constraints(pin or (), demands, constraints)
     machines = options.cluster_of(gpus, device, nodes, cluster)
     measured = read_measurements(profile) if profile else None
+    refuse_named_as_file(output)
     refuse_foreign(output / FILE_NAME)
     refuse_replacing(output / SCRIPT_NAME, model_path(model))
     if not force:

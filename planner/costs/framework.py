@@ -12,6 +12,8 @@ from autopar.planner.cluster.units import parse_bytes, parse_seconds
 from autopar.planner.costs.compute import Throughput
 from autopar.planner.costs.measurements import ActionTimes, HostTimes, Measurements, UnitTimes
 from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.schedule import SCHEDULES
+from autopar.planner.costs.schedule_simulation import Transfer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,10 +59,9 @@ class FrameworkConstants:
         added = self.pipeline
         if arrangement.pipeline == 1 or added is None:
             return self.action_seconds
-        is_lone = arrangement.stages_per_rank == 1
-        return self.action_seconds + (
-            added.one_stage_seconds if is_lone else added.several_stages_seconds
-        )
+        is_plain = SCHEDULES[arrangement.schedule].transfer is Transfer.ON_DEMAND
+        more = added.one_stage_seconds if is_plain else added.several_stages_seconds
+        return self.action_seconds + more
 
     def unit_on(self, rates: Throughput) -> UnitTimes:
         """Return what fully_shard takes for a unit: as measured, or a read and a write of it."""

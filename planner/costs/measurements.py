@@ -62,8 +62,8 @@ class PassTimes:
 class ActionTimes:
     """What the schedule of a pipeline takes a host around a forward or a backward of a stage."""
 
-    one_stage_seconds: float  # where a rank has one stage
-    several_stages_seconds: float  # where it has more: every action waits for a message
+    one_stage_seconds: float  # by schedules for one stage per rank: GPipe, 1F1B
+    several_stages_seconds: float  # by those that several stages may share a rank under
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -139,6 +139,7 @@ MISTAKES = {
         "machines.toml, line 5, network.bandwidth",
     ),
     "a file for a folder": output("taken", "taken is a file, not a folder", "with -o"),
+    "a folder called like a plan": output("plan.json", "-o plan.json names a file", "-o plan"),
     "a folder below a file": output("taken/a/b", "taken is a file, not a folder"),
     "the model file where the script goes": output(
         ".", "the script would replace the file that it is made from", model="train.py"

@@ -28,8 +28,7 @@ def test_all_constants_are_read_with_their_units() -> None:
         (1, ScheduleKind.GPIPE, 1, 1e-5),
         (2, ScheduleKind.ONE_F_ONE_B, 1, 1e-5 + 2e-4),
         (2, ScheduleKind.INTERLEAVED_1F1B, 2, 1e-5 + 3e-4),
-        (2, ScheduleKind.INTERLEAVED_ZERO_BUBBLE, 1, 1e-5 + 2e-4),  # though it may take more
-        (2, ScheduleKind.INTERLEAVED_ZERO_BUBBLE, 2, 1e-5 + 3e-4),
+        (2, ScheduleKind.INTERLEAVED_ZERO_BUBBLE, 1, 1e-5 + 3e-4),  # which torch runs likewise
     ],
 )
 def test_the_schedule_of_a_pipeline_adds_to_its_actions_what_was_measured(

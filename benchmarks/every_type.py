@@ -1,0 +1,102 @@
+"""Takes every model type of transformers, made tiny, through plan, script and training.
+
+`python -m benchmarks.every_type [TASK[:TYPE]…] [--missing]`, with dp 2, pp 2 and tp 2 each. Types
+that plain PyTorch does not train as they were made are counted apart: nothing is said of them.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from autopar.planner.model_file import load_model_file
+from autopar.planner.trace.build import checked_loss
+from benchmarks.every_type_page import NOT_MADE, Place, page
+from tests.field.cells import MODELS, Kind, Subject
+from tests.field.models.any_type import TASKS, types_of
+from tests.field.trial import Cell, Verdict, cell
+
+RESULTS = Path(__file__).parent / "results" / "every_type.md"
+CELLS = RESULTS.with_suffix(".jsonl")
+KINDS = {
+    "dp 2": Kind(ranks=2, data=2),
+    "pp 2": Kind(ranks=2, pipeline=2),
+    "tp 2": Kind(ranks=2, tensor=2),
+}
+_MOST_PARAMETERS = 2_000_000
+_MOST_SECONDS = 2.0  # of a step: a field trial has dozens, in float64
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Compute the cells one after another, and draw the page anew with each type."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("wanted", nargs="*", help="tasks, or task:type", default=list(TASKS))
+    parser.add_argument("--missing", action="store_true", help="only types that are not kept yet")
+    options = parser.parse_args(argv)
+    for task, kind in _wanted(options.wanted):
+        kept = kept_cells()
+        if options.missing and any(place[:2] == (task, kind) for place in kept):
+            continue
+        began = time.perf_counter()
+        found = dict(_cells(task, kind))
+        words = (f"{place[2]} {one.verdict} {one.detail[:60]}" for place, one in found.items())
+        seconds = time.perf_counter() - began
+        print(f"{task:<9} {kind:<24.24} {seconds:5.1f} s  {', '.join(words)}", flush=True)
+        others = {place: one for place, one in kept.items() if place[:2] != (task, kind)}
+        cells = dict(sorted({**others, **found}.items()))
+        rows = ({"place": place, **asdict(one)} for place, one in cells.items())
+        lines = [json.dumps(row, ensure_ascii=False) for row in rows]
+        CELLS.write_text("\n".join(lines) + "\n", encoding="utf-8")
+        RESULTS.write_text(page(cells), encoding="utf-8")
+
+
+def _wanted(names: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for name in names:
+        task, _, kind = name.partition(":")
+        yield from ((task, one) for one in types_of(task) if kind in ("", one))
+
+
+def _cells(task: str, kind: str) -> Iterator[tuple[Place, Cell]]:
+    subject = Subject(path=MODELS / "any_type.py", arguments=(f"kind={kind}", f"task={task}"))
+    fault = _fault(subject)
+    if fault:
+        yield (task, kind, NOT_MADE), Cell(verdict=Verdict.REFUSED, detail=fault)
+        return
+    for name, demanded in KINDS.items():
+        found = cell(subject, demanded)
+        yield (task, kind, name), found
+
+
+def _fault(subject: Subject) -> str:
+    """Return why plain PyTorch takes no step with a model as it was made, "" where it does."""
+    file = load_model_file(str(subject.path), subject.arguments)
+    try:
+        model = file.build_model().train()
+        size = sum(parameter.numel() for parameter in model.parameters())
+        if size > _MOST_PARAMETERS:
+            return f"{size:,} parameters"
+        began = time.perf_counter()
+        batch = file.example_batch(4)
+        checked_loss(model(**batch)).backward()  # type: ignore[no-untyped-call]
+        seconds = time.perf_counter() - began
+    except Exception as error:
+        return f"{type(error).__name__}: {error}".split("\n")[0][:200]
+    return f"a step of {seconds:.1f} s" if seconds > _MOST_SECONDS else ""
+
+
+def kept_cells() -> Mapping[Place, Cell]:
+    """Return the cells that earlier runs have left."""
+    found: dict[Place, Cell] = {}
+    for line in CELLS.read_text(encoding="utf-8").splitlines() if CELLS.exists() else ():
+        row = json.loads(line)
+        task, kind, name = row.pop("place")
+        found[task, kind, name] = Cell(**{**row, "verdict": Verdict(row["verdict"])})
+    return found
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,76 @@
+"""Draws the page of `every_type`: counts by task, then what was refused or wrong, and why."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from importlib.metadata import version
+from typing import TypeAlias
+
+from tests.field.trial import Cell, Verdict
+
+Place: TypeAlias = tuple[str, str, str]  # task, type, kind of plan
+NOT_MADE = "not made"
+_LEAST_SHARE = 0.6
+
+
+def page(cells: Mapping[Place, Cell]) -> str:
+    """Return the page as Markdown."""
+    tasks = list(dict.fromkeys(task for task, _, _ in cells))
+    kinds = list(dict.fromkeys(kind for _, _, kind in cells if kind != NOT_MADE))
+    told = [
+        "# Every model type of transformers, made tiny",
+        "",
+        f"Written by `benchmarks/every_type.py`: transformers {version('transformers')}, torch "
+        f"{version('torch')}. Each script trains three steps in float64 on two processes and is "
+        "equal where losses, gradients and parameters are those of one process (1e-9). In "
+        "brackets: tensor plans that divide 60 % of the matmul FLOPs or more. Not made are types "
+        "that plain PyTorch does not train in the sizes tried, or not in the time of a trial.",
+        "",
+        f"| task | types | {' | '.join(f'{kind} equal' for kind in kinds)} | refused | wrong |",
+        f"|---|--:|{'--:|' * len(kinds)}--:|--:|",
+        *(_row(task, cells, kinds) for task in tasks),
+        *_reasons("Refused", cells, Verdict.REFUSED),
+        *_reasons("Wrong", cells, Verdict.WRONG),
+        *_not_made(cells),
+    ]
+    return "\n".join(told) + "\n"
+
+
+def _row(task: str, cells: Mapping[Place, Cell], kinds: Sequence[str]) -> str:
+    own = {place: one for place, one in cells.items() if place[0] == task and place[2] != NOT_MADE}
+    types = {place[1] for place in own}
+    verdicts = [one.verdict for one in own.values()]
+    counts = [_count([own[place] for place in own if place[2] == kind]) for kind in kinds]
+    numbers = [len(types), *counts, *map(verdicts.count, (Verdict.REFUSED, Verdict.WRONG))]
+    return f"| {task} | {' | '.join(map(str, numbers))} |"
+
+
+def _count(cells: Sequence[Cell]) -> str:
+    equal = [one for one in cells if one.verdict is Verdict.EQUAL]
+    shares = [one.divided for one in equal if one.divided is not None]
+    divided = sum(share >= _LEAST_SHARE for share in shares)
+    return f"{len(equal)} ({divided})" if shares else str(len(equal))
+
+
+def _reasons(title: str, cells: Mapping[Place, Cell], verdict: Verdict) -> Iterator[str]:
+    """Yield each reason once, with the types and kinds that it is told of."""
+    found = defaultdict[str, dict[str, list[str]]](lambda: defaultdict(list))
+    for (task, kind, name), one in cells.items():
+        if one.verdict is verdict and name != NOT_MADE:
+            reason = " ".join(one.detail.split()).replace("|", "¦")
+            found[reason][f"{kind} ({task})"].append(name)
+    yield from ("", f"## {title}", "") if found else ()
+    for reason, types in found.items():
+        names = (f"{kind}: {', '.join(kinds)}" for kind, kinds in types.items())
+        yield f"- {'; '.join(names)} — {reason}"
+
+
+def _not_made(cells: Mapping[Place, Cell]) -> Iterator[str]:
+    by_task = defaultdict[str, list[str]](list)
+    for task, kind, name in cells:
+        if name == NOT_MADE:
+            by_task[task].append(kind)
+    yield from ("", "## Not made", "") if by_task else ()
+    for task, kinds in by_task.items():
+        yield f"- {task}: {', '.join(kinds)}"
