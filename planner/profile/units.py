@@ -11,11 +11,12 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
+from typing import TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -60,6 +61,9 @@ class _Unit(nn.Module):
         self.compute()
 
 
+Samples: TypeAlias = list[tuple[float, float]]  # seconds of forwards and backwards
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Added:
     """What sharding adds to a unit: to gather it in a pass, and to scatter its gradients."""
@@ -90,22 +94,39 @@ def _measure(rank: int, ranks: int, folder: str) -> None:
     """Measure both sizes on one rank; the first one writes what was found."""
     with gloo(rank, ranks, folder):
         mesh = DeviceMesh("cpu", list(range(ranks)))
-        compute = computation(_COMPUTING_SECONDS)
+        compute = computation(_COMPUTING_SECONDS) if ranks > 1 else _nothing
         sizes = (_SMALL_ELEMENTS, _LARGE_ELEMENTS)
-        found = [_added(elements, mesh, compute) for elements in sizes]
+        cases = [(elements, one) for elements in sizes for one in (None, mesh)]
+        samples = _in_turns([_model(*case, compute) for case in cases])
+        found = [
+            _added(samples[2 * i], samples[2 * i + 1], elements, ranks)
+            for i, elements in enumerate(sizes)
+        ]
         if rank == 0:
             text = json.dumps([asdict(one) for one in found])
             (Path(folder) / "units.json").write_text(text, encoding="utf-8")
 
 
-def _added(elements: int, mesh: DeviceMesh, compute: Callable[[], None]) -> _Added:
+def _nothing() -> None:
+    pass
+
+
+def _added(plain: Samples, sharded: Samples, elements: int, ranks: int) -> _Added:
     """Return what sharding adds to the passes of one unit; its backward gathers again."""
-    plain, sharded = (_passes(elements, one, compute) for one in (None, mesh))
-    told = _told(plain, elements, mesh.size()) if mesh.size() > 1 else (0.0, 0.0)
+    bare = _unit_medians(plain)
+    told = _told(bare, elements, ranks) if ranks > 1 else (0.0, 0.0)
+    more = [
+        (own[0] - other[0], own[1] - other[1]) for own, other in zip(sharded, plain, strict=True)
+    ]
     forward, backward = (
-        max(0.0, own - bare - known) for own, bare, known in zip(sharded, plain, told, strict=True)
+        max(0.0, added - known) for added, known in zip(_unit_medians(more), told, strict=True)
     )
     return _Added(gather_seconds=forward, scatter_seconds=max(0.0, backward - forward))
+
+
+def _unit_medians(samples: Samples) -> tuple[float, float]:
+    forward, backward = zip(*samples, strict=True)
+    return median(forward) / _UNITS, median(backward) / _UNITS
 
 
 def _told(plain: tuple[float, float], elements: int, ranks: int) -> tuple[float, float]:
@@ -139,25 +160,33 @@ def _lone(call: Callable[[], object]) -> float:
     return median(blocks)
 
 
-def _passes(
-    elements: int, mesh: DeviceMesh | None, compute: Callable[[], None]
-) -> tuple[float, float]:
-    """Return the seconds of a unit's forward and backward."""
+def _model(elements: int, mesh: DeviceMesh | None, compute: Callable[[], None]) -> nn.Module:
     model = nn.Sequential(*(_Unit(elements, compute) for _ in range(_UNITS)))
     if mesh is not None:
         for unit in model:
             fully_shard(unit, mesh=mesh)
         fully_shard(model, mesh=mesh)
-    x = torch.zeros(elements)
-    forward: list[float] = []
-    backward: list[float] = []
-    for _ in range(_WARM_UP + _REPEATS):
-        dist.barrier()
-        began = time.perf_counter()
-        loss = model(x).sum()
-        middle = time.perf_counter()
-        loss.backward()
-        backward.append(time.perf_counter() - middle)
-        forward.append(middle - began)
-        model.zero_grad()
-    return median(forward[_WARM_UP:]) / _UNITS, median(backward[_WARM_UP:]) / _UNITS
+    return model
+
+
+def _in_turns(models: Sequence[nn.Module]) -> list[Samples]:
+    """Return the seconds of the passes of models; whatever disturbs a while disturbs all."""
+    found: list[Samples] = [[] for _ in models]
+    for number in range(_WARM_UP + _REPEATS):
+        for own, model in zip(found, models, strict=True):
+            passes = _pass_seconds(model)
+            if number >= _WARM_UP:
+                own.append(passes)
+    return found
+
+
+def _pass_seconds(model: nn.Module) -> tuple[float, float]:
+    """Return the seconds of a forward and of a backward."""
+    dist.barrier()
+    began = time.perf_counter()
+    loss = model(torch.zeros(1)).sum()
+    middle = time.perf_counter()
+    loss.backward()
+    ended = time.perf_counter()
+    model.zero_grad()
+    return middle - began, ended - middle

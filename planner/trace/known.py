@@ -1,7 +1,7 @@
 """Answers a model that decides by numbers which the batch and the weights have no part in.
 
 `(positions.diff() != 1).any()` of positions that an arange made, or `mask.all()` of ones: what was
-recorded so far computes it, for two numbers of rows, which must agree.
+recorded so far computes it, for several numbers of rows, which must agree.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.planner.trace.nodes import is_getitem, storages_of, written_storages
 
-_ROWS = (7, 8)
+_ROWS = (2, 7, 64)
 _MOST_ELEMENTS = 2**26  # of a tensor on the way
 _SYMBOLIC = (SymInt, SymFloat, SymBool)
 

@@ -14,7 +14,8 @@ SIZES = {
     "hidden_size d_model n_embd dim embed_dim embedding_size hidden_dim emb_dim": 48,
     "num_hidden_layers n_layer n_layers num_layers encoder_layers decoder_layers num_kv_heads "
     "num_encoder_layers num_decoder_layers num_key_value_heads num_kv_head n_head_kv "
-    "num_experts_per_tok num_experts_per_token top_k moe_topk mamba_expand num_feature_levels": 2,
+    "num_experts_per_tok num_experts_per_token top_k moe_k moe_topk mamba_expand "
+    "num_feature_levels": 2,
     "num_attention_heads n_head n_heads num_heads encoder_attention_heads "
     "decoder_attention_heads": 6,
     "intermediate_size ffn_dim encoder_ffn_dim decoder_ffn_dim d_ff n_inner ffn_hidden_size "
@@ -96,6 +97,8 @@ def example_batch(batch_size: int, task: str) -> dict[str, torch.Tensor]:
 def _tiny(config: Any) -> Any:
     """Return a configuration of the same class with small sizes, and no dropout or cache."""
     given = {name: size for name, size in _sizes(config) if size is not None}
+    if "kv_lora_rank" in given:  # latent attention has keys for every head
+        given["num_key_value_heads"] = _WANTED["num_attention_heads"]
     try:
         made = type(config)(**given)
     except Exception:  # one that takes some of them later only

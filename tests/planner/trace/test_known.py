@@ -55,7 +55,7 @@ def test_what_constants_and_sizes_tell_is_known(tmp_path: Path, asked: str, is_t
         ("pass", "(ones * x).any()"),
         ("ones[:, 0] = x[:, 0]", "ones.all()"),
         ("ones[:, 0].copy_(x[:, 0])", "ones.all()"),
-        ("pass", "positions.sum() > 45"),  # in eight rows, but not in seven
+        ("pass", "positions.sum() > 45"),  # in 64 rows, but not in seven
     ],
 )
 def test_what_the_batch_or_the_weights_tell_is_not(tmp_path: Path, before: str, asked: str) -> None:
