@@ -25,14 +25,15 @@ class Ledger:
     def add(
         self, name: str, val: torch.Tensor, *, storage: str, origin: Origin, requires_grad: bool
     ) -> None:
-        """Add a tensor as it was traced."""
+        """Add a tensor as it was traced; gradients flow through complex numbers too."""
+        has_gradient = val.dtype.is_floating_point or val.dtype.is_complex
         self.tensors[name] = Tensor(
             name=name,
             shape=self.shape(val),
             dtype=self.dtype(val.dtype),
             storage=storage,
             origin=origin,
-            requires_grad=requires_grad and val.dtype.is_floating_point,
+            requires_grad=requires_grad and has_gradient,
         )
 
     def learn(self, written: Iterable[str]) -> None:

@@ -201,3 +201,11 @@ def test_the_losses_of_single_rows_have_the_rows_as_their_dim(tmp_path: Path, lo
     graph = traced(tmp_path, source)
     (op,) = ops_of(graph, "exp")
     assert [str(size) for size in graph.tensors[op.outputs[0]].shape] == ["B"]
+
+
+def test_gradients_flow_through_complex_numbers(tmp_path: Path) -> None:
+    value = "torch.view_as_real(torch.view_as_complex(y.float().view(-1, 3, 2)) * 2).type_as(y)"
+    graph = of_value(tmp_path, value)
+    made = [graph.tensors[name] for op in graph.ops for name in op.outputs]
+    assert {one.requires_grad for one in made} == {True}
+    assert "complex64" in {one.dtype for one in made}
