@@ -14,7 +14,7 @@ from autopar.planner.profile.clock import clock_of, threads_of_a_rank
 from autopar.planner.profile.host import measure_baseline, measure_host
 from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.profile import place_at_hand, threads_as_in_training
-from autopar.planner.profile.rounds import Baseline, Limits, measure
+from autopar.planner.profile.rounds import Baseline, LeftOut, Limits, measure
 from tests.planner.costs.op_factories import known, pricer
 
 Result = TypeVar("Result")
@@ -97,19 +97,24 @@ def test_a_round_has_the_ops_of_one_batch_as_a_step_has() -> None:
     ]
 
 
+def left_out_of_two_batches(*, total_seconds: float) -> tuple[LeftOut, ...]:
+    """Return the ops of two groups for which a budget does not suffice."""
+    _, left_out = measure(
+        (*probes(rows=4), *probes(rows=8)),
+        device="cpu",
+        clock=Steady(1e-6),
+        limits=replace(LIMITS, total_seconds=total_seconds),
+        baseline=NOTHING,
+    )
+    return left_out
+
+
 def test_what_collecting_garbage_takes_is_not_of_the_budget(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     budget = 0.5
     monkeypatch.setattr(gc, "collect", lambda: time.sleep(1.2 * budget))
-    _, left_out = measure(
-        (*probes(rows=4), *probes(rows=8)),
-        device="cpu",
-        clock=Steady(1e-6),
-        limits=replace(LIMITS, total_seconds=budget),
-        baseline=NOTHING,
-    )
-    assert not left_out
+    assert not left_out_of_two_batches(total_seconds=budget)
 
 
 def test_what_is_loaded_when_an_op_is_first_called_is_not_of_the_budget(
@@ -125,14 +130,7 @@ def test_what_is_loaded_when_an_op_is_first_called_is_not_of_the_budget(
         return forward(call)
 
     monkeypatch.setattr(Call, "forward", loading)
-    _, left_out = measure(
-        (*probes(rows=4), *probes(rows=8)),
-        device="cpu",
-        clock=Steady(1e-6),
-        limits=replace(LIMITS, total_seconds=budget),
-        baseline=NOTHING,
-    )
-    assert not left_out
+    assert not left_out_of_two_batches(total_seconds=budget)
 
 
 def test_an_op_that_took_its_time_is_not_called_again() -> None:
