@@ -73,6 +73,11 @@ class Tensor:
         """The number of elements."""
         return numel(self.shape)
 
+    @property
+    def is_whole_numbered(self) -> bool:
+        """Whether the elements are whole numbers, or truths."""
+        return self.dtype.startswith(("int", "uint", "bool"))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Parameter:

@@ -105,7 +105,7 @@ def steps_from_batch(graph: Graph, targets: Iterable[str]) -> list[Op] | None:
 
 def is_class(graph: Graph, target: Ref) -> bool:
     """Whether a loss over classes is given one of them for each row, not a share of every one."""
-    return not graph.tensors[target.tensor].dtype.startswith(("float", "bfloat", "model"))
+    return graph.tensors[target.tensor].is_whole_numbered
 
 
 def is_known(graph: Graph, weight: Ref) -> bool:

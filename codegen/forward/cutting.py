@@ -18,7 +18,7 @@ from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.split import Split
 from autopar.planner.costs.crossing import computed_once
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Op, refs
+from autopar.planner.graph import Op, Origin, refs
 from autopar.planner.layouts import WHOLE, Kind, Layout
 from autopar.planner.random_ops import is_random
 
@@ -73,6 +73,7 @@ class Cutter:
         if drawn:
             self.once = computed_once(self.graph, drawn)
             self.needed = self._needed_by_stage()
+        self._refuse_written_batch()
         self.last_runs = {op: stage for stage, ops in enumerate(self.needed) for op in ops}
         self.cuts = self._cuts()  # behind each stage
 
@@ -91,6 +92,20 @@ class Cutter:
                     fix="draw a new tensor (torch.rand), or draw in the layer that uses them",
                 )
         return frozenset(name for op in found for name in op.outputs)
+
+    def _refuse_written_batch(self) -> None:
+        """Raise an error for an op that changes the batch, which several stages would do."""
+        tensors = self.graph.tensors
+        for op in self.graph.ops:
+            storages = {tensors[name].storage for name in op.writes}
+            if any(tensors[name].origin is Origin.INPUT for name in storages) and (
+                sum(op.name in stage for stage in self.needed) > 1
+            ):
+                raise InputError(
+                    f"{op.name} writes to the batch, which several stages read",
+                    where=op.location,
+                    fix="make a new tensor (x = x + 1)",
+                )
 
     def _writers(self) -> Mapping[str, Sequence[Op]]:
         """Return the ops that write to memory that the forward itself has made."""
@@ -139,10 +154,10 @@ class Cutter:
         while todo:
             tensor = todo.pop()
             maker = self.tree.maker.get(tensor)
-            if maker is None or maker.name in needed or self._runs_once(maker):
+            if maker is not None and (maker.name in needed or self._runs_once(maker)):
                 continue
             storage = self.graph.tensors[tensor].storage
-            for op in (maker, *writers.get(storage, ())):
+            for op in (*((maker,) if maker is not None else ()), *writers.get(storage, ())):
                 if op.name not in needed:
                     needed.add(op.name)
                     todo += [*op.inputs, *op.writes]

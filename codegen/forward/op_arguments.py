@@ -15,6 +15,7 @@ from autopar.codegen.forward.expressions import (
     Expression,
     Form,
     Slot,
+    attribute,
     call,
     joined,
     method,
@@ -43,18 +44,23 @@ class Arguments:
     def __init__(self, op: Op, place: Place) -> None:
         self.op, self.place = op, place
         self.raw = dict(op.arguments)
+        schema = schema_of(op.target)
+        # `int[2] stride` may be one number; what the table prints are functions that take one, too
+        name = base_name(op.target)
+        self.short = {
+            a.name
+            for a in schema.arguments
+            if name not in table.AS_OPS and (name in table.FUNCTIONS or a.N is not None)
+        }
         inputs = iter(place.inputs)
         self.printed = {
             name: place.sizes[name] if name in place.sizes else self._print(name, value, inputs)
             for name, value in op.arguments
         }
-        schema = schema_of(op.target)
-        self.defaults: dict[str, Any] = (
-            {a.name: a.default_value for a in schema.arguments if a.has_default_value()}
-            if schema is not None
-            else {}
-        )
-        self.keyword_only = {a.name for a in schema.arguments if a.kwarg_only} if schema else set()
+        self.defaults: dict[str, Any] = {
+            a.name: a.default_value for a in schema.arguments if a.has_default_value()
+        }
+        self.keyword_only = {a.name for a in schema.arguments if a.kwarg_only}
 
     def __getitem__(self, name: str) -> Expression:
         return self.printed[name]
@@ -71,7 +77,7 @@ class Arguments:
         default = self.defaults[name]
         if isinstance(raw, tuple):
             listed = default if isinstance(default, list) else [default]
-            return len({*raw, *listed}) == 1
+            return len({*raw, *listed}) == 1 if raw and listed else len(raw) == len(listed)
         same_type = isinstance(raw, bool) == isinstance(default, bool)
         return same_type and raw == default
 
@@ -92,13 +98,15 @@ class Arguments:
             return text(value)  # torch.channels_last and its like say their own name
         if name == "reduction" and isinstance(value, int):
             return literal(table.REDUCTIONS[value])
+        if name == "compute_mode" and isinstance(value, int):
+            return literal(table.DISTANCES[value])
         if name == "mode" and isinstance(value, int):
             return literal(table.BAG_MODES[value])
         return literal(value)
 
     def _tuple(self, name: str, value: tuple[Value, ...], inputs: Iterator[Expression]) -> Form:
         is_same = len(set(value)) == 1 and isinstance(value[0], int) and len(value) > 1
-        if is_same and name in ("stride", "padding", "dilation", "kernel_size", "output_size"):
+        if is_same and name in self.short & table.WINDOWS:
             return literal(value[0]) if isinstance(value[0], int) else joined(())
         return joined(tuple(self._print("", item, inputs) for item in value))
 
@@ -147,6 +155,7 @@ def function_call(arguments: Arguments, function: table.Function) -> Form:
     name = base_name(arguments.op.target)
     if name in table.MODES:
         keywords.append(("mode", literal(table.MODES[name])))
+    keywords += [(keyword, literal(value)) for keyword, value in table.ALWAYS.get(name, ())]
     return call(function.name, *positional, keywords=tuple(keywords))
 
 
@@ -171,9 +180,13 @@ def by_schema(arguments: Arguments, name: str) -> Form:
         spread = [part.expression for part in positional[0].parts if isinstance(part, Slot)]
         positional = [*(spread or positional[:1]), *positional[1:]]
     if owner is not None and hasattr(Tensor, name) and isinstance(arguments.raw[owner], Ref):
+        if not callable(getattr(Tensor, name)):
+            return attribute(arguments[owner], name)  # x.real
         return method(arguments[owner], name, *positional, keywords=tuple(keywords))
+    holder = "torch" if hasattr(torch, name) else "F" if hasattr(functional, name) else ""
+    if not holder or name in table.AS_OPS:
+        given = tuple((key, arguments[key]) for key in arguments.raw)
+        return call(f"torch.ops.{arguments.op.target}", keywords=given, is_tensor=False)
     if owner is not None:
         positional.insert(0, arguments[owner])
-    holder = "torch" if hasattr(torch, name) else "F" if hasattr(functional, name) else ""
-    function = f"{holder}.{name}" if holder else f"torch.ops.{arguments.op.target}"
-    return call(function, *positional, keywords=tuple(keywords), is_tensor=bool(holder))
+    return call(f"{holder}.{name}", *positional, keywords=tuple(keywords))

@@ -29,8 +29,9 @@ def printed(op: Op, place: Place) -> Form:
             return binary(arguments["self"], operator, arguments["other"], level)
     if name in table.UNARY:
         return Form((table.UNARY[name], Slot(arguments["self"], Level.SIGN)), Level.SIGN)
-    if name in table.FUNCTIONS:
-        return function_call(arguments, table.FUNCTIONS[name])
+    function = table.FUNCTIONS.get(name)
+    if function is not None and function.fits(arguments.raw):
+        return function_call(arguments, function)
     return by_schema(arguments, name)
 
 

@@ -15,6 +15,7 @@ from autopar.codegen.forward.expressions import (
     binary,
     call,
     indexed,
+    joined,
     method,
     power,
 )
@@ -79,6 +80,13 @@ def _transposed(arguments: Arguments) -> Form:
     return attribute(arguments["self"], "mT" if arguments.op.target == "aten.mT.default" else "T")
 
 
+def _tensordot(arguments: Arguments) -> Form:
+    dims = joined((arguments["dims_self"], arguments["dims_other"]))
+    return call(
+        "torch.tensordot", arguments["self"], arguments["other"], keywords=(("dims", dims),)
+    )
+
+
 def _select(arguments: Arguments) -> Form:
     dim = arguments.raw["dim"]
     assert isinstance(dim, int)
@@ -136,6 +144,7 @@ SPECIAL: Mapping[str, Callable[[Arguments], Form]] = MappingProxyType(
         "aten.to.dtype": _convert,
         "numpy_T": _transposed,
         "mT": _transposed,
+        "tensordot": _tensordot,
         "aten.repeat_interleave.self_int": _repeat_interleave,
         "aten.select.int": _select,
         "aten.slice.Tensor": _slice,

@@ -38,6 +38,8 @@ def rewritten(op: Op, body: BodyBuilder) -> Form | None:
         dim = literal(_number(op.argument("dim")))
         count = literal(len(op.outputs))
         return method(body.inputs(op)[0], "chunk", count, keywords=(("dim", dim),))
+    if op.target.startswith("aten.squeeze.") and split.need(op, 0).kind is Kind.SPLIT:
+        return _squeezed(op, body)
     bias = late_bias(op, body)
     if bias is not None:
         body.late_biases[op.outputs[0]] = bias
@@ -46,6 +48,16 @@ def rewritten(op: Op, body: BodyBuilder) -> Form | None:
     if changes.is_vocabulary_split(op, split):
         return _embedding(op, body) if op.target in changes.VOCABULARY else _loss(op, body)
     return None
+
+
+def _squeezed(op: Op, body: BodyBuilder) -> Form:
+    """Name the dims of size one: on a rank another may have that size, too."""
+    shape = body.graph.tensors[op.inputs[0]].shape
+    given = changes.argument(op, "dim")
+    asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
+    places = {_number(dim) % len(shape) for dim in asked}
+    dims = joined(tuple(literal(place) for place in sorted(places) if shape[place] == ONE))
+    return method(body.inputs(op)[0], "squeeze", dims)
 
 
 def _are_alike(op: Op, body: BodyBuilder) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -21,6 +21,10 @@ class Function:
     keywords: tuple[tuple[str, str], ...]
     required: int = 1
 
+    def fits(self, arguments: Iterable[str]) -> bool:
+        """Whether an op has the arguments: ops of one name may have others."""
+        return {name.removeprefix("*") for name in self.positional} <= set(arguments)
+
 
 def _function(name: str, positional: str, keywords: str = "", *, required: int = 1) -> Function:
     """Build a line: `keyword` or `keyword:aten_name` for each keyword."""
@@ -31,6 +35,31 @@ def _function(name: str, positional: str, keywords: str = "", *, required: int =
 
 _CONV = "stride padding dilation groups"
 _SDPA = "attn_mask dropout_p is_causal scale enable_gqa"
+
+MODES: Mapping[str, str] = MappingProxyType(
+    {
+        "upsample_nearest1d": "nearest", "upsample_nearest2d": "nearest",
+        "upsample_nearest3d": "nearest", "_upsample_nearest_exact1d": "nearest-exact",
+        "_upsample_nearest_exact2d": "nearest-exact", "_upsample_nearest_exact3d": "nearest-exact",
+        "upsample_linear1d": "linear", "upsample_bilinear2d": "bilinear",
+        "upsample_trilinear3d": "trilinear", "upsample_bicubic2d": "bicubic",
+        "_upsample_bilinear2d_aa": "bilinear", "_upsample_bicubic2d_aa": "bicubic",
+    }
+)  # fmt: skip
+# What a function does by itself, said so that it does what the op of its name does.
+ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
+    {
+        "_upsample_bilinear2d_aa": (("antialias", True),),
+        "_upsample_bicubic2d_aa": (("antialias", True),),
+        "adaptive_max_pool2d": (("return_indices", True),),
+        "adaptive_max_pool3d": (("return_indices", True),),
+        "stft": (("center", False),),
+    }
+)
+# Functions that take or give something else than the op of their name.
+AS_OPS = frozenset(
+    {"max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d"}
+)
 
 # Argument orders differ between ATen and torch.nn.functional: embedding, batch_norm, group_norm.
 FUNCTIONS: Mapping[str, Function] = MappingProxyType(
@@ -112,19 +141,24 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
             "indices weight offsets",
             "scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx",
         ),
-        "upsample_nearest2d": _function(
-            "F.interpolate", "input", "size:output_size scale_factor:scale_factors"
+        **dict.fromkeys(
+            MODES,
+            _function(
+                "F.interpolate",
+                "input",
+                "size:output_size scale_factor:scale_factors align_corners",
+            ),
         ),
-        "upsample_bilinear2d": _function(
-            "F.interpolate",
-            "input",
-            "size:output_size scale_factor:scale_factors mode align_corners",
+        "adaptive_max_pool2d": _function("F.adaptive_max_pool2d", "self output_size"),
+        "adaptive_max_pool3d": _function("F.adaptive_max_pool3d", "self output_size"),
+        "cdist": _function("torch.cdist", "x1 x2", "p compute_mode"),
+        "stft": _function(
+            "torch.stft",
+            "self n_fft",
+            "hop_length win_length window normalized onesided return_complex",
         ),
-        "upsample_bicubic2d": _function(
-            "F.interpolate",
-            "input",
-            "size:output_size scale_factor:scale_factors mode align_corners",
-        ),
+        "cartesian_prod": _function("torch.cartesian_prod", "*tensors"),
+        "block_diag": _function("torch.block_diag", "*tensors"),
         "baddbmm": _function("torch.baddbmm", "self batch1 batch2", "beta alpha"),
         "addmm": _function("torch.addmm", "self mat1 mat2", "beta alpha"),
         "im2col": _function("F.unfold", "self kernel_size", "dilation padding stride"),
@@ -144,7 +178,9 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
 # Constants of the enumerations that ATen counts and PyTorch names.
 REDUCTIONS = ("none", "mean", "sum")
 BAG_MODES = ("sum", "mean", "max")
-MODES = MappingProxyType({"upsample_bilinear2d": "bilinear", "upsample_bicubic2d": "bicubic"})
+DISTANCES = (
+    "use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist",
+)  # fmt: skip
 
 BINARY: Mapping[str, tuple[str, Level]] = MappingProxyType(
     {
@@ -170,6 +206,8 @@ BINARY: Mapping[str, tuple[str, Level]] = MappingProxyType(
 )
 UNARY: Mapping[str, str] = MappingProxyType({"neg": "-", "bitwise_not": "~"})
 
+# Sizes that are one number where all dims have the same.
+WINDOWS = frozenset({"stride", "padding", "dilation", "kernel_size", "output_size"})
 # Methods whose sizes stand without brackets, and those whose dims read better without a keyword.
 SPREAD = frozenset({"view", "reshape", "permute", "expand", "repeat"})
 PLAIN_DIM = frozenset({"unsqueeze", "squeeze", "transpose", "unbind", "flatten", "unflatten"})

@@ -206,7 +206,7 @@ class _Strategies:
         return self.graph.tensors[self.op.inputs[place]].origin is Origin.PARAMETER
 
     def _is_float(self, name: str) -> bool:
-        return not self.graph.tensors[name].dtype.startswith(("int", "uint", "bool"))
+        return not self.graph.tensors[name].is_whole_numbered
 
     def _unsplit(self, name: str) -> Layout:
         """The same value on every rank, the gradient (if there is one) a partial sum."""

@@ -1,4 +1,4 @@
-"""Signatures of contractions that no single pattern tells: attention, einsum, sums to products."""
+"""Signatures that no single pattern tells: attention, products, einsum, losses, look-ups."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from autopar.planner.axes.terms import UNIT, Dim, product
 from autopar.planner.extent import ONE
 from autopar.planner.graph import refs
 from autopar.planner.rules.shapes import ShapeFunction, aligned, opaque
-from autopar.planner.rules.signature import Case, Dims, Letters, Signature, names_of
+from autopar.planner.rules.signature import Case, Dims, Letters, Pattern, Signature, names_of
 
 
 def attention(case: Case) -> Signature:
@@ -44,6 +44,38 @@ def attention(case: Case) -> Signature:
         whole=names_of(t, e, f),
         letters={name: dim for name, dim in named.items() if dim != UNIT},
     )
+
+
+def matmul(case: Case) -> Signature:
+    """A product of matrices, of which either may be a single row or column."""
+    ranks = tuple(len(case.shape(case.tensor(name) or "")) for name in ("self", "other"))
+    return _PRODUCTS[ranks[0] == 1, ranks[1] == 1].signature(case)
+
+
+_PRODUCTS = {
+    (False, False): Pattern.parse("self … m k, other … k n -> … m n"),
+    (False, True): Pattern.parse("self … m k, other k -> … m"),
+    (True, False): Pattern.parse("self k, other … k n -> … n"),
+    (True, True): Pattern.parse("self k, other k ->"),
+}
+
+
+_CLASSES = Pattern.parse("self n v …, target n …, weight? v ->")
+
+
+def cross_entropy(case: Case) -> Signature:
+    """Each row has one class; of targets that give every class a share nothing is said."""
+    target = case.tensors[case.tensor("target") or ""]
+    return _CLASSES.signature(case) if target.is_whole_numbered else opaque(case)
+
+
+_ENTRIES = Pattern.parse("weight v d, indices … -> … d")
+
+
+def embedding(case: Case) -> Signature:
+    """Rows of a table; gradients by how often a row is taken need all that is taken of it."""
+    is_counted = case.argument("scale_grad_by_freq")
+    return opaque(case) if is_counted else _ENTRIES.signature(case)
 
 
 def added_product(first: str, second: str) -> ShapeFunction:

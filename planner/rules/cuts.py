@@ -95,14 +95,18 @@ def selected(case: Case) -> Signature:
 
 
 def padded(case: Case) -> Signature:
-    """Dims whose size changes may not be split; the others are kept."""
+    """Dims that are padded, or cut off, may not be split; the others are kept."""
     letters = Letters()
     shape, out_shape = case.shape(case.first), case.shape(case.result)
     dims, out, whole = letters.of(shape), [], frozenset[str]()
-    for dim, size, total in zip(dims, shape, out_shape, strict=True):
-        new = dim if size == total else letters.new(total)
+    ends = case.argument("pad")
+    assert isinstance(ends, tuple)  # of the last dim first
+    for i, (dim, size, total) in enumerate(zip(dims, shape, out_shape, strict=True)):
+        place = 2 * (len(shape) - 1 - i)
+        is_kept = size == total and all(end == 0 for end in ends[place : place + 2])
+        new = dim if is_kept else letters.new(total)
         out.append(new)
-        if size != total:
+        if not is_kept:
             whole |= names_of(dim, new)
     return Signature(
         operands=of_first(case, dims), results=((case.result, tuple(out)),), whole=whole
@@ -155,6 +159,8 @@ def gathered(case: Case) -> Signature:
     """gather along `dim`: that dim may not be split, the others belong together."""
     letters = Letters()
     out_shape, shape = case.shape(case.result), case.shape(case.first)
+    if len(shape) != len(out_shape):  # of one number, or at one place
+        return opaque(case)
     out = letters.of(out_shape)
     dim = case.number("dim") % max(len(shape), 1)
     dims = tuple(

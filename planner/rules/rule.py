@@ -71,9 +71,9 @@ class Rule:
 
     def signature(self, case: Case) -> Signature:
         """Return the op's signature; one that the rule does not fit is opaque."""
-        if isinstance(self.shape, Pattern):
-            try:
-                return self.shape.signature(case)
-            except ValueError:
-                return opaque(case)
-        return self.shape(case)
+        read = self.shape.signature if isinstance(self.shape, Pattern) else self.shape
+        try:
+            found = read(case)
+        except ValueError:
+            return opaque(case)
+        return found if found.fits(case) else opaque(case)

@@ -52,13 +52,18 @@ def broadcast(case: Case) -> Signature:
 
 
 def over(*names: str) -> ShapeFunction:
-    """The dims in the argument may not be split; the result has the input's dims (softmax)."""
+    """The dims in the argument may not be split; the result has the others (softmax, topk)."""
 
     def signature(case: Case) -> Signature:
-        dims = Letters().of(case.shape(case.first))
+        if len(case.op.inputs) > 1:  # what is put before and behind, of which nothing is said
+            return opaque(case)
+        letters = Letters()
+        dims = letters.of(case.shape(case.first))
         chosen = _chosen(case, names, len(dims))
-        results = tuple((name, dims) for name in case.op.outputs)
-        whole = names_of(*(dims[i] for i in chosen))
+        sizes = enumerate(case.shape(case.result))
+        out = tuple(letters.new(size) if i in chosen else dims[i] for i, size in sizes)
+        results = tuple((name, out) for name in case.op.outputs)
+        whole = names_of(*(own[i] for own in (dims, out) for i in chosen))
         return Signature(operands=of_first(case, dims), results=results, whole=whole)
 
     return signature
@@ -164,6 +169,8 @@ def permuted(order: Callable[[Case, int], Sequence[int]]) -> ShapeFunction:
 def transpose_order(case: Case, rank: int) -> Sequence[int]:
     """Swap dim0 and dim1."""
     order = list(range(rank))
+    if rank == 0:
+        return order
     a, b = case.number("dim0") % rank, case.number("dim1") % rank
     order[a], order[b] = order[b], order[a]
     return order
@@ -172,6 +179,11 @@ def transpose_order(case: Case, rank: int) -> Sequence[int]:
 def permute_order(case: Case, rank: int) -> Sequence[int]:
     """Take the dims as listed."""
     return [d % rank for d in case.numbers("dims")]
+
+
+def matrix_order(_: Case, rank: int) -> Sequence[int]:
+    """Swap the last two dims."""
+    return [*range(rank - 2), rank - 1, rank - 2]
 
 
 def reversed_order(_: Case, rank: int) -> Sequence[int]:

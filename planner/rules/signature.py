@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.planner.axes.terms import UNIT, Dim, Leaf, product
+from autopar.planner.axes.terms import UNIT, Dim, Leaf, product, size_of
 from autopar.planner.extent import ONE, Extent
 from autopar.planner.graph import Op, Tensor, Value, refs
 
@@ -28,6 +28,14 @@ class Signature:
     results: tuple[tuple[str, Dims], ...]
     whole: frozenset[str] = frozenset()
     letters: Mapping[str, Dim] = field(default_factory=dict)
+
+    def fits(self, case: Case) -> bool:
+        """Whether the dims have the sizes that the tensors have."""
+        return all(
+            tuple(map(size_of, dims)) == tuple(case.shape(name))
+            for name, dims in (*self.operands, *self.results)
+            if name
+        )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -164,7 +172,9 @@ class _Reading:
             if token in _MANY:
                 for k in range(many, 0, -1):
                     dims.append(self._many(k, shape[len(dims)], whole=token != "…"))
-            elif len(dims) < len(shape):
+            else:
+                if len(dims) == len(shape):
+                    raise ValueError(f"{self.case.op.target}: no dim for {token}")
                 dims.append(self._token(token, shape[len(dims)]))
         if len(dims) != len(shape):
             raise ValueError(f"{self.case.op.target}: {len(shape)} dims for {' '.join(tokens)}")

@@ -37,12 +37,13 @@ from autopar.planner.trace.nodes import (
     operands_of,
     region_graph,
     storage_of,
+    writers_of,
     written_arguments,
-    written_storages,
 )
 from autopar.planner.trace.prune import pruned
 from autopar.planner.trace.scatter import with_scatters
 from autopar.planner.trace.symbols import Symbols
+from autopar.planner.trace.traps import weight_written
 from autopar.planner.trace.values import Scope, Values, structured
 
 LOSS_CALL = "(loss)"
@@ -53,6 +54,7 @@ _ALIASES = frozenset({"aten.alias.default", "aten.lift_fresh_copy.default", "ate
 _KEEPING = MappingProxyType(
     {"aten.add.Tensor": 0, "aten.sub.Tensor": 0, "aten.mul.Tensor": 1, "aten.div.Tensor": 1}
 )
+_CUTS_GRADIENT = re.compile(r"aten\.(detach|new_\w+|(zeros|ones|full|empty|rand\w*)_like)\.")
 _SAME_IF_TYPE_IS_SAME = re.compile(r"aten\.(to\.|type_as\.|_to_copy\.)")
 
 # Written to without saying so in their schema.
@@ -92,7 +94,7 @@ class _Converter:
         self.bodies = bodies(self.program.graph_module)
         modules = self.program.graph_module.modules()
         graphs = (part.graph for part in modules if isinstance(part, fx.GraphModule))
-        self.written = set[int]().union(*map(written_storages, graphs))
+        self.written = set[int]().union(*map(writers_of, graphs))
 
     def graph(self) -> Graph:
         """Read the program from its first node to the loss."""
@@ -196,11 +198,11 @@ class _Converter:
             out = self.ledger.unique(f"{name}_{i}") if is_many else name
             owner = scope.storages.setdefault(storage_of(val), out)
             storage = self.ledger.tensors[owner].storage if owner != out else out
-            grad = differentiable and not target.startswith("aten.detach")
+            grad = differentiable and not _CUTS_GRADIENT.match(target)
             self.ledger.add(out, val, storage=storage, origin=Origin.OP, requires_grad=grad)
             outputs.append(Ref(out))
         scope.values[node] = tuple(outputs) if is_many else outputs[0]
-        written = self._written(node, target, dict(arguments))
+        written = self._written(node, target, dict(arguments), scope)
         if differentiable and target not in _HIDDEN_WRITES:
             self.ledger.learn(written)
         self.ops.append(
@@ -229,13 +231,17 @@ class _Converter:
                 self.symbols.bound(size, self.ledger.tensors[inputs[0]].numel)
 
     def _written(
-        self, node: fx.Node, target: str, arguments: Mapping[str, Value]
+        self, node: fx.Node, target: str, arguments: Mapping[str, Value], scope: Scope
     ) -> tuple[str, ...]:
         hidden = _HIDDEN_WRITES.get(target, ())
         if hidden and not (arguments.get("training") or arguments.get("use_input_stats")):
             hidden = ()
         keys = (*written_arguments(node), *hidden)
-        return tuple(name for key in keys for name in refs(arguments.get(key)))
+        written = tuple(name for key in keys for name in refs(arguments.get(key)))
+        for name in {self.ledger.tensors[one].storage for one in written}:
+            if self.ledger.tensors[name].origin is Origin.PARAMETER:
+                raise weight_written(name, self._location(node, scope))
+        return written
 
     def _read_region(self, node: fx.Node, scope: Scope) -> None:
         """Inline a region: no_grad and autocast are wrapped as graphs of their own."""

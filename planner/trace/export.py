@@ -93,10 +93,10 @@ def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exporte
 
 
 class _OnMeta(TorchFunctionMode):
-    """Has what the meta device would forget.
+    """Has what the meta device would forget, and the exporter.
 
-    The numbers in `x[..., [-2], :]` and `torch.tensor(0.5, device=x.device)` are kept, and
-    `x.type(dtype)` stays on its device.
+    The numbers in `x[..., [-2], :]` and `torch.tensor(0.5, device=x.device)` are kept,
+    `x.type(dtype)` stays on its device, and `x.data` comes from x.
     """
 
     def __torch_function__(
@@ -110,6 +110,10 @@ class _OnMeta(TorchFunctionMode):
             return answer
         if func is torch.Tensor.type and isinstance(args[-1], torch.dtype):
             func = torch.Tensor.to
+        if func == _DATA.__get__:
+            func = torch.Tensor.detach
+        if func == _DATA.__set__:
+            raise RuntimeError(_REPLACED)
         known = tensor_of_numbers(func, args, kwargs)
         if known is not None:
             return known
@@ -165,6 +169,7 @@ def _quiet() -> Iterator[None]:
         logging.disable(level)
 
 
+_DATA: Any = torch.Tensor.data
 _BY_VALUES = "the model decides on the values of a tensor ({line})"
 _UNLIKE_TYPES = "element types do not match ({summary})"
 _NO_KERNEL = "torch does not compute this in the type of the weights ({summary})"
@@ -175,7 +180,13 @@ _KINDS: Mapping[str, type[TraceError]] = MappingProxyType(
         _NO_KERNEL: NoKernelError,
     }
 )
+_REPLACED = "a tensor is given other numbers"
 _REASONS: tuple[tuple[str, str, str], ...] = (
+    (
+        _REPLACED,
+        "the forward replaces the numbers of a tensor ({line})",
+        "compute a new tensor; state that changes in training is a buffer, written by copy_",
+    ),
     (
         AT_RANDOM,
         "the model decides by a random number what it runs ({line})",

@@ -15,7 +15,7 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import _disable_current_modes
 
-from autopar.planner.trace.nodes import is_getitem, storages_of, written_storages
+from autopar.planner.trace.nodes import is_getitem, storages_of, writers_of
 
 _ROWS = (2, 7, 64)
 _MOST_ELEMENTS = 2**26  # of a tensor on the way
@@ -37,7 +37,11 @@ def known_number(asked: Tensor) -> Any:
 
 
 def _known(last: fx.Node) -> Sequence[fx.Node]:
-    """Return the nodes that a value is computed by, in order; none where one is not known."""
+    """Return the nodes that a value is computed by, in order; none where one is not known.
+
+    Those that write to the memory of another among them are among them.
+    """
+    writers = writers_of(last.graph)
     needed, waiting = set[fx.Node](), [last]
     while waiting:
         node = waiting.pop()
@@ -49,8 +53,7 @@ def _known(last: fx.Node) -> Sequence[fx.Node]:
         if not _is_steady(node):
             return ()
         waiting += node.all_input_nodes
-    if storages_of(needed) & written_storages(last.graph):
-        return ()
+        waiting += [writer for one in storages_of([node]) for writer in writers.get(one, ())]
     return [node for node in last.graph.nodes if node in needed]
 
 
@@ -84,7 +87,7 @@ def _computed(nodes: Sequence[fx.Node], rows: int, root: torch.nn.Module) -> Any
         if _is_number(node):
             values[node] = _at(node.meta["val"], rows)
         elif node.op == "get_attr":
-            values[node] = getattr(root, str(node.target))
+            values[node] = getattr(root, str(node.target)).clone()  # which may be written to
         else:
             args, kwargs = pytree.tree_map(given, (node.args, node.kwargs))
             values[node] = node.target(*args, **kwargs)  # type: ignore[operator]

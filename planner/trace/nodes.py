@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 import operator
 import re
-from collections.abc import Iterable
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -72,17 +73,18 @@ def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
     return set(map(storage_of, tensors))
 
 
-def written_storages(graph: fx.Graph) -> set[int]:
-    """Return the identities of the memory whose numbers the ops of a graph change in place."""
-    found = set[fx.Node]()
+def writers_of(graph: fx.Graph) -> Mapping[int, Sequence[fx.Node]]:
+    """Return by the identity of memory the ops of a graph that change its numbers in place."""
+    found = defaultdict[int, list[fx.Node]](list)
     for node in graph.nodes:
         written = written_arguments(node) if str(node.target) != _DETACHES else ()
         if written:
             names = (argument.name for argument in node.target._schema.arguments)
             given = {**dict(zip(names, node.args, strict=False)), **node.kwargs}
             leaves = pytree.tree_leaves([given.get(name) for name in written])
-            found |= {leaf for leaf in leaves if isinstance(leaf, fx.Node)}
-    return storages_of(found)
+            for storage in storages_of(leaf for leaf in leaves if isinstance(leaf, fx.Node)):
+                found[storage].append(node)
+    return found
 
 
 def location(node: fx.Node) -> str:

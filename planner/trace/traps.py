@@ -3,6 +3,7 @@
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.
 - A buffer that the forward replaces instead of writing to it: the exporter forgets the new value.
+- A weight that the forward writes to: each rank would change its own copy, or a gathered one.
 
 The other silent trap, the lost backward of a custom autograd.Function, is met in `record`.
 """
@@ -20,10 +21,13 @@ from unittest.mock import patch
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.utils.spectral_norm import SpectralNorm
+from torch.nn.utils.weight_norm import WeightNorm
 
 from autopar.planner.errors import TraceError
 from autopar.planner.trace.frames import is_library_file
 
+_OLD_NORMS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
 _PLAIN = (int, float, str, bool, type(None))
 _RANDOM_SOURCES = (
     (random, ("random", "randint", "uniform", "choice", "choices", "sample", "shuffle", "gauss",
@@ -67,8 +71,16 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
                 f"the forward changes the attribute {name}: the trace would keep one value",
                 where=f"module {path or '(root)'}",
                 expected="state that changes in training to be a buffer",
-                fix=f"self.register_buffer({name!r}, …), changed in place",
+                fix=_of_old_norm(model.get_submodule(path))
+                or f"self.register_buffer({name!r}, …), changed in place",
             )
+
+
+def _of_old_norm(module: nn.Module) -> str:
+    """Return the remedy where torch's older norms of weights set an attribute at each forward."""
+    hooks = (type(hook) for hook in module._forward_pre_hooks.values())
+    name = next((_OLD_NORMS[one] for one in hooks if one in _OLD_NORMS), "")
+    return name and f"torch.nn.utils.parametrizations.{name}(…), which keeps no attribute"
 
 
 @contextmanager
@@ -92,6 +104,16 @@ def assigned_buffers_written(module: nn.Module, path: str) -> Iterator[None]:
                 fix=f"self.{name}.copy_(value.detach())",
             )
         module._buffers[name] = old.copy_(new)
+
+
+def weight_written(name: str, where: str) -> TraceError:
+    """Return the error for a forward that changes a weight: a shard, or a copy, would change."""
+    return TraceError(
+        f"the forward writes to the parameter {name}",
+        where=where,
+        expected="weights that the optimizer alone changes",
+        fix="compute with a changed copy (F.linear(x, weight.clamp(…))), or make it a buffer",
+    )
 
 
 def _spy(function: Callable[..., Any], found: list[TraceError]) -> Callable[..., Any]:
@@ -158,6 +180,9 @@ def _attributes(model: nn.Module) -> dict[tuple[str, str], Hashable]:
                 found[path, name] = id(value)
             elif name != "training" and _is_plain(value):
                 found[path, name] = repr(value) if value is not None else None
+        found |= {
+            (path, name): id(one) for name, one in module._parameters.items() if one is not None
+        }
     return found
 
 

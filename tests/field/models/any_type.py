@@ -30,13 +30,32 @@ SIZES = {
     "num_conv_pos_embedding_groups": 4,
     "kv_lora_rank q_lora_rank lora_rank sliding_window attention_window mamba_d_state state_size "
     "num_conv_pos_embeddings": 16,
-    "mamba_n_heads": 12,
+    "mamba_n_heads n_mamba_heads": 12,
     "mamba_d_ssm": 96,
     "pad_token_id n_group topk_group decoder_start_token_id n_shared_experts decoder_sparse_step "
-    "first_k_dense_replace": 1,
+    "first_k_dense_replace num_codebooks": 1,
     "bos_token_id eos_token_id linear_num_key_heads index_n_heads": 2,
+    "num_kv_shared_layers hidden_size_per_layer_input": 0,
 }
-OFF = ("use_cache", "output_router_logits")
+# What a name of a size alone does not tell: numbers that must fit to each other.
+OWN: dict[str, dict[str, Any]] = {
+    "codegen": {"n_head": 4, "rotary_dim": 4},  # heads in four groups, as its TPUs had them
+    "mobilebert": {"true_hidden_size": 24, "intra_bottleneck_size": 24, "embedding_size": 24},
+    "mamba2": {"num_heads": 12, "n_groups": 4},
+    "zamba2": {"mamba_headdim": 8},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
+    "esm": {"pad_token_id": 1, "position_embedding_type": "rotary"},
+    "swin": {"window_size": 4},
+    "donut-swin": {"window_size": 4},
+    "reformer": {"axial_pos_embds": False, "is_decoder": True},
+    "reformer masked": {"is_decoder": False},
+    "xmod": {"default_language": "en_XX"},
+    "data2vec-vision segments": {"out_indices": [0, 1]},
+}
+OPTIONAL = (
+    "head_dim num_key_value_heads vocab_size n_routed_experts n_shared_experts num_experts_per_tok"
+)
+OFF = ("use_cache", "output_router_logits", "apply_spec_augment")  # the last draws with numpy
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -49,7 +68,8 @@ TASKS = {
     "speech": "MODEL_FOR_CTC_MAPPING_NAMES",
     "sound": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING_NAMES",
 }
-LABELS, SEQ, PIXELS, SAMPLES = 5, 12, 64, 400
+MASKED = ("mask_time_prob", "mask_feature_prob")  # shares of sound, drawn with numpy
+LABELS, SEQ, PIXELS, SAMPLES, FRAMES = 5, 12, 64, 1600, 64
 _WANTED = {name: size for names, size in SIZES.items() for name in names.split()}
 
 
@@ -60,18 +80,12 @@ def types_of(task: str) -> tuple[str, ...]:
 
 def build_model(kind: str, task: str) -> nn.Module:
     """Build a tiny model of a type for a task."""
-    config = _tiny(AutoConfig.for_model(kind))
-    config.num_labels = LABELS
-    config._experts_implementation = "batched_mm"  # of static shapes
-    if task == "seq2seq":
-        config.decoder_start_token_id = _WANTED["decoder_start_token_id"]
-    name = getattr(modeling_auto, TASKS[task])[kind]
-    name = name[0] if isinstance(name, (list, tuple)) else name
-    model: nn.Module = getattr(transformers, name)(config)
+    config = _configured(kind, task)
+    model: nn.Module = _class_of(kind, task)(config)
     return model
 
 
-def example_batch(batch_size: int, task: str) -> dict[str, torch.Tensor]:
+def example_batch(batch_size: int, kind: str, task: str) -> dict[str, torch.Tensor]:
     """Make random rows, with labels, for a task."""
     classes = torch.randint(LABELS, (batch_size,))
     if task in ("image", "segments"):
@@ -80,7 +94,7 @@ def example_batch(batch_size: int, task: str) -> dict[str, torch.Tensor]:
         return {"pixel_values": torch.randn(batch_size, 3, PIXELS, PIXELS), "labels": labels}
     if task in ("speech", "sound"):
         labels = classes if task == "sound" else torch.randint(3, 30, (batch_size, 3))
-        return {"input_values": torch.randn(batch_size, SAMPLES), "labels": labels}
+        return {**_recordings(batch_size, kind, task), "labels": labels}
     ids = torch.randint(3, _WANTED["vocab_size"], (batch_size, SEQ))
     ids[:, -1] = _WANTED["eos_token_id"]
     if task == "question":
@@ -94,17 +108,59 @@ def example_batch(batch_size: int, task: str) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
+def _recordings(batch_size: int, kind: str, task: str) -> dict[str, torch.Tensor]:
+    """Return sound as waves, or as its frequencies over time, in the order that a type wants."""
+    if _class_of(kind, task).main_input_name != "input_features":
+        config = _configured(kind, task)  # of spectrograms, which are input_values, too
+        sizes = [getattr(config, name, 0) for name in ("max_length", "num_mel_bins")]
+        return {"input_values": torch.randn(batch_size, *(sizes if all(sizes) else [SAMPLES]))}
+    config = _configured(kind, task)
+    config = getattr(config, "encoder_config", config)
+    names = ("feature_projection_input_dim", "input_dim", "num_mel_bins")
+    wide = next(filter(None, (getattr(config, name, None) for name in names)))
+    if hasattr(config, "max_source_positions") and not hasattr(config, names[0]):  # as Whisper has
+        return {"input_features": torch.randn(batch_size, wide, 2 * config.max_source_positions)}
+    mask = torch.ones(batch_size, FRAMES, dtype=torch.long)
+    return {"input_features": torch.randn(batch_size, FRAMES, wide), "attention_mask": mask}
+
+
+def _class_of(kind: str, task: str) -> Any:
+    name = getattr(modeling_auto, TASKS[task])[kind]
+    return getattr(transformers, name[0] if isinstance(name, (list, tuple)) else name)
+
+
+def _configured(kind: str, task: str) -> Any:
+    """Return the configuration of a tiny model; of text alone, where that is what a task has."""
+    config = AutoConfig.for_model(kind)
+    wanted = _class_of(kind, task).config_class
+    if wanted is not None and not isinstance(config, wanted):
+        config = config.get_text_config()
+    config = _tiny(config)
+    config.num_labels = LABELS
+    config._experts_implementation = "batched_mm"  # of static shapes
+    if task in ("seq2seq", "speech"):
+        config.decoder_start_token_id = _WANTED["decoder_start_token_id"]
+        config.pad_token_id = getattr(config, "pad_token_id", None) or 0
+        config.vocab_size = _WANTED["vocab_size"]
+    for name, value in {**OWN.get(kind, {}), **OWN.get(f"{kind} {task}", {})}.items():
+        setattr(config, name, value)
+    return config
+
+
 def _tiny(config: Any) -> Any:
     """Return a configuration of the same class with small sizes, and no dropout or cache."""
+    config.allow_global_per_layer_attribute_access = True
     given = {name: size for name, size in _sizes(config) if size is not None}
     if "kv_lora_rank" in given:  # latent attention has keys for every head
         given["num_key_value_heads"] = _WANTED["num_attention_heads"]
+        given["head_dim"] = _WANTED["qk_rope_head_dim"]
     try:
         made = type(config)(**given)
     except Exception:  # one that takes some of them later only
         made = config
         for name, value in given.items():
             setattr(made, name, value)
+    made.allow_global_per_layer_attribute_access = True
     for name in ("layer_types", "mlp_layer_types", "layers_block_type"):
         kinds = getattr(made, name, None)
         if isinstance(kinds, list) and len(kinds) > 2:
@@ -119,9 +175,9 @@ def _sizes(config: Any) -> Any:
             yield name, _tiny(value)
         elif isinstance(value, bool):
             yield name, False if name in OFF else None
-        elif isinstance(value, float) and "drop" in name:
+        elif isinstance(value, float) and ("drop" in name or name in MASKED):
             yield name, 0.0
-        elif isinstance(value, int):
+        elif isinstance(value, int) or (value is None and name in OPTIONAL.split()):
             yield name, _WANTED.get(name)
         elif isinstance(value, (list, tuple)) and all(isinstance(one, int) for one in value):
             yield name, _listed(name, value)
@@ -133,4 +189,6 @@ def _listed(name: str, value: Any) -> Any:
         return type(value)(1 for _ in value)
     if name in ("hidden_sizes", "embed_dims", "hidden_dims"):
         return type(value)(24 * (i + 1) for i in range(len(value)))
+    if name in ("conv_dim", "tdnn_dim"):
+        return type(value)(32 for _ in value)
     return type(value)(2 for _ in value) if name in ("num_attention_heads", "num_heads") else None
