@@ -198,7 +198,7 @@ class BodyBuilder:
             maker = self.tree.maker[held.tensor]
             bias = self.owner.tensor(self.late_biases[held.tensor], maker, self)
             converted = binary(converted, "+", bias, Level.SUM)
-        if any(wanted.tensor in op.writes for op in users):  # never into what others still read
+        if wanted.tensor in self.tree.written_later:  # never into what others still read
             converted = method(converted, "clone")
         return Line(
             results=wanted,

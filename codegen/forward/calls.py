@@ -22,6 +22,7 @@ class CallTree:
     ops: Mapping[str, tuple[Op, ...]]  # of a call with all calls inside
     maker: Mapping[str, Op]
     users: Mapping[str, tuple[Op, ...]]
+    written_later: frozenset[str]  # tensors to whose memory an op writes that comes after them
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Return the calls around an op, outermost first."""
@@ -75,7 +76,16 @@ def call_tree(graph: Graph) -> CallTree:
         ops=MappingProxyType({call: tuple(ops) for call, ops in inside.items()}),
         maker=MappingProxyType({t: op for op in graph.ops for t in op.outputs}),
         users=MappingProxyType({t: tuple(ops) for t, ops in users.items()}),
+        written_later=_written_later(graph),
     )
+
+
+def _written_later(graph: Graph) -> frozenset[str]:
+    found, storages = set[str](), set[str]()
+    for op in reversed(graph.ops):
+        found |= {name for name in op.outputs if graph.tensors[name].storage in storages}
+        storages |= {graph.tensors[name].storage for name in op.writes}
+    return frozenset(found)
 
 
 def common(chains: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> tuple[str, ...]:

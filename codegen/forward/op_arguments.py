@@ -47,10 +47,12 @@ class Arguments:
         schema = schema_of(op.target)
         # `int[2] stride` may be one number; what the table prints are functions that take one, too
         name = base_name(op.target)
+        function = table.FUNCTIONS.get(name)
+        is_function = function is not None and function.fits(self.raw)
         self.short = {
             a.name
             for a in schema.arguments
-            if name not in table.AS_OPS and (name in table.FUNCTIONS or a.N is not None)
+            if is_function or (a.N is not None and _holder_of(name))
         }
         inputs = iter(place.inputs)
         self.printed = {
@@ -159,6 +161,13 @@ def function_call(arguments: Arguments, function: table.Function) -> Form:
     return call(function.name, *positional, keywords=tuple(keywords))
 
 
+def _holder_of(name: str) -> str:
+    """Return the module that has a function which is the op of its name, "" where none has."""
+    if name in table.AS_OPS:
+        return ""
+    return "torch" if hasattr(torch, name) else "F" if hasattr(functional, name) else ""
+
+
 def by_schema(arguments: Arguments, name: str) -> Form:
     """Print an op as a method of its first argument, or else as a function of torch."""
     names = [key for key in arguments.raw if key not in ("self", "input")]
@@ -183,8 +192,8 @@ def by_schema(arguments: Arguments, name: str) -> Form:
         if not callable(getattr(Tensor, name)):
             return attribute(arguments[owner], name)  # x.real
         return method(arguments[owner], name, *positional, keywords=tuple(keywords))
-    holder = "torch" if hasattr(torch, name) else "F" if hasattr(functional, name) else ""
-    if not holder or name in table.AS_OPS:
+    holder = _holder_of(name)
+    if not holder:
         given = tuple((key, arguments[key]) for key in arguments.raw)
         return call(f"torch.ops.{arguments.op.target}", keywords=given, is_tensor=False)
     if owner is not None:

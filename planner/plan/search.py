@@ -41,6 +41,7 @@ from autopar.planner.plan.constraints import (
 from autopar.planner.plan.costing import Costing, Subject, model_flops
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.demands import choices_of, demands_of, layout_rules
+from autopar.planner.plan.lone_rows import check_lone_rows, least_rows
 from autopar.planner.plan.nodes import Item, Point, Pressure, Variant, families, simplicity
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.questions import Questions
@@ -73,6 +74,7 @@ def search(
     """Return the best plan with its proof and the runners-up."""
     subject = Subject(graph=graph, axes=axes, layers=layers)
     constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
+    check_lone_rows(constraints, graph)
     explorer = Explorer(subject, cluster, constraints, report=report, measured=measured)
     began = time.perf_counter()
     limit = time_limit_seconds or float("inf")
@@ -172,7 +174,7 @@ class Explorer:
         """Yield the degrees and microbatches that the constraints allow."""
         constraints, graph = self.constraints, self.subject.graph
         assert constraints.global_batch is not None
-        fixed = graph.fixed_batch
+        fixed, least = graph.fixed_batch, least_rows(graph)
         legal = check_degrees(
             self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
         )
@@ -184,6 +186,7 @@ class Explorer:
                 (size, count)
                 for size, count in microbatches_of(constraints.global_batch, data)
                 if size == (fixed or size) and size == (constraints.microbatch or size)
+                if size >= least
             ]
             if self.objective is Objective.MEMORY:
                 sizes = sizes[:1]  # the smallest never holds more rows at once than another

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.nn.modules import transformer
 
 _OWN = str(Path(__file__).parent)
@@ -30,7 +31,7 @@ def passing_answer(asked: torch.Tensor) -> bool | None:
         return None
     if (frame.f_code.co_filename, frame.f_code.co_name) == _ONLY_FASTER:
         return False
-    if not asked.is_meta or asked.numel() != 1:
+    if not (asked.is_meta or isinstance(asked, FakeTensor)) or asked.numel() != 1:
         return None
     return _answers(frame.f_code.co_filename).get(frame.f_lineno)
 

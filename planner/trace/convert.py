@@ -78,6 +78,12 @@ def _keeps_shapes(node: fx.Node) -> bool:
     return len({str(val.shape) for val in vals}) == 1
 
 
+def _hands_on(target: str, arguments: Mapping[str, Value]) -> bool:
+    """Whether an op gives the very tensor it got, though torch tells nobody."""
+    is_off = arguments.get("p") == 0.0 or arguments.get("train") is False
+    return target == "aten.dropout.default" and is_off
+
+
 class _Converter:
     def __init__(self, exported: Exported) -> None:
         self.program = exported.program
@@ -196,7 +202,8 @@ class _Converter:
                 outputs.append(None)
                 continue
             out = self.ledger.unique(f"{name}_{i}") if is_many else name
-            owner = scope.storages.setdefault(storage_of(val), out)
+            own = inputs[0] if _hands_on(target, dict(arguments)) else out
+            owner = scope.storages.setdefault(storage_of(val), own)
             storage = self.ledger.tensors[owner].storage if owner != out else out
             grad = differentiable and not _CUTS_GRADIENT.match(target)
             self.ledger.add(out, val, storage=storage, origin=Origin.OP, requires_grad=grad)

@@ -193,7 +193,7 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "run all of it at every step: where layers are dropped, set their probability to 0",
     ),
     (
-        r"GuardOnDataDependent|data-dependent|_local_scalar_dense|unbacked",
+        r"GuardOnDataDependent|DataDependentOutput|data-dependent|_local_scalar_dense|unbacked",
         _BY_VALUES,
         "use torch.where or a mask instead of `if` on tensor values, or compute the value outside",
     ),

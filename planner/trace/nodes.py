@@ -99,7 +99,7 @@ _FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in ', re.MULTILINE | re.DOTAL
 
 
 def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:
-    """Return, for each recorded call, its nodes from enter to leave."""
+    """Return, for each recorded call, its nodes from enter to leave, where one graph has both."""
     found: dict[str, tuple[fx.Node, ...]] = {}
     for part in module.modules():
         if not isinstance(part, fx.GraphModule):
@@ -108,7 +108,7 @@ def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:
         for position, node in enumerate(nodes):
             if str(node.target) == record.ENTER:
                 starts[node.args[1]] = position
-            elif str(node.target) == record.LEAVE:
+            elif str(node.target) == record.LEAVE and node.args[1] in starts:
                 call = str(node.args[1])
                 found[call] = tuple(nodes[starts[call] : position + 1])
     return found

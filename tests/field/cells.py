@@ -78,6 +78,7 @@ AWKWARD: Mapping[str, Subject] = {
     "masked loss": _own("losses", "kind=masked"),
     "class weights": _own("losses", "kind=classes"),
     "drawn noise": _own("drawn_noise"),
+    "in place": _own("in_place"),
 }
 
 SUBJECTS: Mapping[str, Subject] = {**FAMILIES, **AWKWARD}

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
+from torch import Tensor, nn
 
 from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file
@@ -23,3 +26,40 @@ def test_the_product_of_all_pairs_of_rows_is_where_they_meet() -> None:
 @pytest.mark.parametrize("name", ZOO_MODELS)
 def test_rows_of_the_zoo_do_not_meet(name: str) -> None:
     assert meeting_rows(zoo_graph(name)) is None
+
+
+class Sharing(nn.Module):
+    """Gives rows what all of them have made, in one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4, scale_grad_by_freq=way == "counted")
+        self.way = way
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        match self.way:
+            case "centered":
+                x = x - x.mean(0)
+            case "greatest":
+                x = x / x.abs().amax(0, keepdim=True)
+            case "told":  # nothing is learnt of it
+                x = x / x.detach().abs().amax()
+            case "made":  # of the rows' type alone
+                x = x * x.new_ones(4).cumsum(0)
+        loss: Tensor = x.square().mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("way", "meet"),
+    [("centered", True), ("greatest", True), ("counted", True), ("told", False), ("made", False)],
+)
+def test_what_all_rows_have_made_is_where_they_meet(way: str, *, meet: bool) -> None:
+    file = replace(
+        load_model_file(str(PAIRS), []),
+        build_model=lambda: Sharing(way),
+        example_batch=lambda rows: {"ids": torch.arange(3 * rows).reshape(rows, 3) % 8},
+        loss=None,
+    )
+    assert (meeting_rows(trace(file)) is not None) == meet

@@ -7,6 +7,7 @@ with the backward that the table of layouts says. Dropout is left out.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -28,6 +29,7 @@ _RESHAPES = (
     "aten._unsafe_view.",
     "aten.flatten.",
     "aten.unflatten.",
+    "aten.squeeze.",
 )
 
 
@@ -133,7 +135,7 @@ class Interpreter:
             return [inputs[0].clone()]
         if op.target.startswith(_RESHAPES):
             return [inputs[0].reshape(shapes[0])]
-        if op.target.startswith(("aten.expand.", "aten.expand_as.")):
+        if op.target.startswith(("aten.expand.", "aten.expand_as.", "aten.broadcast_to.")):
             return [inputs[0].expand(shapes[0])]
         if op.target.startswith(("aten.chunk.", "aten.split")):
             dim = op.argument("dim")
@@ -142,11 +144,22 @@ class Interpreter:
         is_lookup = op.target == "aten.embedding.default"
         if is_lookup and strategy.needs[0].kind is Kind.SPLIT and strategy.needs[0].dim == 0:
             return [self._partial_rows(op, strategy, inputs, rank)]
-        result = self._called(op, inputs)
+        if op.target.startswith("aten.conv") and strategy.needs[1].kind is Kind.SPLIT:
+            op = self._with_own_groups(op, inputs)
+        result = called(op, inputs, self.batch, exact=True)
+        if op.target == "aten.repeat.default" and strategy.needs[0].kind is not Kind.SPLIT:
+            cut = self.cut(op.outputs[0], strategy.gives[0])  # what is split may be the repetitions
+            result = cut.shard(result, rank) if cut is not None else result
         outputs = list(result) if isinstance(result, (tuple, list)) else [result]
         for out, shape in zip(outputs, shapes, strict=True):
             assert list(out.shape) == shape, (op.name, op.target, list(out.shape), shape)
         return outputs
+
+    def _with_own_groups(self, op: Op, inputs: list[Tensor]) -> Op:
+        """Return a convolution with as many groups as this rank's part of the input has."""
+        groups = inputs[0].shape[1] // inputs[1].shape[1]
+        given = tuple((key, groups if key == "groups" else value) for key, value in op.arguments)
+        return replace(op, arguments=given)
 
     def _partial_rows(self, op: Op, strategy: OpLayout, inputs: list[Tensor], rank: int) -> Tensor:
         """Rows that this rank holds, zeros for the others."""
@@ -165,28 +178,31 @@ class Interpreter:
             shape[cut.dim] = len(cut.places[rank])
         return shape
 
-    def _called(self, op: Op, inputs: list[Tensor]) -> Any:
-        rest = iter(inputs)
-        arguments = {key: self._argument(key, value, rest) for key, value in op.arguments}
-        if "scaled_dot_product_attention" in op.target:
-            arguments["dropout_p"] = 0.0
-        namespace, name, overload = op.target.split(".")
-        return getattr(getattr(getattr(torch.ops, namespace), name), overload)(**arguments)
 
-    def _argument(self, key: str, value: Value, rest: Any) -> Any:
+def called(op: Op, inputs: Sequence[Tensor], batch: int, *, exact: bool = False) -> Any:
+    """Call an op with its tensors; the model's own type is float64 where numbers are exact."""
+    rest = iter(inputs)
+    own = torch.float64 if exact else torch.float32
+
+    def meant(key: str, value: Value) -> Any:
         if isinstance(value, Ref):
             return next(rest)
         if isinstance(value, DType):
-            return (
-                torch.float64 if value.name in ("model", "float32") else getattr(torch, value.name)
-            )
+            is_own = value.name == "model" or (exact and value.name == "float32")
+            return own if is_own else getattr(torch, value.name)
         if isinstance(value, Extent):
-            return value.at(self.batch)
+            return value.at(batch)
         if isinstance(value, tuple):
-            return [self._argument(key, item, rest) for item in value]
-        if key == "dtype" and value is None:
-            return None
+            return [meant(key, item) for item in value]
+        if isinstance(value, str) and value.startswith("torch."):  # a memory format, by its name
+            return getattr(torch, value.removeprefix("torch."))
         return "cpu" if key == "device" and value is not None else value
+
+    arguments = {key: meant(key, value) for key, value in op.arguments}
+    if "scaled_dot_product_attention" in op.target:
+        arguments["dropout_p"] = 0.0
+    namespace, name, overload = op.target.split(".")
+    return getattr(getattr(getattr(torch.ops, namespace), name), overload)(**arguments)
 
 
 def tensors_from_outside(

@@ -102,3 +102,9 @@ def test_a_mask_that_may_be_another_is_kept(tmp_path: Path, mask: str) -> None:
     arguments = dict(first.arguments)
     assert arguments["attn_mask"] is not None
     assert not arguments["is_causal"]
+
+
+def test_a_check_passes_where_a_model_cannot_be_traced_without_a_device(tmp_path: Path) -> None:
+    at_the_cpu = "x = x.masked_fill(x > 9, torch.tensor(0.0))"
+    source = MODEL.format(check=f"assert (x < 9).all(); {at_the_cpu}")
+    assert len(ops_of(traced(tmp_path, source), "masked_fill")) == 1

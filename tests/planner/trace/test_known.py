@@ -66,3 +66,14 @@ def test_what_the_batch_or_the_weights_tell_is_not(tmp_path: Path, before: str, 
 def test_what_is_drawn_is_not_known(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match="decides"):
         traced(tmp_path, MODEL.format(before="pass", asked="torch.rand_like(ones).sum() > 9"))
+
+
+@pytest.mark.parametrize(
+    ("before", "is_true"),
+    [("ones[:, 1] = 0", False), ("ones[ones == 2] = 0", True), ("ones.mul_(0).add_(1)", True)],
+)
+def test_what_was_written_to_constants_is_known(
+    tmp_path: Path, before: str, *, is_true: bool
+) -> None:
+    graph = traced(tmp_path, MODEL.format(before=before, asked="ones.all()"))
+    assert [len(ops_of(graph, name)) for name in ("sin", "cos")] == [is_true, not is_true]

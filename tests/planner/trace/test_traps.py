@@ -214,3 +214,59 @@ def test_a_function_that_is_mapped_over_rows_is_refused(tmp_path: Path) -> None:
     line = line_of(tmp_path / "subject.py", "torch.vmap")
     assert told.value.where.endswith(f"subject.py:{line}")
     assert "broadcasting" in told.value.fix
+
+
+CHANGING = """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.linear = {linear}
+            self.register_buffer("top", torch.zeros(()))
+
+        def forward(self, x):
+            {change}
+            return self.linear(x)
+
+    def build_model():
+        return Model()
+"""
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("self.linear.weight.data.clamp_(-1, 1)", "writes to the parameter linear.weight"),
+        ("self.linear.weight.detach().mul_(2)", "writes to the parameter linear.weight"),
+        ("self.linear.weight.data = x[:4] + 0", "replaces the numbers of a tensor"),
+        ("x.data = x + 1", "replaces the numbers of a tensor"),
+        (
+            "self.linear.weight = nn.Parameter(self.linear.weight / 2)",
+            "changes the attribute weight",
+        ),
+    ],
+)
+def test_a_forward_that_changes_its_weights_is_refused(
+    tmp_path: Path, change: str, told: str
+) -> None:
+    with pytest.raises(TraceError, match=told):
+        traced(tmp_path, CHANGING.format(change=change, linear="nn.Linear(4, 4)"))
+
+
+@pytest.mark.parametrize("name", ["weight_norm", "spectral_norm"])
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+def test_a_norm_of_weights_in_torch_s_older_way_is_refused_with_the_newer(
+    tmp_path: Path, name: str
+) -> None:
+    linear = f"nn.utils.{name}(nn.Linear(4, 4))"
+    with pytest.raises(TraceError) as told:
+        traced(tmp_path, CHANGING.format(change="pass", linear=linear))
+    assert f"torch.nn.utils.parametrizations.{name}" in told.value.fix
+
+
+def test_what_is_read_by_data_comes_from_its_tensor(tmp_path: Path) -> None:
+    change = "x = x / x.data.abs().max(); self.top.data.copy_(self.linear.weight.data.max())"
+    graph = traced(tmp_path, CHANGING.format(change=change, linear="nn.Linear(4, 4)"))
+    (largest, _) = ops_of(graph, "max")
+    assert graph.tensors[largest.inputs[0]].storage != "x"
+    assert [buffer.updated for buffer in graph.buffers] == [True]
+    assert not graph.tensors[largest.outputs[0]].requires_grad
