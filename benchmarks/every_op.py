@@ -84,7 +84,7 @@ def page(found: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
     for kind in Kind:
         ops = sum(any(one.kind is kind for one in own) for own in tried.values())
         yield f"| {kind} | {samples[kind]} | {ops} |"
-    for kind in (Kind.REFUSED, Kind.PRINTED, Kind.SPLIT):
+    for kind in (Kind.REFUSED, Kind.RAISED, Kind.PRINTED, Kind.SPLIT):
         lines = [
             f"- {name} — {one.detail}"
             for name, own in tried.items()

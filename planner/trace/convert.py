@@ -33,6 +33,7 @@ from autopar.planner.trace.nodes import (
     has_tensor,
     is_getitem,
     is_mapped,
+    is_sparse,
     location,
     operands_of,
     region_graph,
@@ -150,6 +151,12 @@ class _Converter:
             self._read_region(node, scope)
         elif _CHECKS.match(target) or not has_tensor(node.meta.get("val")):
             return
+        elif any(map(is_sparse, pytree.tree_leaves(node.meta["val"]))):
+            raise TraceError(
+                "the model makes a sparse tensor, of which no rank can have a part",
+                where=self._location(node, scope),
+                fix="compute with dense tensors, or with an index and values",
+            )
         elif any(map(is_mapped, pytree.tree_leaves(node.meta["val"]))):
             raise TraceError(
                 "the model maps a function over rows with torch.vmap, which has no plain graph",

@@ -66,11 +66,16 @@ def is_mapped(val: Any) -> bool:
     return isinstance(val, torch.Tensor) and torch._C._functorch.is_batchedtensor(val)
 
 
+def is_sparse(val: Any) -> bool:
+    """Whether a value is a tensor without plain memory."""
+    return isinstance(val, torch.Tensor) and val.layout is not torch.strided
+
+
 def storages_of(nodes: Iterable[fx.Node]) -> set[int]:
     """Return the identities of the memory that the values of nodes lie in."""
     leaves = (leaf for node in nodes for leaf in pytree.tree_leaves(node.meta.get("val")))
-    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor) and not is_mapped(leaf))
-    return set(map(storage_of, tensors))
+    tensors = (leaf for leaf in leaves if isinstance(leaf, torch.Tensor))
+    return {storage_of(one) for one in tensors if not is_mapped(one) and not is_sparse(one)}
 
 
 def writers_of(graph: fx.Graph) -> Mapping[int, Sequence[fx.Node]]:

@@ -41,6 +41,7 @@ class Kind(StrEnum):
 
     SAME = "same"
     REFUSED = "refused"
+    RAISED = "raised"
     PRINTED = "printed wrong"
     SPLIT = "split wrong"
 
@@ -130,6 +131,9 @@ def _of_sample(function: Callable[..., Any], sample: Any) -> Iterator[Finding]:
         graph = trace(_file_of(function, sample))
     except AutoparError as error:
         yield Finding(kind=Kind.REFUSED, detail=str(error).split("\n")[0])
+        return
+    except Exception as error:  # which a user would see as a traceback
+        yield Finding(kind=Kind.RAISED, detail=f"{type(error).__name__}: {error}")
         return
     values = _values(graph, model)
     if values is None:
