@@ -2,23 +2,32 @@
 
 from __future__ import annotations
 
+from autopar.planner.extent import BATCH
 from autopar.planner.graph import Graph, Op
 from autopar.planner.loss_of_parts import Follows, all_of_parts, loss_of_parts
+
+_ALONG = frozenset(
+    {
+        "roll", "flip", "softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp",
+        "sort", "topk", "diff",
+    }
+)  # fmt: skip
+_TAKING = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes"})
 
 
 def meeting_rows(graph: Graph) -> Op | None:
     """Return the first op that learns from all rows at once.
 
-    It compares every pair of rows, as contrastive losses do, gives rows what all of them have made,
-    as centering does, or makes of the rows' mean or sum what is no mean of that of their parts, as
-    a root does. An embedding may divide its gradient by how often all rows name an entry.
+    It compares every pair of rows, as contrastive losses do, or a row with the next one, or the
+    first half with the second; gives rows what all of them have made, as centering does; or makes
+    of the rows' mean or sum what is no mean of that of their parts, as a root does.
     """
     of_parts = all_of_parts(graph)
     for op in graph.ops:
         learning = [name for name in op.outputs if graph.tensors[name].requires_grad]
         if any(_varying(graph, name) > 1 for name in learning):
             return op
-        if learning and dict(op.arguments).get("scale_grad_by_freq"):
+        if learning and (_mixes_rows(op, graph) or _counts_all(op)):
             return op
         shared = (name for name in op.inputs if graph.tensors[name].requires_grad)
         if any(_varying(graph, name) for name in learning) and any(
@@ -27,6 +36,25 @@ def meeting_rows(graph: Graph) -> Op | None:
             return op
     whole = loss_of_parts(graph)
     return whole.op if whole.follows is Follows.MEETS else None
+
+
+def _mixes_rows(op: Op, graph: Graph) -> bool:
+    """Whether an op works along the rows, or takes some of them by their places."""
+    name = op.target.split(".")[1]
+    if name not in _ALONG | _TAKING:
+        return False
+    shape, arguments = graph.tensors[op.inputs[0]].shape, dict(op.arguments)
+    given = arguments.get("dims", arguments.get("dim"))
+    dims = given if isinstance(given, tuple) else (given,)
+    sizes = [shape[dim] for dim in dims if isinstance(dim, int) and shape]
+    if name in _TAKING:
+        return BATCH in sizes and graph.tensors[op.outputs[0]].shape != shape
+    return any(not size.is_constant for size in sizes)
+
+
+def _counts_all(op: Op) -> bool:
+    """Whether an embedding divides its gradient by how often all rows name an entry."""
+    return bool(dict(op.arguments).get("scale_grad_by_freq"))
 
 
 def _varying(graph: Graph, name: str) -> int:

@@ -52,8 +52,9 @@ class Arguments:
         self.short = {
             a.name
             for a in schema.arguments
-            if is_function or (a.N is not None and _holder_of(name))
+            if is_function or (a.N is not None and _function_of(name))
         }
+        self.single = {a.name for a in schema.arguments if a.N == 1 and self.short}
         inputs = iter(place.inputs)
         self.printed = {
             name: place.sizes[name] if name in place.sizes else self._print(name, value, inputs)
@@ -106,7 +107,11 @@ class Arguments:
             return literal(table.BAG_MODES[value])
         return literal(value)
 
-    def _tuple(self, name: str, value: tuple[Value, ...], inputs: Iterator[Expression]) -> Form:
+    def _tuple(
+        self, name: str, value: tuple[Value, ...], inputs: Iterator[Expression]
+    ) -> Expression:
+        if len(value) == 1 and name in self.single and isinstance(value[0], int):
+            return literal(value[0])
         is_same = len(set(value)) == 1 and isinstance(value[0], int) and len(value) > 1
         if is_same and name in self.short & table.WINDOWS:
             return literal(value[0]) if isinstance(value[0], int) else joined(())
@@ -161,11 +166,16 @@ def function_call(arguments: Arguments, function: table.Function) -> Form:
     return call(function.name, *positional, keywords=tuple(keywords))
 
 
-def _holder_of(name: str) -> str:
-    """Return the module that has a function which is the op of its name, "" where none has."""
+def _function_of(name: str) -> str:
+    """Return the function that is the op of a name, "" where PyTorch has none."""
     if name in table.AS_OPS:
         return ""
-    return "torch" if hasattr(torch, name) else "F" if hasattr(functional, name) else ""
+    holder, _, rest = name.partition("_")
+    if holder in ("fft", "linalg", "special") and hasattr(getattr(torch, holder), rest):
+        return f"torch.{holder}.{rest}"
+    if hasattr(torch, name):
+        return f"torch.{name}"
+    return f"F.{name}" if hasattr(functional, name) else ""
 
 
 def by_schema(arguments: Arguments, name: str) -> Form:
@@ -192,10 +202,10 @@ def by_schema(arguments: Arguments, name: str) -> Form:
         if not callable(getattr(Tensor, name)):
             return attribute(arguments[owner], name)  # x.real
         return method(arguments[owner], name, *positional, keywords=tuple(keywords))
-    holder = _holder_of(name)
-    if not holder:
+    function = _function_of(name)
+    if not function or owner not in (None, next(iter(arguments.raw))):
         given = tuple((key, arguments[key]) for key in arguments.raw)
         return call(f"torch.ops.{arguments.op.target}", keywords=given, is_tensor=False)
     if owner is not None:
         positional.insert(0, arguments[owner])
-    return call(f"{holder}.{name}", *positional, keywords=tuple(keywords))
+    return call(function, *positional, keywords=tuple(keywords))

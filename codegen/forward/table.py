@@ -54,6 +54,9 @@ ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
         "adaptive_max_pool2d": (("return_indices", True),),
         "adaptive_max_pool3d": (("return_indices", True),),
         "stft": (("center", False),),
+        "silu_": (("inplace", True),),
+        "mish_": (("inplace", True),),
+        "hardsigmoid_": (("inplace", True),),
     }
 )
 # Functions that take or give something else than the op of their name.
@@ -87,6 +90,10 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
             "F.scaled_dot_product_attention", "query key value", _SDPA
         ),
         "gelu": _function("F.gelu", "self", "approximate"),
+        "log_sigmoid": _function("F.logsigmoid", "self"),
+        "silu_": _function("F.silu", "self"),
+        "mish_": _function("F.mish", "self"),
+        "hardsigmoid_": _function("F.hardsigmoid", "self"),
         "silu": _function("F.silu", "self"),
         "relu": _function("F.relu", "self"),
         "conv1d": _function("F.conv1d", "input weight bias", _CONV),

@@ -198,6 +198,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "use torch.where or a mask instead of `if` on tensor values, or compute the value outside",
     ),
     (
+        r"must match the size of tensor .*//2",
+        "halves of the batch meet, which may have an odd number of rows ({summary})",
+        "give each half as a key of its own, and join them in the forward with torch.cat",
+    ),
+    (
         r"numpy",
         "the model leaves torch for numpy ({summary})",
         "compute with torch in the forward, or with numpy in the data set",

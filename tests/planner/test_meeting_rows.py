@@ -43,6 +43,16 @@ class Sharing(nn.Module):
                 x = x - x.mean(0)
             case "greatest":
                 x = x / x.abs().amax(0, keepdim=True)
+            case "rolled":
+                x = x * x.roll(1, dims=0)
+            case "next":
+                x = x[1:] - x[:-1]
+            case "first":
+                x = x - x[0]
+            case "along":
+                x = x.softmax(dim=0)
+            case "within":
+                x = x.roll(1, dims=1).softmax(dim=1)[:, 1:].flip(-1)
             case "told":  # nothing is learnt of it
                 x = x / x.detach().abs().amax()
             case "made":  # of the rows' type alone
@@ -53,7 +63,11 @@ class Sharing(nn.Module):
 
 @pytest.mark.parametrize(
     ("way", "meet"),
-    [("centered", True), ("greatest", True), ("counted", True), ("told", False), ("made", False)],
+    [
+        *((way, True) for way in ("centered", "greatest", "counted", "rolled", "next", "first")),
+        ("along", True),
+        *((way, False) for way in ("within", "told", "made")),
+    ],
 )
 def test_what_all_rows_have_made_is_where_they_meet(way: str, *, meet: bool) -> None:
     file = replace(
