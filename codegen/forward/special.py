@@ -222,17 +222,19 @@ def _local_repeats(op: Op, body: BodyBuilder) -> dict[str, Expression]:
 
 
 def _unflattened(op: Op, body: BodyBuilder) -> Form:
+    """Leave the size open of which a rank has a part, whichever the model has left open."""
     given = op.argument("sizes")
     assert isinstance(given, tuple)
     made = body.split.made(op.outputs[0])
     dim = _number(op.argument("dim")) % len(body.graph.tensors[op.inputs[0]].shape)
     local = made.dim - dim if made.kind is Kind.SPLIT else -1
-    return joined(
-        tuple(
-            literal(-1) if position == local else literal(_number(item))
-            for position, item in enumerate(given)
-        )
-    )
+    sizes = body.graph.tensors[op.outputs[0]].shape[dim : dim + len(given)]
+    is_whole = 0 <= local < len(given)
+    shown = [
+        literal(-1 if at == local else size.at(0) if item == -1 and is_whole else _number(item))
+        for at, (item, size) in enumerate(zip(given, sizes, strict=True))
+    ]
+    return joined(tuple(shown))
 
 
 def _local_bound(op: Op, key: str, layout: Layout, body: BodyBuilder) -> Expression:

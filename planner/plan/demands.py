@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from itertools import accumulate
 from operator import or_
@@ -69,7 +70,7 @@ def demands_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> 
             for position in _positions(subject)
             if _is_meant(subject, position, pin.modules)
         ),
-        learned_before=tuple(accumulate(_learning(subject), or_)),
+        is_cuttable=tuple(_cuttable(subject)),
         may_waste_ranks=constraints.tensor is not None,
         bucket_bytes=constraints.bucket_bytes or BUCKETS_BYTES,
     )
@@ -83,6 +84,27 @@ def _learning(subject: Subject) -> Iterator[bool]:
     tensors = subject.graph.tensors
     for layer in subject.layers.layers:
         yield any(tensors[name].requires_grad for op in layer.ops for name in op.outputs)
+
+
+def shared_buffers(subject: Subject) -> Mapping[str, tuple[int, int]]:
+    """Return the first and last layer of buffers that the forward writes, and several layers use.
+
+    Stages would have one of their own each, so these layers are not cut apart.
+    """
+    graph, written = subject.graph, {one.name for one in subject.graph.buffers if one.updated}
+    homes = defaultdict[str, list[int]](list)
+    for position, layer in enumerate(subject.layers.layers):
+        for op in layer.ops:
+            for storage in written & {graph.tensors[name].storage for name in op.inputs}:
+                homes[storage].append(position)
+    return {name: (used[0], used[-1]) for name, used in homes.items() if used[0] < used[-1]}
+
+
+def _cuttable(subject: Subject) -> Iterator[bool]:
+    """Yield for each layer whether a stage may end with it."""
+    learned, spans = accumulate(_learning(subject), or_), shared_buffers(subject).values()
+    for position, has_learned in enumerate(learned):
+        yield has_learned and not any(first <= position < last for first, last in spans)
 
 
 def choices_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> Choices:

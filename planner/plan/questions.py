@@ -46,7 +46,7 @@ class Demands:
     limit_bytes: Mapping[str, int]  # of each device by name
     modes: tuple[frozenset[Recompute], ...]  # that each layer may use
     pins: tuple[Pin, ...]
-    learned_before: tuple[bool, ...]  # whether any layer up to each one learns
+    is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
     may_waste_ranks: bool  # of the tensor axis, on computing the same: its degree is pinned
     bucket_bytes: tuple[int, ...]
 
@@ -163,11 +163,11 @@ class Questions:
         groups = rank_groups(self.costing.cluster, arrangement)
         known: dict[int, float] = {}
         cuts = []
-        for modes, has_learned in zip(row[:-1], self.demands.learned_before, strict=False):
+        for modes, is_allowed in zip(row[:-1], self.demands.is_cuttable, strict=False):
             size = modes[Recompute.NONE].output_bytes
             seconds = known.setdefault(size, groups.transfer_seconds(size))
             cuts.append(
-                Cut(beginning_seconds=seconds, ending_seconds=seconds, is_allowed=has_learned)
+                Cut(beginning_seconds=seconds, ending_seconds=seconds, is_allowed=is_allowed)
             )
         return tuple(cuts)
 

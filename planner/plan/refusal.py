@@ -22,10 +22,13 @@ def too_late(waiting: int) -> TimeLimitError:
     )
 
 
-def nothing_runs(conflict: Sequence[Declared], *, devices: int, layers: int) -> InfeasibleError:
+def nothing_runs(
+    conflict: Sequence[Declared], *, devices: int, layers: int, shared: Sequence[str] = ()
+) -> InfeasibleError:
     """Return the error of a space without any arrangement, whatever the memory.
 
-    Where constraints are the cause, `conflict` holds some that cannot be had together.
+    Where constraints are the cause, `conflict` holds some that cannot be had together. `shared`
+    are buffers of several layers, which these write.
     """
     if not conflict:
         return InfeasibleError(
@@ -35,13 +38,17 @@ def nothing_runs(conflict: Sequence[Declared], *, devices: int, layers: int) -> 
     return InfeasibleError(
         f"on {devices} devices no plan satisfies {conflict_text(conflict)}",
         expected=f"stages of whole layers in the model's order, each with some of its {layers} "
-        "layers that learn"
-        if _is_about_stages(conflict)
+        f"layers that learn{_beside(shared)}"
+        if _is_about_stages(conflict) or shared
         else "",
         fix="leave one of them out, or change it"
         if len(conflict) > 1
         else "leave it out, or change it",
     )
+
+
+def _beside(shared: Sequence[str]) -> str:
+    return f"; all layers that use the buffer {shared[0]}, which they write, in one" * bool(shared)
 
 
 def _is_about_stages(conflict: Sequence[Declared]) -> bool:

@@ -20,8 +20,8 @@ class Gate(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """Mix the positions of each row."""
-        heads = (*x.shape[:2], HEADS, WIDTH // HEADS)
-        keys, values = self.keys(x).view(heads), self.values(x).view(heads)
+        keys = self.keys(x).unflatten(-1, (HEADS, -1))
+        values = self.values(x).view(*x.shape[:2], HEADS, WIDTH // HEADS)
         scores = (keys * keys).mean(-1, keepdim=True).squeeze()
         mixed = (scores.softmax(dim=1).unsqueeze(-1) * values).flatten(2)
         found = torch.zeros_like(x)
