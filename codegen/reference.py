@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
@@ -35,7 +37,7 @@ class Task:
     plain: tuple[tuple[str, Any], ...]  # arguments that are no tensors, the same for every batch
     block: int  # rows of one microbatch of all data ranks
     blocks: int
-    joins_blocks: bool  # into one batch; not where batch norm gives each statistics of its own
+    norms_blocks: bool  # whether batch norm gives each block statistics of its own
     steps: int
     uses_dataset: bool
     dtype: str
@@ -62,7 +64,7 @@ def task_of(
         plain=tuple((name, value) for name, value in keywords if not isinstance(value, Ref)),
         block=arranged.microbatch * arranged.data,
         blocks=arranged.microbatches,
-        joins_blocks=not has_batch_norm(plan.graph),
+        norms_blocks=has_batch_norm(plan.graph),
         steps=steps,
         uses_dataset=uses_dataset,
         dtype=dtype,
@@ -108,16 +110,29 @@ def _accumulate(
     task: Task,
 ) -> float:
     """Leave the gradients of the global batch in the model, and return its loss."""
-    if task.joins_blocks:
-        blocks = [{key: torch.cat([block[key] for block in blocks]) for key in blocks[0]}]
-    total = 0.0
-    for block in blocks:
-        tensors = {key: _halved(block[key], task) for key in task.keys if key in block}
+    batch = {key: torch.cat([block[key] for block in blocks]) for key in blocks[0]}
+    tensors = {key: _halved(batch[key], task) for key in task.keys if key in batch}
+    with normed_in_blocks(len(blocks) if task.norms_blocks else 1):
         outputs = model(**tensors, **dict(task.plain))
-        loss = loss_in(outputs) if loss_function is None else loss_function(outputs, block)
-        (loss / len(blocks)).backward()
-        total += loss.item() / len(blocks)
-    return total
+        loss = loss_in(outputs) if loss_function is None else loss_function(outputs, batch)
+        loss.backward()
+    return float(loss)
+
+
+@contextmanager
+def normed_in_blocks(blocks: int) -> Iterator[None]:
+    """Have batch norm take its statistics of one block of the rows after another.
+
+    So a loss of all rows can be had though each microbatch is normed by itself; the mean of the
+    microbatches' losses is another one where their rows do not count alike.
+    """
+    plain = torch.batch_norm
+
+    def blockwise(x: Tensor, *args: Any) -> Tensor:
+        return torch.cat([plain(block, *args) for block in x.chunk(blocks)])
+
+    with patch.object(torch, "batch_norm", blockwise if blocks > 1 else plain):
+        yield
 
 
 def _halved(value: Tensor, task: Task) -> Tensor:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
+from autopar.planner.costs.norm_statistics import BATCH_NORM
 from autopar.planner.extent import BATCH
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph, Op, Origin
 from autopar.planner.loss_of_parts import Follows, all_of_parts, loss_of_parts
 
 _ALONG = frozenset(
@@ -20,7 +23,8 @@ def meeting_rows(graph: Graph) -> Op | None:
 
     It compares every pair of rows, as contrastive losses do, or a row with the next one, or the
     first half with the second; gives rows what all of them have made, as centering does; or makes
-    of the rows' mean or sum what is no mean of that of their parts, as a root does.
+    of the rows' mean or sum what is no mean of that of their parts, as a root does. A buffer may
+    keep what was made of all rows; that of a batch norm is the same on all ranks.
     """
     of_parts = all_of_parts(graph)
     for op in graph.ops:
@@ -28,6 +32,8 @@ def meeting_rows(graph: Graph) -> Op | None:
         if any(_varying(graph, name) > 1 for name in learning):
             return op
         if learning and (_mixes_rows(op, graph) or _counts_all(op)):
+            return op
+        if op.target != BATCH_NORM and _keeps_of_rows(op, graph, of_parts):
             return op
         shared = (name for name in op.inputs if graph.tensors[name].requires_grad)
         if any(_varying(graph, name) for name in learning) and any(
@@ -50,6 +56,13 @@ def _mixes_rows(op: Op, graph: Graph) -> bool:
     if name in _TAKING:
         return BATCH in sizes and graph.tensors[op.outputs[0]].shape != shape
     return any(not size.is_constant for size in sizes)
+
+
+def _keeps_of_rows(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+    """Whether an op writes to a buffer what it has of the rows: each rank would have its own."""
+    storages = {graph.tensors[name].storage for name in op.writes}
+    is_kept = any(graph.tensors[name].origin is Origin.BUFFER for name in storages)
+    return is_kept and any(of_parts[name] is not Follows.ALIKE for name in op.inputs)
 
 
 def _counts_all(op: Op) -> bool:

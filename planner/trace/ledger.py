@@ -25,7 +25,11 @@ class Ledger:
     def add(
         self, name: str, val: torch.Tensor, *, storage: str, origin: Origin, requires_grad: bool
     ) -> None:
-        """Add a tensor as it was traced; gradients flow through complex numbers too."""
+        """Add a tensor as it was traced; gradients flow through complex numbers too.
+
+        Its name is its own: a buffer may be called `mean`, as an op is.
+        """
+        self._used_names.setdefault(name, 1)
         has_gradient = val.dtype.is_floating_point or val.dtype.is_complex
         self.tensors[name] = Tensor(
             name=name,

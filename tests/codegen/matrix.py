@@ -133,7 +133,7 @@ def _joined(plan: Plan, dtype: str) -> Task:
     """Return the training in one process, the same for all plans but where blocks stay apart."""
     task = task_of(plan, plan.model.spec, steps=STEPS, dtype=dtype)
     rows = task.block * task.blocks
-    return replace(task, block=rows, blocks=1) if task.joins_blocks else task
+    return replace(task, block=rows, blocks=1) if not task.norms_blocks else task
 
 
 @cache

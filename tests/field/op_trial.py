@@ -278,7 +278,7 @@ class _Splitting:
         torch.autograd.backward(losses, [torch.ones_like(loss) for loss in losses])
         found: dict[str, Tensor] = {}
         for key, own_leaves in leaves.items():
-            grads = [leaf.grad for leaf in own_leaves if leaf.grad is not None]
+            grads = [leaf.grad.to_dense() for leaf in own_leaves if leaf.grad is not None]
             if grads and not all(
                 torch.allclose(grad, grads[0], rtol=1e-9, equal_nan=True) for grad in grads
             ):

@@ -31,9 +31,12 @@ def test_rows_of_the_zoo_do_not_meet(name: str) -> None:
 class Sharing(nn.Module):
     """Gives rows what all of them have made, in one way or another."""
 
+    mean: Tensor
+
     def __init__(self, way: str) -> None:
         super().__init__()
         self.embed = nn.Embedding(8, 4, scale_grad_by_freq=way == "counted")
+        self.register_buffer("mean", torch.zeros(4))
         self.way = way
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -53,6 +56,11 @@ class Sharing(nn.Module):
                 x = x.softmax(dim=0)
             case "within":
                 x = x.roll(1, dims=1).softmax(dim=1)[:, 1:].flip(-1)
+            case "kept":
+                with torch.no_grad():
+                    self.mean.lerp_(x.mean((0, 1)), 0.1)
+            case "counting":
+                self.mean.add_(1)
             case "told":  # nothing is learnt of it
                 x = x / x.detach().abs().amax()
             case "made":  # of the rows' type alone
@@ -65,8 +73,8 @@ class Sharing(nn.Module):
     ("way", "meet"),
     [
         *((way, True) for way in ("centered", "greatest", "counted", "rolled", "next", "first")),
-        ("along", True),
-        *((way, False) for way in ("within", "told", "made")),
+        *((way, True) for way in ("along", "kept")),
+        *((way, False) for way in ("counting", "within", "told", "made")),
     ],
 )
 def test_what_all_rows_have_made_is_where_they_meet(way: str, *, meet: bool) -> None:

@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
+from autopar.planner.graph import Origin
 from tests.planner.trace.model_source import buffer_of, ops_of, traced
 
 NORMED = """
@@ -135,3 +136,28 @@ def test_a_buffer_replaced_by_what_no_buffer_can_hold_is_refused(
     with pytest.raises(TraceError, match=f"assigns {fault} to the buffer mean") as raised:
         traced(tmp_path, REPLACED.format(value=value))
     assert raised.value.where == "module 0"
+
+
+def test_a_buffer_that_is_called_as_an_op_is_keeps_its_name(tmp_path: Path) -> None:
+    source = """
+        class Standard(nn.Module):
+            def __init__(self):
+                super().__init__()
+                self.linear = nn.Linear(4, 4)
+                self.sub = nn.Parameter(torch.ones(4))
+                self.register_buffer("mean", torch.zeros(4))
+                self.register_buffer("std", torch.ones(4))
+
+            def forward(self, x):
+                x = self.linear((x - self.mean) / self.std) - self.sub
+                return x / x.std(1, keepdim=True) + x.mean(1, keepdim=True)
+
+        def build_model():
+            return Standard()
+    """
+    graph = traced(tmp_path, source)
+    origins = {name: graph.tensors[name].origin for name in ("mean", "std", "sub")}
+    assert origins == {"mean": Origin.BUFFER, "std": Origin.BUFFER, "sub": Origin.PARAMETER}
+    made = [name for op in graph.ops for name in op.outputs]
+    assert len(set(made)) == len(made)
+    assert not set(made) & set(origins)
