@@ -46,6 +46,7 @@ from autopar.planner.plan.nodes import Item, Point, Pressure, Variant, families,
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.questions import Questions
 from autopar.planner.plan.refusal import nothing_runs, too_large, too_late
+from autopar.planner.plan.scalars import with_whole_scalars
 from autopar.planner.plan.space import Choices, microbatches_of, simplest, variants
 from autopar.planner.plan.whole_batch import with_whole_batch
 from autopar.planner.plan.words import arrangement_words, degrees_words
@@ -75,6 +76,7 @@ def search(
     subject = Subject(graph=graph, axes=axes, layers=layers)
     constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
     check_lone_rows(constraints, graph)
+    constraints = with_whole_scalars(constraints, graph)
     explorer = Explorer(subject, cluster, constraints, report=report, measured=measured)
     began = time.perf_counter()
     limit = time_limit_seconds or float("inf")
