@@ -195,6 +195,13 @@ class _Converter:
 
     def _read_op(self, node: fx.Node, target: str, scope: Scope) -> None:
         arguments = self.values.arguments(node, scope)
+        if dict(arguments).get("sparse") is True:
+            raise TraceError(
+                "an embedding has sparse gradients, which ranks do not add up",
+                where=self._location(node, scope),
+                expected="gradients that are dense",
+                fix="leave out sparse=True",
+            )
         inputs = tuple(self.ledger.newest(name) for _, value in arguments for name in refs(value))
         name = self.ledger.unique(node.name)
         vals = node.meta["val"]

@@ -203,6 +203,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "give each half as a key of its own, and join them in the forward with torch.cat",
     ),
     (
+        r"UnsupportedOperator.*sparse",
+        "the model makes a sparse tensor ({line})",
+        "compute with dense tensors, or with an index and values",
+    ),
+    (
         r"numpy",
         "the model leaves torch for numpy ({summary})",
         "compute with torch in the forward, or with numpy in the data set",

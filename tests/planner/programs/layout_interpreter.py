@@ -168,7 +168,12 @@ class Interpreter:
         local = torch.full((cut.size,), -1)
         local[cut.places[rank]] = torch.arange(len(cut.places[rank]))
         ids = local[inputs[1]]
-        rows = torch.nn.functional.embedding(ids.clamp(min=0), inputs[0])
+        padding = op.argument("padding_idx")
+        assert isinstance(padding, int)
+        own = int(local[padding]) if padding >= 0 else -1
+        rows = torch.nn.functional.embedding(
+            ids.clamp(min=0), inputs[0], padding_idx=own if own >= 0 else None
+        )
         return rows * (ids >= 0).unsqueeze(-1)
 
     def _local_shape(self, name: str, layout: Layout, rank: int) -> list[int]:

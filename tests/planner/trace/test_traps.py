@@ -270,3 +270,17 @@ def test_what_is_read_by_data_comes_from_its_tensor(tmp_path: Path) -> None:
     assert graph.tensors[largest.inputs[0]].storage != "x"
     assert [buffer.updated for buffer in graph.buffers] == [True]
     assert not graph.tensors[largest.outputs[0]].requires_grad
+
+
+@pytest.mark.parametrize(
+    ("change", "told"),
+    [
+        ("x = x.to_sparse().to_dense()", "makes a sparse tensor"),
+        ("x = F.embedding(x.long(), self.linear.weight, sparse=True)[:, 0]", "sparse gradients"),
+    ],
+)
+def test_sparse_tensors_are_refused_with_their_line(tmp_path: Path, change: str, told: str) -> None:
+    with pytest.raises(TraceError, match=told) as error:
+        traced(tmp_path, CHANGING.format(change=change, linear="nn.Linear(4, 4)"))
+    line = line_of(tmp_path / "subject.py", change[:20])
+    assert error.value.where.endswith(f"subject.py:{line}")
