@@ -28,20 +28,24 @@ def meeting_rows(graph: Graph) -> Op | None:
     """
     of_parts = all_of_parts(graph)
     for op in graph.ops:
-        learning = [name for name in op.outputs if graph.tensors[name].requires_grad]
-        if any(_varying(graph, name) > 1 for name in learning):
-            return op
-        if learning and (_mixes_rows(op, graph) or _counts_all(op)):
-            return op
-        if op.target != BATCH_NORM and _keeps_of_rows(op, graph, of_parts):
-            return op
-        shared = (name for name in op.inputs if graph.tensors[name].requires_grad)
-        if any(_varying(graph, name) for name in learning) and any(
-            of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in shared
-        ):
+        learns = any(graph.tensors[name].requires_grad for name in op.outputs)
+        meets = _compares_rows(op, graph) or _mixes_rows(op, graph) or _counts_all(op)
+        if (learns and (meets or _shares(op, graph, of_parts))) or _keeps(op, graph, of_parts):
             return op
     whole = loss_of_parts(graph)
     return whole.op if whole.follows is Follows.MEETS else None
+
+
+def _compares_rows(op: Op, graph: Graph) -> bool:
+    """Whether an op makes a number for every pair of rows."""
+    return any(_varying(graph, name) > 1 for name in op.outputs)
+
+
+def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+    """Whether an op gives rows what was learnt of all of them together."""
+    learnt = (name for name in op.inputs if graph.tensors[name].requires_grad)
+    is_shared = any(of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in learnt)
+    return is_shared and any(_varying(graph, name) for name in op.outputs)
 
 
 def _mixes_rows(op: Op, graph: Graph) -> bool:
@@ -58,8 +62,10 @@ def _mixes_rows(op: Op, graph: Graph) -> bool:
     return any(not size.is_constant for size in sizes)
 
 
-def _keeps_of_rows(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     """Whether an op writes to a buffer what it has of the rows: each rank would have its own."""
+    if op.target == BATCH_NORM:
+        return False
     storages = {graph.tensors[name].storage for name in op.writes}
     is_kept = any(graph.tensors[name].origin is Origin.BUFFER for name in storages)
     return is_kept and any(of_parts[name] is not Follows.ALIKE for name in op.inputs)

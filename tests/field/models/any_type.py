@@ -136,12 +136,14 @@ def _configured(kind: str, task: str) -> Any:
     if wanted is not None and not isinstance(config, wanted):
         config = config.get_text_config()
     config = _tiny(config)
-    config.num_labels = LABELS
+    config.num_labels = 2 if task == "question" else LABELS  # where an answer begins, and ends
     config._experts_implementation = "batched_mm"  # of static shapes
     if task in ("seq2seq", "speech"):
         config.decoder_start_token_id = _WANTED["decoder_start_token_id"]
         config.pad_token_id = getattr(config, "pad_token_id", None) or 0
         config.vocab_size = _WANTED["vocab_size"]
+    if task == "text" and getattr(config, "pad_token_id", None) is None:
+        config.pad_token_id = 0  # the last token that is none is classified
     for name, value in {**OWN.get(kind, {}), **OWN.get(f"{kind} {task}", {})}.items():
         setattr(config, name, value)
     return config
