@@ -48,7 +48,8 @@ def nothing_runs(
 
 
 def _beside(shared: Sequence[str]) -> str:
-    return f"; all layers that use the buffer {shared[0]}, which they write, in one" * bool(shared)
+    name = next(iter(shared), "")
+    return f"; all layers that use the buffer {name}, which they write, in one" if name else ""
 
 
 def _is_about_stages(conflict: Sequence[Declared]) -> bool:

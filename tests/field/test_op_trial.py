@@ -32,8 +32,8 @@ def test_an_op_is_the_same_as_printed_and_in_every_layout(
     name: str, ops: dict[str, object]
 ) -> None:
     found = list(findings(ops[name]))
-    assert found
-    assert [one for one in found if one.kind is not Kind.SAME] == []
+    assert any(one.kind is Kind.SAME for one in found)
+    assert [one for one in found if one.kind not in (Kind.SAME, Kind.REFUSED)] == []
 
 
 def _sample(value: torch.Tensor, *args: object, **kwargs: object) -> SimpleNamespace:
