@@ -116,7 +116,7 @@ def _accumulate(
         outputs = model(**tensors, **dict(task.plain))
         loss = loss_in(outputs) if loss_function is None else loss_function(outputs, batch)
         loss.backward()
-    return float(loss)
+    return float(loss.detach())
 
 
 @contextmanager
