@@ -15,7 +15,8 @@ from torch.optim import AdamW
 
 from autopar.codegen.exactness import Exactly
 from autopar.codegen.settings_lines import has_batch_norm
-from autopar.planner.graph import Ref
+from autopar.planner.costs.norm_statistics import BATCH_NORM
+from autopar.planner.graph import Graph, Ref
 from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.buckets import HALF_DTYPES
@@ -38,6 +39,7 @@ class Task:
     block: int  # rows of one microbatch of all data ranks
     blocks: int
     norms_blocks: bool  # whether batch norm gives each block statistics of its own
+    norms_again: bool  # and a norm runs again for a block, before it does for the next one
     steps: int
     uses_dataset: bool
     dtype: str
@@ -65,10 +67,17 @@ def task_of(
         block=arranged.microbatch * arranged.data,
         blocks=arranged.microbatches,
         norms_blocks=has_batch_norm(plan.graph),
+        norms_again=_norms_again(plan.graph),
         steps=steps,
         uses_dataset=uses_dataset,
         dtype=dtype,
     )
+
+
+def _norms_again(graph: Graph) -> bool:
+    """Whether a batch norm keeps statistics more than once in a forward."""
+    kept = [op.writes for op in graph.ops if op.target == BATCH_NORM and op.writes]
+    return len(set(kept)) < len(kept)
 
 
 def train_alone(task: Task) -> Trained:
@@ -110,13 +119,17 @@ def _accumulate(
     task: Task,
 ) -> float:
     """Leave the gradients of the global batch in the model, and return its loss."""
-    batch = {key: torch.cat([block[key] for block in blocks]) for key in blocks[0]}
-    tensors = {key: _halved(batch[key], task) for key in task.keys if key in batch}
-    with normed_in_blocks(len(blocks) if task.norms_blocks else 1):
-        outputs = model(**tensors, **dict(task.plain))
-        loss = loss_in(outputs) if loss_function is None else loss_function(outputs, batch)
-        loss.backward()
-    return float(loss.detach())
+    groups = [[block] for block in blocks] if task.norms_again else [blocks]
+    total = 0.0
+    for group in groups:
+        batch = {key: torch.cat([block[key] for block in group]) for key in group[0]}
+        tensors = {key: _halved(batch[key], task) for key in task.keys if key in batch}
+        with normed_in_blocks(len(group) if task.norms_blocks else 1):
+            outputs = model(**tensors, **dict(task.plain))
+            loss = loss_in(outputs) if loss_function is None else loss_function(outputs, batch)
+            (loss / len(groups)).backward()
+        total += loss.item() / len(groups)
+    return total
 
 
 @contextmanager

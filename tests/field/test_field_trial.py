@@ -34,6 +34,7 @@ ONCE_WRONG = {
     ("drawn noise", "pp bf16 2"): "random numbers that cross a cut, in 16 bits",
     ("ResNet", "tp 2"): "a module that refuses another number of channels",
     ("in place", "tp 2"): "a squeeze where ranks have one head, writes into what is handed on",
+    ("siamese", "dp 2"): "a norm that runs three times for each microbatch",
     ("in place", "pp 2"): "a batch that is written under another name, a roll along a dim",
 }
 
