@@ -54,7 +54,7 @@ def _tried(info: Any) -> Sequence[Finding]:
     try:
         found.extend(findings(info))
     except _OutOfTimeError:
-        print(f"{info.name}: out of time", flush=True)
+        found.append(Finding(kind=Kind.LATE, detail=f"after {len(found)} samples"))
     finally:
         signal.alarm(0)
     return found
@@ -88,7 +88,7 @@ def page(found: Mapping[str, Sequence[Finding]]) -> Iterator[str]:
     for kind in Kind:
         ops = sum(any(one.kind is kind for one in own) for own in tried.values())
         yield f"| {kind} | {samples[kind]} | {ops} |"
-    for kind in (Kind.REFUSED, Kind.RAISED, Kind.PRINTED, Kind.SPLIT):
+    for kind in (kind for kind in Kind if kind is not Kind.SAME):
         lines = [
             f"- {name} — {one.detail}"
             for name, own in tried.items()

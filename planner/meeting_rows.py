@@ -32,8 +32,7 @@ def meeting_rows(graph: Graph) -> Op | None:
         meets = _compares_rows(op, graph) or _mixes_rows(op, graph) or _counts_all(op)
         if (learns and (meets or _shares(op, graph, of_parts))) or _keeps(op, graph, of_parts):
             return op
-    whole = loss_of_parts(graph)
-    return whole.op if whole.follows is Follows.MEETS else None
+    return loss_of_parts(graph).op if of_parts[graph.loss] is Follows.MEETS else None
 
 
 def _compares_rows(op: Op, graph: Graph) -> bool:

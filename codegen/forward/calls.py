@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
-from autopar.planner.graph import Graph, Op, refs
+from autopar.planner.graph import Graph, Op, Origin, refs
 
 LOSS = "(loss)"
 ROOT = ""
@@ -81,11 +81,13 @@ def call_tree(graph: Graph) -> CallTree:
 
 
 def _written_later(graph: Graph) -> frozenset[str]:
+    """Return the tensors, made by ops or from outside, to whose memory a later op writes."""
     found, storages = set[str](), set[str]()
     for op in reversed(graph.ops):
         found |= {name for name in op.outputs if graph.tensors[name].storage in storages}
         storages |= {graph.tensors[name].storage for name in op.writes}
-    return frozenset(found)
+    outside = (one for one in graph.tensors.values() if one.origin is not Origin.OP)
+    return frozenset(found | {one.name for one in outside if one.storage in storages})
 
 
 def common(chains: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> tuple[str, ...]:

@@ -156,8 +156,8 @@ class Cutter:
             maker = self.tree.maker.get(tensor)
             if maker is not None and (maker.name in needed or self._runs_once(maker)):
                 continue
-            storage = self.graph.tensors[tensor].storage
-            for op in (*((maker,) if maker is not None else ()), *writers.get(storage, ())):
+            makers = () if maker is None else (maker,)
+            for op in (*makers, *writers.get(self.graph.tensors[tensor].storage, ())):
                 if op.name not in needed:
                     needed.add(op.name)
                     todo += [*op.inputs, *op.writes]

@@ -48,13 +48,10 @@ class Arguments:
         # `int[2] stride` may be one number; what the table prints are functions that take one, too
         name = base_name(op.target)
         function = table.FUNCTIONS.get(name)
-        is_function = function is not None and function.fits(self.raw)
-        self.short = {
-            a.name
-            for a in schema.arguments
-            if is_function or (a.N is not None and _function_of(name))
-        }
-        self.single = {a.name for a in schema.arguments if a.N == 1 and self.short}
+        is_known = function is not None and function.fits(self.raw)
+        counted = {a.name: a.N for a in schema.arguments if is_known or _function_of(name)}
+        self.short = {key for key, count in counted.items() if is_known or count is not None}
+        self.single = {key for key, count in counted.items() if count == 1}
         inputs = iter(place.inputs)
         self.printed = {
             name: place.sizes[name] if name in place.sizes else self._print(name, value, inputs)

@@ -42,6 +42,7 @@ class Kind(StrEnum):
     SAME = "same"
     REFUSED = "refused"
     RAISED = "raised"
+    LATE = "out of time"
     PRINTED = "printed wrong"
     SPLIT = "split wrong"
 

@@ -45,12 +45,9 @@ OWN: dict[str, dict[str, Any]] = {
     "zamba2": {"mamba_headdim": 8},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"], "num_dense_layers": 1},
     "esm": {"pad_token_id": 1, "position_embedding_type": "rotary"},
-    "swin": {"window_size": 4},
-    "donut-swin": {"window_size": 4},
     "reformer": {"axial_pos_embds": False, "is_decoder": True},
     "reformer masked": {"is_decoder": False},
     "xmod": {"default_language": "en_XX"},
-    "data2vec-vision segments": {"out_indices": [0, 1]},
 }
 OPTIONAL = (
     "head_dim num_key_value_heads vocab_size n_routed_experts n_shared_experts num_experts_per_tok"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from autopar.planner.graph import Graph
 from tests.planner.trace.model_source import ops_of, traced
 
@@ -81,3 +83,17 @@ def test_a_write_without_gradient_stays_as_it_is(tmp_path: Path) -> None:
         "return self.linear(out)",
     )
     assert ops_of(graph, "copy_")
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1])
+def test_a_dropout_of_nothing_hands_on_its_input_s_memory(tmp_path: Path, share: float) -> None:
+    graph = graph_of(
+        tmp_path,
+        "y = self.linear(x)",
+        f"z = nn.functional.dropout(y, {share})",
+        "z.mul_(2)",
+        "return y + z",
+    )
+    (linear,), (write,) = (ops_of(graph, of) for of in ("linear", "mul_"))
+    written = {graph.tensors[name].storage for name in write.writes}
+    assert (written == set(linear.outputs)) == (share == 0.0)

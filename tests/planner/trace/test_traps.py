@@ -264,12 +264,14 @@ def test_a_norm_of_weights_in_torch_s_older_way_is_refused_with_the_newer(
 
 
 def test_what_is_read_by_data_comes_from_its_tensor(tmp_path: Path) -> None:
-    change = "x = x / x.data.abs().max(); self.top.data.copy_(self.linear.weight.data.max())"
+    change = "x = self.linear(x); x = x / x.data.abs().max(); self.top.data.copy_(x.data.max())"
     graph = traced(tmp_path, CHANGING.format(change=change, linear="nn.Linear(4, 4)"))
-    (largest, _) = ops_of(graph, "max")
-    assert graph.tensors[largest.inputs[0]].storage != "x"
+    first, _ = ops_of(graph, "linear")
+    (size,) = ops_of(graph, "abs")
+    assert graph.tensors[size.inputs[0]].storage == first.outputs[0]
+    assert graph.tensors[first.outputs[0]].requires_grad
+    assert not graph.tensors[size.outputs[0]].requires_grad
     assert [buffer.updated for buffer in graph.buffers] == [True]
-    assert not graph.tensors[largest.outputs[0]].requires_grad
 
 
 @pytest.mark.parametrize(
