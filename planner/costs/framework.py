@@ -59,8 +59,12 @@ class FrameworkConstants:
         added = self.pipeline
         if arrangement.pipeline == 1 or added is None:
             return self.action_seconds
-        is_plain = SCHEDULES[arrangement.schedule].transfer is Transfer.ON_DEMAND
-        more = added.one_stage_seconds if is_plain else added.several_stages_seconds
+        if SCHEDULES[arrangement.schedule].transfer is Transfer.ON_DEMAND:
+            more = added.plain_seconds
+        elif arrangement.stages_per_rank == 1:
+            more = added.one_stage_seconds
+        else:
+            more = added.several_stages_seconds
         return self.action_seconds + more
 
     def unit_on(self, rates: Throughput) -> UnitTimes:

@@ -10,7 +10,9 @@ from autopar.planner.cluster.units import parse_seconds
 from autopar.planner.costs.compute import launch_bound_seconds
 from autopar.planner.costs.measurements import HostTimes, PassTimes
 
-NO_PASSES = PassTimes(checkpoint_seconds=0.0, selective_seconds=0.0, split_seconds=0.0)
+NO_PASSES = PassTimes(
+    checkpoint_seconds=0.0, selective_seconds=0.0, split_seconds=0.0, split_byte_seconds=0.0
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -60,6 +62,7 @@ def read_host(architecture: str) -> Host:
             checkpoint_seconds=seconds("checkpoint"),
             selective_seconds=seconds("selective"),
             split_seconds=seconds("split"),
+            split_byte_seconds=seconds("split_mebibyte") / 2**20,
         ),
         runs_ahead=kind == "gpu",
     )

@@ -101,7 +101,8 @@ def _cost(
             dispatch_seconds=0.0 if host.runs_ahead else host.forward_seconds,
             watched_seconds=host.passes.selective_seconds if mode is Recompute.SELECTIVE else 0.0,
         ),
-        split_seconds=host.passes.split_seconds * sum(one.is_differentiable for one in flow.ops),
+        split_seconds=host.passes.split_seconds * sum(one.is_differentiable for one in flow.ops)
+        + host.passes.split_byte_seconds * memory.deferred_bytes,
     )
 
 

@@ -56,14 +56,16 @@ class PassTimes:
     checkpoint_seconds: float  # of a layer that runs again: in its forward, and then again
     selective_seconds: float  # of an op of it under selective recompute, likewise
     split_seconds: float  # of an op whose backward is made in two halves
+    split_byte_seconds: float  # beside that, of each byte held from the first half to the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ActionTimes:
     """What the schedule of a pipeline takes a host around a forward or a backward of a stage."""
 
-    one_stage_seconds: float  # by schedules for one stage per rank: GPipe, 1F1B
-    several_stages_seconds: float  # by those that several stages may share a rank under
+    plain_seconds: float  # by schedules for one stage per rank: GPipe, 1F1B
+    one_stage_seconds: float  # by those that several stages may share a rank under, for one
+    several_stages_seconds: float  # by these, for several
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,11 @@ An action is a forward or a backward of one microbatch on one stage. Around it t
 and waits for messages, keeps inputs and outputs, and calls the module and autograd. Stages that
 sweep the cache tell that, as cold as it is after the computing of a real stage.
 
-One stage per rank: what a step takes the thread beyond the same forwards and backwards without a
-schedule, by the number of actions; waiting is not counted. Several: there every action needs a
-message of the one before it, and who sends it computes on already, on the core that the sending
-thread needs. So waiting counts: what a step takes beyond the forwards and backwards that the closed
-form of the schedule has in a row.
+Schedules for one stage per rank: what a step takes the thread beyond the same forwards and
+backwards without a schedule, by the number of actions; waiting is not counted. Those for several:
+there every action needs a message of the one before it, and who sends it computes on already, on
+the core that the sending thread needs. So waiting counts: what a step takes beyond the forwards and
+backwards that the closed form of the schedule has in a row. One stage waits less than several.
 """
 
 from __future__ import annotations
@@ -43,8 +43,10 @@ def action_times(ranks: int) -> ActionTimes:
     """Return the times among processes of this host's CPU."""
     with TemporaryDirectory(prefix="autopar-actions-") as folder:
         run_ranks(_measure, (ranks, folder), ranks=ranks)
-        one, several = json.loads((Path(folder) / "actions.json").read_text(encoding="utf-8"))
-    return ActionTimes(one_stage_seconds=one, several_stages_seconds=several)
+        plain, one, several = json.loads(
+            (Path(folder) / "actions.json").read_text(encoding="utf-8")
+        )
+    return ActionTimes(plain_seconds=plain, one_stage_seconds=one, several_stages_seconds=several)
 
 
 class _Stage(nn.Module):
@@ -68,14 +70,17 @@ class _Stage(nn.Module):
 
 
 def _measure(rank: int, ranks: int, folder: str) -> None:
-    """Measure both kinds of schedule on one rank; the first one writes what was found."""
+    """Measure all kinds of schedule on one rank; the first one writes what was found."""
+    kinds = ((1, True), (1, False), (_SEVERAL, False))
     with gloo(rank, ranks, folder):
-        found = [_action_seconds(rank, ranks, per_rank) for per_rank in (1, _SEVERAL)]
+        found = [
+            _action_seconds(rank, ranks, per_rank, is_plain=plain) for per_rank, plain in kinds
+        ]
         if rank == 0:
             (Path(folder) / "actions.json").write_text(json.dumps(found), encoding="utf-8")
 
 
-def _action_seconds(rank: int, ranks: int, per_rank: int) -> float:
+def _action_seconds(rank: int, ranks: int, per_rank: int, *, is_plain: bool) -> float:
     """Return what a schedule adds to an action, on the slowest rank."""
     microbatches = _ROUNDS * ranks
     modules = [_Stage() for _ in range(per_rank)]
@@ -93,7 +98,7 @@ def _action_seconds(rank: int, ranks: int, per_rank: int) -> float:
     ]
     schedule: Any = (
         Schedule1F1B(stages[0], microbatches, loss_fn=_loss)
-        if per_rank == 1
+        if is_plain
         else ScheduleInterleaved1F1B(stages, microbatches, loss_fn=_loss)
     )
     x: Any = torch.zeros(microbatches, _ELEMENTS)
@@ -107,7 +112,7 @@ def _action_seconds(rank: int, ranks: int, per_rank: int) -> float:
 
     own = microbatches * per_rank
     in_a_row, clock = float(own), time.thread_time
-    if per_rank > 1:
+    if not is_plain:
         clock = time.perf_counter
         in_a_row = interleaved_step_seconds(
             1.0, 0.0, ranks=ranks, stages_per_rank=per_rank, microbatches=microbatches

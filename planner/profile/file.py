@@ -57,9 +57,11 @@ class _Passes(_Rows):
     checkpoint_seconds: Seconds
     selective_seconds: Seconds
     split_seconds: Seconds
+    split_byte_seconds: Seconds
 
 
 class _Pipeline(_Rows):
+    plain_seconds: Seconds
     one_stage_seconds: Seconds
     several_stages_seconds: Seconds
 

@@ -1,7 +1,9 @@
 """Measures what the host takes beside ops: for a layer that runs again, or a backward in halves.
 
-All of it is Python of torch, so it depends on how many ops a layer has, not on their sizes: the
-block that is measured is too small to compute anything to speak of.
+Nearly all of it is Python of torch, so it depends on how many ops a layer has, not on their sizes:
+the blocks that are measured are too small to compute anything to speak of. A backward in halves
+also holds gradients where a whole one writes into memory that it has just freed. A host gets other
+pages for them, which it has to clear; larger blocks tell what that takes for each byte.
 """
 
 from __future__ import annotations
@@ -29,7 +31,9 @@ from autopar.planner.costs.measurements import PassTimes
 Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 Clock: TypeAlias = Callable[[], float]
 _BLOCKS = 6
-_HEADS, _WIDTH = 2, 8
+_HEADS = 2
+_SMALL = (1, 2, 8)  # rows of how many positions of which width
+_LARGE = (8, 64, 128)
 _OPS = 21  # of a block, as a traced graph counts them
 _REPEATS = 24
 
@@ -37,14 +41,14 @@ _REPEATS = 24
 class _Block(nn.Module):
     """A transformer's block."""
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, width: int, device: str) -> None:
         super().__init__()
-        self.norm_1 = nn.LayerNorm(_WIDTH, device=device)
-        self.qkv = nn.Linear(_WIDTH, 3 * _WIDTH, device=device)
-        self.out = nn.Linear(_WIDTH, _WIDTH, device=device)
-        self.norm_2 = nn.LayerNorm(_WIDTH, device=device)
-        self.up = nn.Linear(_WIDTH, _WIDTH, device=device)
-        self.down = nn.Linear(_WIDTH, _WIDTH, device=device)
+        self.norm_1 = nn.LayerNorm(width, device=device)
+        self.qkv = nn.Linear(width, 3 * width, device=device)
+        self.out = nn.Linear(width, width, device=device)
+        self.norm_2 = nn.LayerNorm(width, device=device)
+        self.up = nn.Linear(width, width, device=device)
+        self.down = nn.Linear(width, width, device=device)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return something of the same shape."""
@@ -62,24 +66,48 @@ class _Block(nn.Module):
 
 def pass_times(device: str, now: Clock) -> PassTimes:
     """Return the host's times, which differ from those of the same passes done plainly."""
-    model = nn.Sequential(*(_Block(device) for _ in range(_BLOCKS)))
-    x = torch.zeros(1, 2, _WIDTH, device=device, requires_grad=True)
-    blocks = list(model)
-    ways: list[Callable[[], float]] = [
+    blocks, x = _blocks(_SMALL, device)
+    forward, plain, full, selective, whole, halves = _in_turns(
         partial(_forward_seconds, blocks, x, now),
         partial(_both_seconds, blocks, x, now, None),
         partial(_both_seconds, blocks, x, now, _plain),
         partial(_both_seconds, blocks, x, now, _selective),
         partial(_backward_seconds, blocks, x, now, _whole),
         partial(_backward_seconds, blocks, x, now, _halves),
-    ]
-    rounds = [[way() for way in ways] for _ in range(_REPEATS)]  # they take turns
-    forward, plain, full, selective, whole, halves = map(_calm, zip(*rounds, strict=True))
+    )
+    split_seconds = max(0.0, halves - whole)
+    blocks, x = _blocks(_LARGE, device)
+    whole, halves = _in_turns(
+        partial(_backward_seconds, blocks, x, now, _whole),
+        partial(_backward_seconds, blocks, x, now, _halves),
+    )
     return PassTimes(
         checkpoint_seconds=max(0.0, full - plain - forward) / (2 * _BLOCKS),
         selective_seconds=max(0.0, selective - full) / (2 * _BLOCKS * _OPS),
-        split_seconds=max(0.0, halves - whole) / (_BLOCKS * _OPS),
+        split_seconds=split_seconds / (_BLOCKS * _OPS),
+        split_byte_seconds=max(0.0, halves - whole - split_seconds) / _held_bytes(blocks, x),
     )
+
+
+def _blocks(sizes: tuple[int, int, int], device: str) -> tuple[list[nn.Module], Tensor]:
+    """Return some blocks, and what the first one gets."""
+    blocks: list[nn.Module] = [_Block(sizes[-1], device) for _ in range(_BLOCKS)]
+    return blocks, torch.zeros(sizes, device=device, requires_grad=True)
+
+
+def _in_turns(*ways: Callable[[], float]) -> list[float]:
+    rounds = [[way() for way in ways] for _ in range(_REPEATS)]
+    return list(map(_calm, zip(*rounds, strict=True)))
+
+
+def _held_bytes(blocks: Sequence[nn.Module], x: Tensor) -> int:
+    """Return the bytes of what has weights, whose gradients wait for the second half."""
+    sizes: list[int] = []
+    for block in blocks:
+        for module in block.children():
+            module.register_forward_hook(lambda _, __, out: sizes.append(out.nbytes))
+    _run(blocks, x)
+    return sum(sizes)
 
 
 def _calm(seconds: Sequence[float]) -> float:
@@ -120,7 +148,7 @@ def _backward_seconds(
     return now() - began
 
 
-def _run(blocks: list[nn.Module], x: Tensor) -> Tensor:
+def _run(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x

@@ -30,14 +30,19 @@ TIMES = HostTimes(
     step_seconds=6e-5,
     optimizer_tensor_seconds=4e-6,
     optimizer_element_seconds=1e-9,
-    passes=PassTimes(checkpoint_seconds=3e-4, selective_seconds=2e-5, split_seconds=3e-5),
+    passes=PassTimes(
+        checkpoint_seconds=3e-4,
+        selective_seconds=2e-5,
+        split_seconds=3e-5,
+        split_byte_seconds=4e-10,
+    ),
     unit=UnitTimes(
         gather_seconds=1e-4,
         scatter_seconds=2e-4,
         gather_byte_seconds=1e-10,
         scatter_byte_seconds=1e-9,
     ),
-    pipeline=ActionTimes(one_stage_seconds=3e-4, several_stages_seconds=5e-4),
+    pipeline=ActionTimes(plain_seconds=2e-4, one_stage_seconds=3e-4, several_stages_seconds=5e-4),
 )
 
 
