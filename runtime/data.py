@@ -87,7 +87,8 @@ def synthetic_batches(
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         whole = example_batch(microbatch * microbatches * data.size)
-    tensors = {key: value for key, value in whole.items() if isinstance(value, Tensor)}
+    found = {key: value for key, value in whole.items() if isinstance(value, Tensor)}
+    tensors = {key: value.contiguous() for key, value in found.items()}  # as loaders lay rows out
     starts = [(m * data.size + data.rank) * microbatch for m in range(microbatches)]
     own = [{k: v[start : start + microbatch] for k, v in tensors.items()} for start in starts]
     while True:

@@ -68,6 +68,12 @@ class BodyBuilder:
             self.define(held)
             self.sizes.add_argument(held)
 
+    def copy(self, held: Held) -> None:
+        """Have an argument in memory of this body's own, to which it may write."""
+        why = "to write into: what is received is a leaf"
+        copied = method(held, "clone")
+        self.lines.append(Line(results=held, expression=copied, is_ordered=True, reason=why))
+
     def bind_pattern(self, pattern: Pattern, source: str) -> None:
         """Have the values inside a container from outside."""
         new = [held for held in held_in(pattern) if held.tensor not in self.have]

@@ -7,7 +7,7 @@ that several stages need: these are drawn once, and what is computed from them c
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -76,6 +76,7 @@ class Cutter:
         self._refuse_written_batch()
         self.last_runs = {op: stage for stage, ops in enumerate(self.needed) for op in ops}
         self.cuts = self._cuts()  # behind each stage
+        self._refuse_written_views()
 
     def _drawn_for_several(self) -> frozenset[str]:
         """Return the random numbers that several stages need, who must not draw each its own."""
@@ -106,6 +107,19 @@ class Cutter:
                     where=op.location,
                     fix="make a new tensor (x = x + 1)",
                 )
+
+    def _refuse_written_views(self) -> None:
+        """Raise an error for a write into memory that a stage receives under several names."""
+        tensors = self.graph.tensors
+        for number, takes in enumerate(self.cuts, start=1):
+            received = Counter(tensors[held.tensor].storage for held in takes)
+            for op in self.part(number).ops:
+                if any(received[tensors[name].storage] > 1 for name in op.writes):
+                    raise InputError(
+                        f"{op.name} writes to a tensor of which a stage receives views, too",
+                        where=op.location,
+                        fix="make a new tensor (x = x + 1)",
+                    )
 
     def _writers(self) -> Mapping[str, Sequence[Op]]:
         """Return the ops that write to memory that the forward itself has made."""

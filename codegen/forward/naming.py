@@ -22,6 +22,7 @@ _LOSSES = ("F.cross_entropy", "vocab_parallel_cross_entropy")
 _TELLING = frozenset({"cos", "sin", "query", "key", "value", "q", "k", "v", "gate", "up", "weight"})
 _VAGUE = frozenset({"input", "x", "self", "args", "query", "key", "value"})
 _USUAL = ("x", "y", "z", "h", "u", "w")
+_AXIS = "tensor"  # the argument of a loss that is printed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,10 +93,12 @@ class _Namer:
         self.names = dict(arguments)
         self.typed = {held for held, name in arguments.items() if name in typed}
         self.kinds = {name: name in typed for name in arguments.values()}
-        self.shapes = tuple(self._shapes(arguments))
+        self.frame = {_AXIS, *(name.partition("[")[0] for name in arguments.values())}
+        self.shapes = tuple(self._shapes())
         self.hints = dict(self._hints())
         self.last = self._last_uses()
         self.reserved = {name for shape in self.shapes for name in shape.names}
+        self.reserved |= self.frame - set(arguments.values())  # batch, of batch["tokens"]
         self.reserved |= {s.line.header.split()[1] for s in statements if isinstance(s.line, Loop)}
 
     def named(self) -> Named:
@@ -218,7 +221,7 @@ class _Namer:
                     last[piece.held] = number
         return last
 
-    def _shapes(self, arguments: Mapping[Held, str]) -> Iterator[Shape]:
+    def _shapes(self) -> Iterator[Shape]:
         """Name the sizes of a value that are used more than once."""
         facts = [
             piece
@@ -227,7 +230,7 @@ class _Namer:
             if isinstance(piece, Fact) and piece.what.startswith("shape[")
         ]
         counts = Counter(fact.held for fact in facts)
-        taken = set(arguments.values()) | {"self", "x", "q", "k", "v", "y"}
+        taken = self.frame | {"self", "x", "q", "k", "v", "y"}
         sizes: dict[Wanted, str] = {}
         for held, uses in counts.items():
             if uses < 2:

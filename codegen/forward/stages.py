@@ -169,8 +169,11 @@ class _Printer:
         names = [n for n in _POSITIONAL if n not in self.graph.inputs]
         names += [f"x{i}" for i in range(2, 100)]
         builder = BodyBuilder(self.opening, ROOT)
+        written = self._written_storages(part)
         for held, name in zip(part.takes, names, strict=False):
             builder.bind(held, name)
+            if self.graph.tensors[held.tensor].storage in written:
+                builder.copy(held)
         for name in self.graph.inputs:
             builder.bind(Held(name, WHOLE), name)
         mine = {op.name for op in part.ops}
@@ -180,6 +183,9 @@ class _Printer:
                 raise NeedsInlineError(unit, self.graph.calls[unit])
             builder.add(op)
         return builder
+
+    def _written_storages(self, part: Part) -> set[str]:
+        return {self.graph.tensors[name].storage for op in part.ops for name in op.writes}
 
     def _signature(self, part: Part, builder: BodyBuilder) -> list[str]:
         positional = [f"{builder.arguments[held]}: Tensor" for held in part.takes]

@@ -11,6 +11,7 @@ lose its backward without a word.
 
 from __future__ import annotations
 
+import inspect
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager
@@ -151,11 +152,12 @@ def _recording_forward(module: nn.Module, path: str, recording: Recording) -> Ca
 @contextmanager
 def _functions_recorded(recording: Recording) -> Iterator[None]:
     """Record the uses of autograd Functions that are not torch's own."""
-    original = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+    original = inspect.getattr_static(torch.autograd.Function, "apply")  # of Python, or of C
 
     def apply(cls: type, *args: Any) -> Any:
+        plain = original.__get__(None, cls)
         if cls.__module__.startswith("torch."):
-            return original(cls, *args)
+            return plain(*args)
         owner = recording.paths[recording.open_calls[-1]] if recording.open_calls else "(loss)"
         call = recording.open(f"{owner}/{cls.__name__}", cls.__name__)
         recording.functions.add(call)
@@ -163,7 +165,7 @@ def _functions_recorded(recording: Recording) -> Iterator[None]:
             torch.ops.autopar.enter, *pytree.tree_flatten((args, {})), call
         )
         try:
-            result = original(cls, *args)
+            result = plain(*args)
         finally:
             recording.open_calls.pop()
         recording.left[call] = _mark(torch.ops.autopar.leave, *pytree.tree_flatten(result), call)

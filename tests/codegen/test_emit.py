@@ -215,3 +215,36 @@ def test_the_script_says_what_the_plan_says(tmp_path: Path) -> None:
     assert "ZERO = 3  #" in text
     assert "torchrun --nproc-per-node 2 train.py" in text
     assert f"{plan.prediction.mfu:.1%} of the peak FLOPs" in text
+
+
+SCORED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Embedding(60, 24), nn.Linear(24, 60, bias=False))
+
+def example_batch(batch_size):
+    return {"input": torch.randint(60, (batch_size, 10))}
+
+def loss(outputs, batch):
+    rows, length, words = outputs[:, :-1].shape
+    logits = outputs[:, :-1].reshape(rows * length, words)
+    return F.cross_entropy(logits, batch["input"][:, 1:].reshape(rows * length))
+"""
+
+
+def test_no_size_in_a_printed_loss_has_the_name_of_the_batch(tmp_path: Path) -> None:
+    (tmp_path / "scored.py").write_text(SCORED, encoding="utf-8")
+    file = load_model_file(str(tmp_path / "scored.py"))
+    plan = plan_for(file, trace(file), (), degrees=(1, 1, 2), split=("vocab",))
+    tree = ast.parse(emit(plan, destination=tmp_path / "train.py"))
+    (loss,) = (n for n in tree.body if isinstance(n, ast.FunctionDef) and n.name == "split_loss")
+    stored = {
+        node.id
+        for node in ast.walk(loss)
+        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
+    }
+    assert not stored & {argument.arg for argument in loss.args.args}
+    assert any("shape" in ast.unparse(node) for node in loss.body)

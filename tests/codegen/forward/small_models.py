@@ -208,6 +208,39 @@ class Masking(nn.Module):
         return functional.mse_loss(x, mask)
 
 
+class Adding(nn.Module):
+    """Adds what each layer makes to what it began with, in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 4)
+        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        total = torch.zeros_like(x)
+        for layer in self.layers:
+            x = layer(x)
+            total += x
+        return self.mean(total, x)
+
+    def mean(self, total: Tensor, x: Tensor) -> Tensor:
+        return (total * x).mean()
+
+
+class AddingToViews(Adding):
+    """Reads what it has added by a view from before the last layer."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        total = self.layers[0](x)
+        part = total[:, 1:]
+        total += self.layers[1](total)
+        x = self.layers[2](total)
+        total += x
+        return self.mean(part, x[:, 1:])
+
+
 def file_of(kind: Callable[[], nn.Module]) -> ModelFile:
     """Return a model file that builds a small model and gives it whole numbers."""
     return ModelFile(

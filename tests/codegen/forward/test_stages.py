@@ -30,7 +30,7 @@ from tests.codegen.forward.running import (
     take_classes,
     zoo_modules,
 )
-from tests.codegen.forward.small_models import Denoising, Masking, file_of
+from tests.codegen.forward.small_models import Adding, AddingToViews, Denoising, Masking, file_of
 from tests.planner.subjects import ZOO_MODELS, zoo_file, zoo_graph
 
 
@@ -143,6 +143,36 @@ def test_memory_that_is_filled_at_random_for_several_stages_is_refused() -> None
     split = split_graph(trace(file_of(Masking)), modules_of(Masking()))
     count = len(split.layers.layers)
     with pytest.raises(InputError, match="fills a tensor with random numbers that several stages"):
+        open_split(split, [count - 1, 1])
+
+
+@pytest.mark.parametrize("behind", [1, 2, 3])
+def test_a_stage_writes_into_its_own_copy_of_what_it_receives(behind: int) -> None:
+    file, whole = file_of(Adding), Adding()
+    split = split_graph(trace(file), modules_of(Adding()))
+    count = len(split.layers.layers)
+    opened = open_split(split, [behind, count - behind])
+    batch = file.example_batch(2)
+    expected = whole(**batch)
+    expected.backward()
+    first, last = stage_modules(copy.deepcopy(whole), opened, namespace(opened))
+    first.zero_grad()
+    given = first(**batch)
+    sent = given if isinstance(given, tuple) else (given,)
+    received = [one.detach().requires_grad_() for one in sent]
+    loss = last(*received, **batch)
+    loss.backward()
+    learnt = [pair for pair in zip(sent, received, strict=True) if pair[0].requires_grad]
+    torch.autograd.backward([one for one, _ in learnt], [one.grad for _, one in learnt])
+    torch.testing.assert_close(loss, expected)
+    gradients = [parameter.grad for parameter in first.parameters()]
+    torch.testing.assert_close(gradients, [parameter.grad for parameter in whole.parameters()])
+
+
+def test_a_write_into_what_crosses_a_cut_as_a_view_too_is_refused() -> None:
+    split = split_graph(trace(file_of(AddingToViews)), modules_of(AddingToViews()))
+    count = len(split.layers.layers)
+    with pytest.raises(InputError, match="of which a stage receives views, too"):
         open_split(split, [count - 1, 1])
 
 
