@@ -3,22 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeAlias, cast
+from typing import Any, cast
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
-from torch.distributed.pipelining import PipelineStage
 from torch.distributed.pipelining._backward import stage_backward
-from torch.distributed.pipelining.stage import _RecvInfo
 
 from autopar.runtime.data_parallel import buckets_of, gathers_once
 from autopar.runtime.gradient_buckets import GradientBuckets
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.split_backward import SplitBackward
-
-InputGradients: TypeAlias = tuple[Tensor | None, ...]
+from autopar.runtime.torch_stage import InputGradients, TorchStage
 
 
 def cut(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
@@ -54,11 +50,11 @@ def stage_of(
     )
 
 
-class Stage(PipelineStage):
-    """A pipeline stage that holds buffers only for microbatches under way.
+class Stage(TorchStage):
+    """A pipeline stage whose tensors have known shapes.
 
-    torch's own allocates what it receives for all microbatches of a step, finds shapes by running
-    the model, and leaves the gradients of a split backward (zero bubble) unreduced under DDP.
+    torch's own finds shapes by running the model, looks through all that a batch holds, and leaves
+    the gradients of a split backward (zero bubble) unreduced under DDP.
     """
 
     def __init__(
@@ -112,70 +108,18 @@ class Stage(PipelineStage):
             return cast(Tensor, _Agreed())
         return super()._warmup_backward_result(received_result)
 
-    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate what a microbatch's inputs are received into, and return the receives."""
-        self._allocate(self.args_recv_info[fwd_chunk_id])
-        return super().get_fwd_recv_ops(fwd_chunk_id)
-
-    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
-        """Allocate what a microbatch's output gradients are received into; return the receives."""
-        if self.has_backward and not self.is_last:
-            self._allocate(self.grad_recv_info[bwd_chunk_id])
-        return super().get_bwd_recv_ops(bwd_chunk_id)
-
-    def set_local_bwd_input(self, next_stage_bwd_outputs: InputGradients, mb_index: int) -> None:
-        """Take gradients from the next stage where it lives on this rank (the turn of a V)."""
-        infos = self.grad_recv_info[mb_index]
-        for info, gradient in zip(infos, next_stage_bwd_outputs, strict=True):
-            if gradient is None and info.tensor_meta is not None:
-                self._allocate((info,))
-                info.buffer.zero_()
-            else:
-                info.buffer = gradient
-
-    def _allocate(self, infos: Sequence[_RecvInfo]) -> None:
-        for info in infos:
-            if info.tensor_meta is not None and not info.is_root_arg:
-                info.buffer = info.tensor_meta.to_tensor(self.device).detach()
-
-    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
-        tensors: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
-        self._forget(self.args_recv_info[fwd_chunk_id])
-        return tensors
-
-    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> InputGradients:
-        gradients: InputGradients = super()._retrieve_recv_grads(bwd_chunk_id)
-        self._forget(self.grad_recv_info[bwd_chunk_id])
-        return gradients
-
-    def _forget(self, infos: Sequence[_RecvInfo]) -> None:
-        """Let the buffers go; the autograd graph keeps what it needs of them."""
-        for info in infos:
-            info.buffer = None
-
-    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
-        super()._setup_forward_recv_info(1, has_backward)
-        self.args_recv_info = {
-            chunk: _without_buffers(self.args_recv_info[0]) for chunk in range(num_microbatches)
-        }
-
-    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
-        super()._setup_backward_recv_info(1)
-        self.chunks = num_microbatches
-        self.grad_recv_info = {
-            chunk: _without_buffers(self.grad_recv_info[0]) for chunk in range(num_microbatches)
-        }
-
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
         """Run the forward of one microbatch, and keep what its backward needs.
 
         torch's own looks through nested inputs and outputs and words them for its log.
         """
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+        if not self.reduces_every_microbatch:
+            self.end_backwards_late()
         result = self.submod(*received, **self._microbatches[fwd_chunk_id])
         outputs = result if isinstance(result, tuple) else (result,)
         sendable = tuple(self._sendable(output) for output in outputs)
-        self.fwd_cache[fwd_chunk_id] = (sendable, list(received))
+        self.keep(fwd_chunk_id, sendable, received)
         return sendable
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
@@ -245,16 +189,3 @@ class _Agreed:
     def item(self) -> int:
         """Return yes."""
         return 1
-
-
-def _without_buffers(infos: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
-    return tuple(
-        _RecvInfo(
-            input_name=info.input_name,
-            source=info.source,
-            buffer=None,
-            tensor_meta=info.tensor_meta,
-            is_root_arg=info.is_root_arg,
-        )
-        for info in infos
-    )

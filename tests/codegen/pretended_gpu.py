@@ -57,6 +57,9 @@ class _Stream(_Event):
     def record_event(self, *_: Any) -> _Event:
         return _Event()
 
+    def is_capturing(self) -> bool:
+        return False
+
 
 class _Device(_DummyBackendModule):
     """What torch asks a kind of device for, by the name of its module."""

@@ -1,0 +1,133 @@
+"""A stage of torch's that holds what it receives and sends only for microbatches under way.
+
+Up to torch 2.14 a stage allocates what it receives for all microbatches of a step. Later ones
+allocate with the receive and let go when it is read, as is done here for the earlier ones; they
+keep what a forward leaves in another place, and have fully_shard end a step's backwards by itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, TypeAlias
+
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining.stage import _RecvInfo
+
+InputGradients: TypeAlias = tuple[Tensor | None, ...]
+
+
+class _EarlierStage(pipelining.PipelineStage):
+    """Of torch 2.11 to 2.14."""
+
+    def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
+        """Keep what the backward of a microbatch needs."""
+        self.fwd_cache[chunk] = (outputs, list(inputs))
+
+    def end_backwards_late(self) -> None:
+        """Have fully_shard wait for `perform_reduce_grad`, which ends the backwards in any case."""
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocate what a microbatch's inputs are received into, and return the receives."""
+        self._allocate(self.args_recv_info[fwd_chunk_id])
+        return super().get_fwd_recv_ops(fwd_chunk_id)
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Allocate what a microbatch's output gradients are received into; return the receives."""
+        if self.has_backward and not self.is_last:
+            self._allocate(self.grad_recv_info[bwd_chunk_id])
+        return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs: InputGradients, mb_index: int) -> None:
+        """Take gradients from the next stage where it lives on this rank (the turn of a V)."""
+        infos = self.grad_recv_info[mb_index]
+        for info, gradient in zip(infos, next_stage_bwd_outputs, strict=True):
+            if gradient is None and info.tensor_meta is not None:
+                self._allocate((info,))
+                info.buffer.zero_()
+            else:
+                info.buffer = gradient
+
+    def _allocate(self, infos: Sequence[_RecvInfo]) -> None:
+        for info in infos:
+            if info.tensor_meta is not None and not info.is_root_arg:
+                info.buffer = info.tensor_meta.to_tensor(self.device).detach()
+
+    def _retrieve_recv_activations(self, fwd_chunk_id: int) -> tuple[Tensor, ...]:
+        tensors: tuple[Tensor, ...] = super()._retrieve_recv_activations(fwd_chunk_id)
+        self._forget(self.args_recv_info[fwd_chunk_id])
+        return tensors
+
+    def _retrieve_recv_grads(self, bwd_chunk_id: int) -> InputGradients:
+        gradients: InputGradients = super()._retrieve_recv_grads(bwd_chunk_id)
+        self._forget(self.grad_recv_info[bwd_chunk_id])
+        return gradients
+
+    def _forget(self, infos: Sequence[_RecvInfo]) -> None:
+        """Let the buffers go; the autograd graph keeps what it needs of them."""
+        for info in infos:
+            info.buffer = None
+
+    def _setup_forward_recv_info(self, num_microbatches: int, has_backward: bool) -> None:
+        super()._setup_forward_recv_info(1, has_backward)
+        self.args_recv_info = {
+            chunk: _without_buffers(self.args_recv_info[0]) for chunk in range(num_microbatches)
+        }
+
+    def _setup_backward_recv_info(self, num_microbatches: int) -> None:
+        super()._setup_backward_recv_info(1)
+        self.chunks = num_microbatches
+        self.grad_recv_info = {
+            chunk: _without_buffers(self.grad_recv_info[0]) for chunk in range(num_microbatches)
+        }
+
+
+def _without_buffers(infos: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
+    return tuple(
+        _RecvInfo(
+            input_name=info.input_name,
+            source=info.source,
+            buffer=None,
+            tensor_meta=info.tensor_meta,
+            is_root_arg=info.is_root_arg,
+        )
+        for info in infos
+    )
+
+
+class _LaterStage(pipelining.PipelineStage):
+    """Of torch 2.15, and later ones."""
+
+    reduces_every_microbatch: bool
+
+    def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
+        """Keep what the backward of a microbatch needs."""
+        own: Any = self
+        own._forward_chunk_states[chunk] = own._make_forward_chunk_state(outputs, list(inputs))
+
+    def end_backwards_late(self) -> None:
+        """Have fully_shard wait for `perform_reduce_grad`, which ends the backwards."""
+        module: Any = self.submod
+        if isinstance(module, FSDPModule):
+            module.set_manual_backward_finalization(True)  # type: ignore[attr-defined]
+
+    def start_gradient_reduction(self) -> None:
+        """Start to reduce what is not reduced yet, after the last microbatch."""
+        if not self.reduces_every_microbatch:
+            super().start_gradient_reduction()  # type: ignore[misc]
+
+    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
+        """Wait for what was started."""
+        if not self.reduces_every_microbatch:
+            super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
+
+    def _output_slot_is_releasable(self, _: object) -> tuple[bool, str]:
+        return False, "a backward in halves starts from it"
+
+
+if TYPE_CHECKING or not hasattr(_RecvInfo, "allocate_buffer"):
+    TorchStage = _EarlierStage
+else:
+    TorchStage = _LaterStage
