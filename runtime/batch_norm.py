@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules._functions import SyncBatchNorm as CudaSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
 
 from autopar.runtime.mesh import Axis
 from autopar.runtime.transport import gathered, summed
@@ -38,59 +40,77 @@ def widen_batch_norms(module: nn.Module) -> None:
             child.__class__ = type(f"Widened{kind.__name__}", (_Widened, kind), {})
 
 
-class _Counting(_BatchNorm):
-    """A batch norm that counts its batches."""
+class _Asked(TorchFunctionMode):
+    """Lets a norm's own forward run, and does otherwise what that asks `functional.batch_norm`."""
 
-    def _count_batch(self) -> float:
-        """Count this batch and return how much it weighs in the running statistics."""
-        if self.training and self.num_batches_tracked is not None:
-            self.num_batches_tracked.add_(1)
-            if self.momentum is None:
-                return 1.0 / float(self.num_batches_tracked)
-        return 0.0 if self.momentum is None else self.momentum
+    def __init__(self, normalised: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.normalised = normalised
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        is_asked = func is functional.batch_norm
+        return (self.normalised if is_asked else func)(*args, **(kwargs or {}))
 
 
-class _Widened(_Counting):
+class _Widened(_BatchNorm):
     """A batch norm whose weights are in fp32 while it computes."""
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Module calls use
-        """Normalise by the statistics of the batch in training, by the running ones else."""
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        momentum = self._count_batch()
-        is_kept = not self.training or self.track_running_stats
-        return functional.batch_norm(
-            input,
-            self.running_mean if is_kept else None,
-            self.running_var if is_kept else None,
-            None if self.weight is None else self.weight.float(),
-            None if self.bias is None else self.bias.float(),
-            self.training or self.running_mean is None,
-            momentum,
-            self.eps,
-        )
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the norm's class does."""
+        with _Asked(_widened):
+            return super().forward(*args, **kwargs)
 
 
-class _Synchronised(_Counting):
+def _widened(
+    input: Tensor,  # noqa: A002  as torch calls it
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    weight, bias = (None if one is None else one.float() for one in (weight, bias))
+    return functional.batch_norm(input, mean, variance, weight, bias, *args, **kwargs)
+
+
+class _Synchronised(_BatchNorm):
     """A batch norm whose statistics are those of all ranks of an axis."""
 
     axis: Axis
 
-    def forward(self, input: Tensor) -> Tensor:  # noqa: A002  the name that nn.Module calls use
-        """Normalise by the statistics of the whole axis in training, by the running ones else."""
-        self._check_input_dim(input)  # type: ignore[no-untyped-call]
-        if not (self.training or self.running_mean is None):
-            return functional.batch_norm(
-                input, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
-            )
-        momentum = self._count_batch()
-        arguments = (self.running_mean, self.running_var, self.eps, momentum, self.axis)
-        if input.is_cuda and self.weight is not None:
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the norm's class does, in training by the statistics of the whole axis."""
+        with _Asked(self._normalised):
+            return super().forward(*args, **kwargs)
+
+    def _normalised(
+        self,
+        input: Tensor,  # noqa: A002  as torch calls it
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return functional.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+        arguments = (running_mean, running_var, eps, momentum, self.axis)
+        if input.is_cuda and weight is not None:
             *shared, axis = arguments
             output = CudaSyncBatchNorm.apply(  # type: ignore[no-untyped-call]
-                input.contiguous(), self.weight, self.bias, *shared, axis.group, axis.size
+                input.contiguous(), weight, bias, *shared, axis.group, axis.size
             )
         else:
-            output = _Normalise.apply(input, self.weight, self.bias, *arguments)  # type: ignore[no-untyped-call]
+            output = _Normalise.apply(input, weight, bias, *arguments)  # type: ignore[no-untyped-call]
         assert isinstance(output, Tensor)
         return output
 

@@ -23,6 +23,7 @@ from autopar.tables import plain_table
 
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 11)
+TRIED_TORCH = (2, 15)  # the last one that the tests have run with
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -74,11 +75,15 @@ def examine() -> Iterator[Finding]:
 def _torch() -> Finding:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     is_fine = version >= LEAST_TORCH
+    fix = "" if is_fine else "pip install 'torch>=2.11'"
+    if version > TRIED_TORCH:
+        tried = ".".join(map(str, TRIED_TORCH))
+        fix = f"newer than {tried}, the last that autopar was tried with: verify scripts first"
     return Finding(
         name="torch",
         found=f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
         is_fine=is_fine,
-        fix="" if is_fine else "pip install 'torch>=2.11'",
+        fix=fix,
     )
 
 

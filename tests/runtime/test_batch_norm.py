@@ -4,6 +4,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autopar.runtime.batch_norm import synchronise_batch_norms, widen_batch_norms
 from autopar.runtime.mesh import start
@@ -12,9 +13,27 @@ from tests.runtime.ranks import run_on_ranks
 Outcome = tuple[Tensor, Tensor, dict[str, Tensor]]
 
 
-def build(affine: bool, momentum: float | None) -> nn.Sequential:
+class Bounded(nn.BatchNorm2d):
+    """Does more than its class, by what that does."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        return super().forward(input).tanh()
+
+
+class Copied(nn.BatchNorm2d):
+    """Does more than its class, as libraries do that have copied it."""
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002
+        statistics = (self.running_mean, self.running_var)
+        output = functional.batch_norm(input, *statistics, self.weight, self.bias, self.training)
+        return functional.silu(output)
+
+
+def build(
+    affine: bool, momentum: float | None, kind: type[nn.BatchNorm2d] = nn.BatchNorm2d
+) -> nn.Sequential:
     torch.manual_seed(0)
-    norm = nn.BatchNorm2d(5, affine=affine, momentum=momentum)
+    norm = kind(5, affine=affine, momentum=momentum)
     return nn.Sequential(nn.Conv2d(3, 5, 3), norm, nn.ReLU()).double()
 
 
@@ -37,9 +56,14 @@ def run(model: nn.Sequential, x: Tensor) -> Outcome:
     return output.detach(), x.grad, state | gradients
 
 
-def run_synchronised(affine: bool, momentum: float | None, sizes: tuple[int, ...]) -> Outcome:
+def run_synchronised(
+    affine: bool,
+    momentum: float | None,
+    sizes: tuple[int, ...],
+    kind: type[nn.BatchNorm2d] = nn.BatchNorm2d,
+) -> Outcome:
     mesh = start(pipeline=1, data=len(sizes), tensor=1)
-    model = build(affine, momentum)
+    model = build(affine, momentum, kind)
     names = [name for name, _ in model.named_parameters()]
     synchronise_batch_norms(model, mesh.data)
     assert names == [name for name, _ in model.named_parameters()]
@@ -57,8 +81,20 @@ def run_synchronised(affine: bool, momentum: float | None, sizes: tuple[int, ...
 def test_ranks_together_equal_one_process_on_the_whole_batch(
     affine: bool, momentum: float | None, sizes: tuple[int, ...]
 ) -> None:
-    output, gradient, state = run(build(affine, momentum), images())
+    expected = run(build(affine, momentum), images())
     results = run_on_ranks(run_synchronised, len(sizes), affine, momentum, sizes)
+    assert_together(results, expected)
+
+
+@pytest.mark.parametrize("kind", [Bounded, Copied])
+def test_a_norm_with_a_forward_of_its_own_keeps_it(kind: type[nn.BatchNorm2d]) -> None:
+    expected = run(build(True, 0.1, kind), images())
+    results = run_on_ranks(run_synchronised, 2, True, 0.1, (5, 3), kind)
+    assert_together(results, expected)
+
+
+def assert_together(results: list[Outcome], expected: Outcome) -> None:
+    output, gradient, state = expected
     torch.testing.assert_close(torch.cat([r[0] for r in results]), output, rtol=0, atol=1e-12)
     torch.testing.assert_close(torch.cat([r[1] for r in results]), gradient, rtol=0, atol=1e-11)
     for _, _, found in results:
@@ -81,11 +117,14 @@ def evaluate_on_one_rank() -> Tensor | None:
 
 
 @pytest.mark.parametrize("affine", [True, False])
-@pytest.mark.parametrize("momentum", [0.1, None])
+@pytest.mark.parametrize(
+    ("kind", "momentum"),
+    [(nn.BatchNorm2d, 0.1), (nn.BatchNorm2d, None), (Bounded, 0.1), (Copied, 0.1)],
+)
 def test_weights_in_16_bits_compute_in_fp32_as_the_statistics_do(
-    affine: bool, momentum: float | None
+    affine: bool, kind: type[nn.BatchNorm2d], momentum: float | None
 ) -> None:
-    whole, half = (nn.BatchNorm2d(3, affine=affine, momentum=momentum) for _ in range(2))
+    whole, half = (kind(3, affine=affine, momentum=momentum) for _ in range(2))
     for parameter in half.parameters():
         parameter.data = parameter.data.bfloat16()
     widen_batch_norms(half)
