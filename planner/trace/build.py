@@ -100,6 +100,14 @@ def _model(model_file: ModelFile, device: str) -> nn.Module:
         raise InputError(found, where=where, expected="a torch.nn.Module")
     model.train()
     _check_parameters(model, where)
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise InputError(
+                f"{name or 'the model'} is a SyncBatchNorm, which waits for all processes",
+                where=where,
+                expected="plain batch norms: scripts have the ranks that share a batch share them",
+                fix="leave out convert_sync_batchnorm",
+            )
     return model
 
 

@@ -203,6 +203,7 @@ def test_a_wrong_argument_is_told(
         ("def build_model(): return Model().requires_grad_(False)", "all 2 parameters are frozen"),
         ("def build_model(): return nn.LazyLinear(4)", "is lazy and has no shape yet"),
         ("def build_model(): return Model().to(torch.complex64)", "is complex (torch.complex64)"),
+        ("def build_model(): return nn.Sequential(nn.SyncBatchNorm(4))", "0 is a SyncBatchNorm"),
         (
             """
             def build_model():
