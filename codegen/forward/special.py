@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.codegen.forward import changes
@@ -20,7 +21,7 @@ from autopar.codegen.forward.parts import parts_of
 from autopar.codegen.forward.sizes import Wanted, wanted
 from autopar.codegen.forward.table import REDUCTIONS
 from autopar.planner.errors import InputError
-from autopar.planner.extent import ONE
+from autopar.planner.extent import ONE, constant
 from autopar.planner.graph import Op, Ref, Value
 from autopar.planner.layouts import PARTIAL, Kind, Layout
 
@@ -156,8 +157,7 @@ def local_arguments(op: Op, body: BodyBuilder) -> dict[str, Expression]:
     split = body.split
     if changes.has_local_groups(op, split):
         key = "num_groups" if op.target == "aten.group_norm.default" else "groups"
-        ways = Form((*body.axis.parts, ".size"))
-        return {key: binary(literal(_number(op.argument(key))), "//", ways, Level.PRODUCT)}
+        return {key: _local_groups(op, _number(op.argument(key)), body)}
     layout = split.need(op, 0) if op.inputs else None
     dim = changes.argument(op, "dim")
     if op.target in _REPEATS:
@@ -168,6 +168,20 @@ def local_arguments(op: Op, body: BodyBuilder) -> dict[str, Expression]:
     if not isinstance(dim, int) or dim % rank != layout.dim:
         return {}
     return _local_cut(op, layout, body)
+
+
+def _local_groups(op: Op, groups: int, body: BodyBuilder) -> Expression:
+    """Return how many groups of channels a rank has, of which it may have more than another."""
+    split = body.split
+    channels = wanted(split, op.inputs[0], split.need(op, 0))[1]
+    parts = parts_of(channels.dim, channels.axis)
+    if parts.are_even(split.degree, split.batch):
+        ways = Form((*body.axis.parts, ".size"))
+        return binary(literal(groups), "//", ways, Level.PRODUCT)
+    each = channels.extent.at(0) // groups  # channels of a group
+    listed = tuple((count, constant(unit.at(0) // each)) for count, unit in parts.listed)
+    printed = body.sizes.listed(replace(parts, listed=listed))
+    return call("local_size", printed, body.axis, is_tensor=False)
 
 
 def _local_cut(op: Op, layout: Layout, body: BodyBuilder) -> dict[str, Expression]:

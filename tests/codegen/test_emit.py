@@ -248,3 +248,28 @@ def test_no_size_in_a_printed_loss_has_the_name_of_the_batch(tmp_path: Path) -> 
     }
     assert not stored & {argument.arg for argument in loss.args.args}
     assert any("shape" in ast.unparse(node) for node in loss.body)
+
+
+GROUPED = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Sequential(nn.Conv2d(96, 96, 3, groups=3), nn.GroupNorm(3, 96), nn.ReLU())
+
+def example_batch(batch_size):
+    return {"input": torch.randn(batch_size, 96, 64, 64)}
+
+def loss(outputs, batch):
+    return outputs.mean()
+"""
+
+
+def test_a_rank_has_as_many_groups_as_channels_where_they_do_not_divide(tmp_path: Path) -> None:
+    (tmp_path / "grouped.py").write_text(GROUPED, encoding="utf-8")
+    file = load_model_file(str(tmp_path / "grouped.py"))
+    graph = trace(file)
+    plan = plan_for(file, graph, (), degrees=(1, 1, 2))
+    script = emit(plan, destination=tmp_path / "train.py")
+    assert "groups=local_size(((3, 1),), self.tensor)" in script
+    assert "groups=3" not in script.replace(" ", "")
