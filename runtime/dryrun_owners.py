@@ -92,4 +92,8 @@ def _fsdp_parameters(module: nn.Module) -> Iterator[FSDPParam]:
 def _fsdp_groups(module: nn.Module) -> Iterator[FSDPParamGroup]:
     for child in module.modules():
         if isinstance(child, FSDPModule):
-            yield from child._get_fsdp_state()._fsdp_param_groups
+            state: Any = child._get_fsdp_state()
+            if hasattr(state, "_fsdp_param_groups"):
+                yield from state._fsdp_param_groups
+            elif state._fsdp_param_group is not None:  # of torch 2.11
+                yield state._fsdp_param_group

@@ -14,7 +14,7 @@ from autopar.runtime.data_parallel import buckets_of, gathers_once
 from autopar.runtime.gradient_buckets import GradientBuckets
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.split_backward import SplitBackward
-from autopar.runtime.torch_stage import InputGradients, TorchStage
+from autopar.runtime.torch_stage import InputGradients, TorchStage, refuse_earlier_torch
 
 
 def cut(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
@@ -39,6 +39,7 @@ def stage_of(
     forward is run to find out. reduces_every_microbatch: with zero 2 and 3, gradients are sharded
     after each microbatch, not kept whole until the last.
     """
+    refuse_earlier_torch()
     return Stage(
         module,
         mesh,

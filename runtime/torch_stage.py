@@ -10,17 +10,35 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any, TypeAlias
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _RecvInfo
 
+from autopar.runtime.refusal import refuse
+
 InputGradients: TypeAlias = tuple[Tensor | None, ...]
+PIPELINED_TORCH = (
+    2,
+    13,
+)  # earlier stages have no shapes beforehand, or want a gradient of all inputs
+
+
+def refuse_earlier_torch() -> None:
+    """Leave where torch's own stages lack what those here are made of."""
+    found = tuple(int(part) for part in torch.__version__.split(".")[:2])
+    if found < PIPELINED_TORCH:
+        least = ".".join(map(str, PIPELINED_TORCH))
+        refuse(
+            f"pipelines want torch {least} or later; this is {torch.__version__}",
+            fix=f"pip install 'torch>={least}', or plan with --max-pp 1",
+        )
 
 
 class _EarlierStage(pipelining.PipelineStage):
-    """Of torch 2.11 to 2.14."""
+    """Of torch 2.13 and 2.14."""
 
     def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
         """Keep what the backward of a microbatch needs."""

@@ -19,6 +19,7 @@ from autopar.console import results
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.programs.solver import Solved, default_solver, new_program, solve
+from autopar.runtime.torch_stage import PIPELINED_TORCH
 from autopar.tables import plain_table
 
 LEAST_PYTHON = (3, 11)
@@ -76,6 +77,9 @@ def _torch() -> Finding:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
     is_fine = version >= LEAST_TORCH
     fix = "" if is_fine else "pip install 'torch>=2.11'"
+    if is_fine and version < PIPELINED_TORCH:
+        least = ".".join(map(str, PIPELINED_TORCH))
+        fix = f"pipelines want {least} or later; everything else works with this one"
     if version > TRIED_TORCH:
         tried = ".".join(map(str, TRIED_TORCH))
         fix = f"newer than {tried}, the last that autopar was tried with: verify scripts first"

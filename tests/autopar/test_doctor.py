@@ -40,11 +40,14 @@ def test_an_old_torch_is_told_with_what_to_do(
     assert run(monkeypatch, capsys, "doctor").code == 1
 
 
-def test_a_torch_that_nobody_has_tried_is_told(monkeypatch: MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "__version__", "3.0.0+cu140")
+@pytest.mark.parametrize(("version", "told"), [("2.12.1", "2.13"), ("3.0.0+cu140", "verify")])
+def test_what_a_torch_cannot_do_or_nobody_has_tried_is_told(
+    monkeypatch: MonkeyPatch, version: str, told: str
+) -> None:
+    monkeypatch.setattr(torch, "__version__", version)
     (finding,) = [one for one in examine() if one.name == "torch"]
     assert finding.is_fine
-    assert "verify" in finding.fix
+    assert told in finding.fix
 
 
 def test_a_solver_that_breaks_is_told(monkeypatch: MonkeyPatch) -> None:
