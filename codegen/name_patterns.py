@@ -38,9 +38,15 @@ def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Valu
         if all(name in found for name in family):
             values = [found[name] for name in family]
             most = max(values, key=values.count)
-            if values.count(most) > 1:
-                found = _starring(found, form, [n for n in family if found[n] == most])
+            names = [n for n in family if found[n] == most and _agrees(found, n, most)]
+            if len(names) > 1:
+                found = _starring(found, form, names)
     return found
+
+
+def _agrees(found: Mapping[str, Value], name: str, value: Value) -> bool:
+    """Whether no starred name that is there already stands for another value of this one."""
+    return all(found.get(form, value) == value for form in starred(name))
 
 
 def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[str, Value]:

@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.codegen.name_patterns import numbered_tuple, patterns
@@ -82,3 +82,15 @@ def test_only_whole_numbers_between_dots_are_starred() -> None:
     assert starred("h1.attn") == ()
     assert is_listed("h.3.w", ("h.*.w",))
     assert not is_listed("h.w", ("h.*.w",))
+
+
+@given(
+    st.dictionaries(
+        st.tuples(st.integers(0, 3), st.integers(0, 3)).map(lambda at: f"f.{at[0]}.b.{at[1]}.w"),
+        st.integers(0, 2),
+        min_size=4,
+    )
+)
+@settings(max_examples=1000)
+def test_no_name_falls_under_two_stars_of_different_values(table: dict[str, int]) -> None:
+    assert named(patterns(table, table), table) == table
