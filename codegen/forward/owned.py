@@ -11,6 +11,7 @@ from autopar.codegen.forward.identifiers import is_identifier, string
 from autopar.codegen.forward.literals import nested
 from autopar.codegen.forward.modules import Container
 from autopar.codegen.forward.split import Split
+from autopar.planner.costs.norm_statistics import BATCH_NORM
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Call, Op, Origin
 
@@ -110,8 +111,9 @@ class Owner:
         return call("torch.tensor", values, keywords=given)
 
     def training(self, op: Op) -> Form:
-        """Return whether the module trains, as its code asks it."""
-        return text("self.training" if op.call != LOSS else "True")
+        """Return whether the module trains, as its code asks it; no loss and no weights do."""
+        is_always = op.target == BATCH_NORM and op.argument("running_mean") is None
+        return text("True" if op.call == LOSS or is_always else "self.training")
 
     def rate(self, op: Op) -> Form | None:
         """Return the module's own name for the dropout rate of an op, where it has one."""

@@ -273,3 +273,38 @@ def test_a_rank_has_as_many_groups_as_channels_where_they_do_not_divide(tmp_path
     script = emit(plan, destination=tmp_path / "train.py")
     assert "groups=local_size(((3, 1),), self.tensor)" in script
     assert "groups=3" not in script.replace(" ", "")
+
+
+STANDARDISED = """
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(8, 8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x):
+        weight = F.batch_norm(self.weight[None], None, None, training=True)[0]
+        x = F.dropout(F.linear(x, weight), 0.1, training=self.training)
+        for layer in self.layers:
+            x = layer(x)
+        return x.mean()
+
+def build_model():
+    return Model()
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 8)}
+"""
+
+
+def test_weights_are_standardised_by_themselves_in_evaluation_too(tmp_path: Path) -> None:
+    (tmp_path / "standardised.py").write_text(STANDARDISED, encoding="utf-8")
+    file = load_model_file(str(tmp_path / "standardised.py"))
+    plan = plan_for(file, trace(file), (), degrees=(2, 1, 1))
+    script = emit(plan, destination=tmp_path / "train.py")
+    assert "None, None, training=True" in script
+    assert "0.1, self.training" in script
