@@ -1,7 +1,8 @@
 # Two commands do everything on a fresh Linux machine: `make demo` and `make test`.
 PYTHON ?= python3
 VENV   ?= .venv
-TORCH  ?= torch==2.13.0
+PINNED := 2.13.0
+TORCH  ?= torch==$(PINNED)
 BIN    := $(VENV)/bin
 JOBS   ?= 2
 
@@ -31,10 +32,10 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 
-# torch's own annotations differ from version to version: ours fit those of $(TORCH).
+# torch's own annotations differ from version to version: ours fit those of $(PINNED).
 types: setup
-	@if $(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(TORCH)".split("==")[-1])'; \
-	then echo $(BIN)/mypy; $(BIN)/mypy; else echo "mypy is left out: types are checked with $(TORCH)"; fi
+	@if $(BIN)/python -c 'import torch, sys; sys.exit(torch.__version__.split("+")[0] != "$(PINNED)")'; \
+	then echo $(BIN)/mypy; $(BIN)/mypy; else echo "mypy is left out: types are checked with torch $(PINNED)"; fi
 
 imports: setup
 	$(BIN)/lint-imports

@@ -115,8 +115,7 @@ class Stage(TorchStage):
         torch's own looks through nested inputs and outputs and words them for its log.
         """
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
-        if not self.reduces_every_microbatch:
-            self.end_backwards_late()
+        self.end_backwards_late()
         result = self.submod(*received, **self._microbatches[fwd_chunk_id])
         outputs = result if isinstance(result, tuple) else (result,)
         sendable = tuple(self._sendable(output) for output in outputs)

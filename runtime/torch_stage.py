@@ -20,10 +20,7 @@ from torch.distributed.pipelining.stage import _RecvInfo
 from autopar.runtime.refusal import refuse
 
 InputGradients: TypeAlias = tuple[Tensor | None, ...]
-PIPELINED_TORCH = (
-    2,
-    13,
-)  # earlier stages have no shapes beforehand, or want a gradient of all inputs
+PIPELINED_TORCH = (2, 13)  # earlier stages lack shapes, or want a gradient of all they receive
 
 
 def refuse_earlier_torch() -> None:
@@ -128,7 +125,7 @@ class _LaterStage(pipelining.PipelineStage):
     def end_backwards_late(self) -> None:
         """Have fully_shard wait for `perform_reduce_grad`, which ends the backwards."""
         module: Any = self.submod
-        if isinstance(module, FSDPModule):
+        if isinstance(module, FSDPModule) and not self.reduces_every_microbatch:
             module.set_manual_backward_finalization(True)  # type: ignore[attr-defined]
 
     def start_gradient_reduction(self) -> None:

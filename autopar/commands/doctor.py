@@ -75,20 +75,26 @@ def examine() -> Iterator[Finding]:
 
 def _torch() -> Finding:
     version = tuple(int(part) for part in torch.__version__.split(".")[:2])
-    is_fine = version >= LEAST_TORCH
-    fix = "" if is_fine else "pip install 'torch>=2.11'"
-    if is_fine and version < PIPELINED_TORCH:
-        least = ".".join(map(str, PIPELINED_TORCH))
-        fix = f"pipelines want {least} or later; everything else works with this one"
-    if version > TRIED_TORCH:
-        tried = ".".join(map(str, TRIED_TORCH))
-        fix = f"newer than {tried}, the last that autopar was tried with: verify scripts first"
     return Finding(
         name="torch",
         found=f"{torch.__version__}, CUDA {torch.version.cuda or 'not built in'}",
-        is_fine=is_fine,
-        fix=fix,
+        is_fine=version >= LEAST_TORCH,
+        fix=_advice(version),
     )
+
+
+def _advice(version: tuple[int, ...]) -> str:
+    """Return what to do about a version of torch, "" where every test runs with it."""
+    least, pipelined, tried = (
+        ".".join(map(str, known)) for known in (LEAST_TORCH, PIPELINED_TORCH, TRIED_TORCH)
+    )
+    if version < LEAST_TORCH:
+        return f"pip install 'torch>={least}'"
+    if version < PIPELINED_TORCH:
+        return f"pipelines want {pipelined} or later; everything else works with this one"
+    if version > TRIED_TORCH:
+        return f"newer than {tried}, the last that autopar was tried with: verify scripts first"
+    return ""
 
 
 def _devices() -> Finding:

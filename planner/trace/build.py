@@ -100,14 +100,7 @@ def _model(model_file: ModelFile, device: str) -> nn.Module:
         raise InputError(found, where=where, expected="a torch.nn.Module")
     model.train()
     _check_parameters(model, where)
-    for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise InputError(
-                f"{name or 'the model'} is a SyncBatchNorm, which waits for all processes",
-                where=where,
-                expected="plain batch norms: scripts have the ranks that share a batch share them",
-                fix="leave out convert_sync_batchnorm",
-            )
+    _refuse_sync_norms(model, where)
     return model
 
 
@@ -127,6 +120,17 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(moved, requires_grad=tensor.requires_grad)
     return moved
+
+
+def _refuse_sync_norms(model: nn.Module, where: str) -> None:
+    for name, module in model.named_modules():
+        if isinstance(module, nn.SyncBatchNorm):
+            raise InputError(
+                f"{name or 'the model'} is a SyncBatchNorm, which waits for all processes",
+                where=where,
+                expected="plain batch norms: scripts give them the statistics of all data ranks",
+                fix="leave out convert_sync_batchnorm",
+            )
 
 
 def _check_parameters(model: nn.Module, where: str) -> None:

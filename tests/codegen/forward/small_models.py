@@ -191,13 +191,17 @@ class Denoising(nn.Module):
         return functional.mse_loss(x, noise)
 
 
-class Masking(nn.Module):
-    """Fills what it has made with random numbers, for its first layer and its loss."""
+class Layered(nn.Module):
+    """Whole numbers, three layers."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(8, 4)
         self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+
+
+class Masking(Layered):
+    """Fills what it has made with random numbers, for its first layer and its loss."""
 
     def forward(self, ids: Tensor) -> Tensor:
         mask = torch.empty(ids.shape[0], 4, 4)
@@ -208,13 +212,8 @@ class Masking(nn.Module):
         return functional.mse_loss(x, mask)
 
 
-class Adding(nn.Module):
+class Adding(Layered):
     """Adds what each layer makes to what it began with, in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(8, 4)
-        self.layers = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
@@ -222,10 +221,8 @@ class Adding(nn.Module):
         for layer in self.layers:
             x = layer(x)
             total += x
-        return self.mean(total, x)
-
-    def mean(self, total: Tensor, x: Tensor) -> Tensor:
-        return (total * x).mean()
+        loss: Tensor = (total * x).mean()
+        return loss
 
 
 class AddingToViews(Adding):
@@ -238,7 +235,8 @@ class AddingToViews(Adding):
         total += self.layers[1](total)
         x = self.layers[2](total)
         total += x
-        return self.mean(part, x[:, 1:])
+        loss: Tensor = (part * x[:, 1:]).mean()
+        return loss
 
 
 def file_of(kind: Callable[[], nn.Module]) -> ModelFile:

@@ -158,6 +158,15 @@ def test_running_a_layer_again_costs_the_host_in_both_passes_and_selectively_for
     assert selective.recompute_seconds > every_op
 
 
+def test_a_backward_in_halves_costs_the_host_for_every_op_and_for_what_waits_between_them() -> None:
+    prices = pricer("gpt2.py", "dropout=0.0", batch=4, device_name="cpu")
+    layer, passes = layer_of(prices, "Block"), prices.host.passes
+    cost = alone(prices, layer)[Recompute.NONE]
+    for_bytes = cost.split_seconds - len(layer.ops) * passes.split_seconds
+    assert cost.deferred_bytes > 0
+    assert for_bytes == pytest.approx(passes.split_byte_seconds * cost.deferred_bytes)
+
+
 def test_attention_that_dropout_takes_apart_counts_as_its_parts_under_selective_recompute() -> None:
     def more(dropout: float) -> float:
         prices = pricer("gpt2.py", f"dropout={dropout}", batch=1, device_name="cpu")
