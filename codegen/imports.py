@@ -20,6 +20,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "typing": "Any",
         "torch": "Tensor nn",
         "torch.optim": "AdamW Optimizer",
+        "autopar.runtime.apart": "keep_apart",
         "autopar.runtime.data": "Batch dataset_batches placed synthetic_batches",
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.dryrun": "recording",

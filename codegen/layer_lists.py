@@ -9,6 +9,7 @@ from autopar.codegen.name_patterns import numbered_tuple
 from autopar.codegen.python_text import Source, assigned
 from autopar.codegen.script_view import Recomputation
 from autopar.codegen.subject import Subject
+from autopar.codegen.writing_layers import writing_calls
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.errors import InputError
 from autopar.planner.layers import ancestors
@@ -25,6 +26,9 @@ def layer_lists(plan: Plan, subject: Subject) -> Source:
     modes = plan.layer_modes
     _check_recomputed(subject, paths, modes)
     found = []
+    writing = writing_layers(plan, subject)
+    if writing:
+        found.append(_listed("WRITING", writing))
     if plan.arrangement.zero >= Zero.GRADIENTS:
         found.append(_listed("LAYERS", _gathered_alone(subject, paths)))
     for one in recomputations(plan):
@@ -61,6 +65,20 @@ def recomputations(plan: Plan) -> tuple[Recomputation, ...]:
     return tuple(
         Recomputation(table, str(mode)) for mode, table in _TABLES.items() if mode in modes
     )
+
+
+def writing_layers(plan: Plan, subject: Subject) -> list[str]:
+    """Return the layers that must not share memory with others, but write to it."""
+    units = plan.arrangement.zero >= Zero.GRADIENTS
+    calls = {
+        layer.call: path
+        for layer, path, mode in zip(
+            subject.layers.layers, _paths(subject), plan.layer_modes, strict=True
+        )
+        if path and (units or mode is not Recompute.NONE)
+    }
+    writing = writing_calls(subject.graph, calls)
+    return [path for call, path in calls.items() if call in writing]
 
 
 def _paths(subject: Subject) -> list[str]:

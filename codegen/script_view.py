@@ -49,6 +49,7 @@ class ScriptView:
     has_dataset: bool
     has_optimizer: bool
     has_scheduler: bool
+    has_writing: bool  # layers that write where others read
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
     model_arguments: Source

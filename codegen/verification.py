@@ -6,6 +6,8 @@ import os
 import pickle
 import subprocess
 import sys
+from collections.abc import Sequence
+from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
@@ -19,6 +21,7 @@ from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.plan import Plan
 
 LAST_LINES = 15  # of what a failed script printed
+_TRACEBACK = "Traceback (most recent call last)"
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
 STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
 
@@ -90,9 +93,18 @@ def _run(ranks: int, arguments: list[str]) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        lines = done.stderr.strip().splitlines()
-        raised = [i for i, line in enumerate(lines) if "Traceback (most recent call last)" in line]
-        shown = lines[raised[0] :] if raised else lines
-        raise ScriptFailedError(
-            f"the script failed on {ranks} processes:\n" + "\n".join(shown[:LAST_LINES])
-        )
+        told = "\n".join(first_traceback(done.stderr.strip().splitlines())[-LAST_LINES:])
+        raise ScriptFailedError(f"the script failed on {ranks} processes:\n{told}")
+
+
+def first_traceback(lines: Sequence[str]) -> Sequence[str]:
+    """Return the first traceback of the rank that printed one first, or all lines.
+
+    Lines of other ranks may stand between its own; what it raised later is set off by an empty one.
+    """
+    at = next((i for i, line in enumerate(lines) if _TRACEBACK in line), None)
+    if at is None:
+        return lines
+    rank = lines[at].partition(_TRACEBACK)[0]
+    own = (line for line in lines[at:] if line.startswith(rank.strip()))
+    return list(takewhile(lambda line: line.strip() != rank.strip(), own))

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from autopar.codegen.forward.opened import Opened, OpenedClass
-from autopar.codegen.layer_lists import layer_lists, recomputations
+from autopar.codegen.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.model_calls import ModelCalls, model_arguments, model_calls
 from autopar.codegen.name_patterns import patterns
 from autopar.codegen.parameter_tables import parameter_tables
@@ -81,6 +81,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_dataset=plan.model.has_dataset,
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
+        has_writing=bool(writing_layers(plan, subject)),
         recomputations=recomputations(plan),
         wrapping=Source(
             call(

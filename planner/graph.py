@@ -117,7 +117,8 @@ class Call:
     own, so it is called as it is and never opened.
     Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>". Lists are
     `Listed`, for callers concatenate them, and dicts `Mapped`; other mappings are pairs.
-    `has_unused` marks a call that computes with activations what the loss does not depend on.
+    `has_unused` marks a call that computes with activations what the loss does not depend on,
+    `is_batch_norm` one of torch's batch norms, which share statistics over the data ranks.
     """
 
     key: str
@@ -129,6 +130,7 @@ class Call:
     keywords: tuple[tuple[str, Value], ...]
     result: Value
     has_unused: bool = False
+    is_batch_norm: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

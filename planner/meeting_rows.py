@@ -23,13 +23,14 @@ def meeting_rows(graph: Graph) -> Op | None:
 
     It compares every pair of rows, as contrastive losses do, or a row with the next one, or the
     first half with the second; gives rows what all of them have made, as centering does; or makes
-    of the rows' mean or sum what is no mean of that of their parts, as a root does. A buffer may
-    keep what was made of all rows; that of a batch norm is the same on all ranks.
+    of the rows' mean or sum what is no mean of that of their parts, as a root does; or normalises
+    them by their statistics without being one of torch's batch norms, which share theirs over all
+    ranks. A buffer may keep what was made of all rows.
     """
     of_parts = all_of_parts(graph)
     for op in graph.ops:
         learns = any(graph.tensors[name].requires_grad for name in op.outputs)
-        meets = _compares_rows(op, graph) or _mixes_rows(op, graph) or _counts_all(op)
+        meets = any(by(op, graph) for by in _MEETING)
         if (learns and (meets or _shares(op, graph, of_parts))) or _keeps(op, graph, of_parts):
             return op
     return loss_of_parts(graph).op if of_parts[graph.loss] is Follows.MEETS else None
@@ -70,11 +71,22 @@ def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     return is_kept and any(of_parts[name] is not Follows.ALIKE for name in op.inputs)
 
 
-def _counts_all(op: Op) -> bool:
+def _counts_all(op: Op, graph: Graph) -> bool:
     """Whether an embedding divides its gradient by how often all rows name an entry."""
+    del graph
     return bool(dict(op.arguments).get("scale_grad_by_freq"))
+
+
+def _normalises_alone(op: Op, graph: Graph) -> bool:
+    """Whether an op takes statistics of the rows in a module that is no batch norm of torch's."""
+    if op.target != BATCH_NORM or not op.argument("training") or not _varying(graph, op.inputs[0]):
+        return False
+    return op.call not in graph.calls or not graph.calls[op.call].is_batch_norm
 
 
 def _varying(graph: Graph, name: str) -> int:
     """Return how many sizes of a tensor depend on the batch."""
     return sum(not size.is_constant for size in graph.tensors[name].shape)
+
+
+_MEETING = (_compares_rows, _mixes_rows, _counts_all, _normalises_alone)

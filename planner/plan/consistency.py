@@ -64,7 +64,8 @@ def _parameters(plan: Plan) -> Iterator[str]:
     for one in plan.parameters:
         if one.name not in known:
             yield f"parameters: the graph has no parameter {one.name!r}"
-    missing = parameters - {one.name for one in plan.parameters}
+    used = {name for op in graph.ops for name in op.inputs}  # what no op reads has no layout
+    missing = parameters & used - {one.name for one in plan.parameters}
     for name in sorted(missing):
         yield f"parameters: the layout of {name!r} is missing"
 

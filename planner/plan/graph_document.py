@@ -93,6 +93,7 @@ class CallRow(NamedTuple):
     keywords: tuple[tuple[str, JsonValue], ...]
     result: JsonValue
     has_unused: bool = False
+    is_batch_norm: bool = False
 
 
 class ConstantRow(NamedTuple):
@@ -224,6 +225,7 @@ def _call_row(call: Call) -> CallRow:
         tuple((name, value_document(value)) for name, value in call.keywords),
         value_document(call.result),
         call.has_unused,
+        call.is_batch_norm,
     )
 
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from autopar.planner.errors import TraceError
@@ -312,6 +313,7 @@ class _Converter:
             arguments=tuple(map(structured, arguments)),
             keywords=tuple((name, structured(value)) for name, value in keywords.items()),
             result=None,
+            is_batch_norm=isinstance(self.recording.modules.get(path), _BatchNorm),
         )
         scope.call = key
 

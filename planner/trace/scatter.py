@@ -14,7 +14,7 @@ from types import MappingProxyType
 
 from autopar.planner.graph import Call, Graph, Op, Origin, Ref, Tensor, Value
 
-_SCATTER = MappingProxyType(
+SCATTER = MappingProxyType(
     {
         "aten.slice.Tensor": "aten.slice_scatter.default",
         "aten.select.int": "aten.select_scatter.default",
@@ -148,7 +148,7 @@ class _Scattering:
         name = f"{op.name}_in_{base}"
         given = [(key, value) for key, value in cut.arguments if not isinstance(value, Ref)]
         arguments = (("self", Ref(self._name(base))), ("src", Ref(source)), *given)
-        target = _SCATTER[cut.target]
+        target = SCATTER[cut.target]
         self._append(op, name, target=target, arguments=arguments, like=self.tensors[base])
         return name
 
@@ -222,4 +222,4 @@ def _spans(graph: Graph) -> _Spans:
 
 def views_of(graph: Graph) -> Mapping[str, Op]:
     """Return the ops that show a part of a tensor, by the names of the views."""
-    return {op.outputs[0]: op for op in graph.ops if op.target in _SCATTER}
+    return {op.outputs[0]: op for op in graph.ops if op.target in SCATTER}

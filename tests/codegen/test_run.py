@@ -13,7 +13,7 @@ import pytest
 from autopar.codegen.dry_running import dry_run
 from autopar.codegen.emit import write_script
 from autopar.codegen.standalone import write_standalone
-from autopar.codegen.verification import ScriptFailedError, verify
+from autopar.codegen.verification import ScriptFailedError, first_traceback, verify
 from autopar.planner.plan.plan import Plan
 from tests.codegen.kinds import plan_of
 
@@ -83,5 +83,22 @@ def test_a_rank_that_does_not_exist_is_refused(tmp_path: Path) -> None:
         dry_run(plan_of("pp"), tmp_path, rank=2)
 
 
-def test_what_a_failed_script_said_is_told() -> None:
+def test_a_failed_script_has_an_exit_code_of_its_own() -> None:
     assert ScriptFailedError("x").exit_code == 7
+
+
+def test_of_what_failed_scripts_say_the_first_traceback_is_told_to_its_end() -> None:
+    said = [
+        "W1 a warning", "[rank1]: Traceback (most recent call last):", '[rank1]:   File "a.py"',
+        "[rank0]: Traceback (most recent call last):", '[rank0]:   File "b.py"',
+        "[rank1]: RuntimeError: no room", "[rank1]: for this", "[rank0]: OSError: closed",
+        "[rank1]:", "[rank1]: During handling of the above another occurred:", "E1 ended",
+    ]  # fmt: skip
+    own = [
+        "Traceback (most recent call last):",
+        '  File "a.py"',
+        "RuntimeError: no room",
+        "for this",
+    ]
+    assert first_traceback(said) == [f"[rank1]: {line}" for line in own]
+    assert first_traceback(["no traceback"]) == ["no traceback"]

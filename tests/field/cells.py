@@ -79,6 +79,7 @@ AWKWARD: Mapping[str, Subject] = {
     "class weights": _own("losses", "kind=classes"),
     "drawn noise": _own("drawn_noise"),
     "in place": _own("in_place"),
+    "writing layers": _own("writing_layers"),
     "siamese": _own("siamese"),
 }
 

@@ -35,6 +35,7 @@ ONCE_WRONG = {
     ("ResNet", "tp 2"): "a module that refuses another number of channels",
     ("in place", "tp 2"): "a squeeze where ranks have one head, writes into what is handed on",
     ("siamese", "dp 2"): "a norm that runs three times for each microbatch",
+    ("writing layers", "zero-3 2"): "layers that write into what they are given, or have returned",
     ("in place", "pp 2"): "a batch that is written under another name, a roll along a dim",
 }
 

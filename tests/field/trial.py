@@ -24,6 +24,7 @@ from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.constraints import Constraints
 from autopar.planner.plan.constraints_options import gathered_constraints
 from autopar.planner.plan.degrees import check_degrees
+from autopar.planner.plan.document import parse_plan, plan_text
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search import search
@@ -153,14 +154,15 @@ def _rows(subject: Subject, kind: Kind) -> int | None:
 
 @cache
 def plan_of(subject: Subject, kind: Kind) -> Plan:
-    """Return the plan of a cell, or raise what the planner refuses it with."""
+    """Return the plan of a cell as a file has it, or raise what the planner refuses it with."""
     file, graph, axes, layers = _parts(subject, _rows(subject, kind), kind.precision)
     spec = str(subject.path)
     facts = model_facts(file, graph, spec=spec, arguments=subject.arguments)
     constraints = constraints_of(subject, kind)
     fixed, fixed_at = graph.fixed_batch, graph.fixed_at
     check_degrees(kind.ranks, constraints, fixed_batch=fixed, fixed_at=fixed_at)
-    return search(graph, axes, layers, facts, cluster_of(kind), constraints)
+    plan = search(graph, axes, layers, facts, cluster_of(kind), constraints)
+    return parse_plan(plan_text(plan), where="plan.json")
 
 
 def cluster_of(kind: Kind) -> Cluster:

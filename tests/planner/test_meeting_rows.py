@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional
 
 from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file
@@ -37,6 +38,7 @@ class Sharing(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(8, 4, scale_grad_by_freq=way == "counted")
         self.register_buffer("mean", torch.zeros(4))
+        self.norm = nn.BatchNorm1d(3)
         self.way = way
 
     def forward(self, ids: Tensor) -> Tensor:
@@ -59,6 +61,15 @@ class Sharing(nn.Module):
             case "kept":
                 with torch.no_grad():
                     self.mean.lerp_(x.mean((0, 1)), 0.1)
+            case "normalised":
+                x = functional.batch_norm(x, None, None, training=True)
+            case "evaluated":
+                x = functional.batch_norm(x, torch.zeros(3), torch.ones(3), training=False)
+            case "standardised":  # weights, of which every rank has the same
+                weight = functional.batch_norm(self.embed.weight, None, None, training=True)
+                x = functional.embedding(ids, weight)
+            case "a norm":  # shares its statistics
+                x = self.norm(x)
             case "counting":
                 self.mean.add_(1)
             case "told":  # nothing is learnt of it
@@ -73,8 +84,9 @@ class Sharing(nn.Module):
     ("way", "meet"),
     [
         *((way, True) for way in ("centered", "greatest", "counted", "rolled", "next", "first")),
-        *((way, True) for way in ("along", "kept")),
+        *((way, True) for way in ("along", "kept", "normalised")),
         *((way, False) for way in ("counting", "within", "told", "made")),
+        *((way, False) for way in ("evaluated", "standardised", "a norm")),
     ],
 )
 def test_what_all_rows_have_made_is_where_they_meet(way: str, *, meet: bool) -> None:

@@ -96,6 +96,20 @@ def test_a_plan_comes_back_exactly(name: str, tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["plan.json"]
 
 
+def test_parameters_that_nothing_reads_have_no_layout_and_are_not_missed() -> None:
+    plan = small_plan("mnist.py")
+    (one, *_) = plan.graph.parameters
+    unread = replace(one, name="spare", aliases=())
+    tensor = replace(plan.graph.tensors[one.name], name="spare", storage="spare")
+    graph = replace(
+        plan.graph,
+        parameters=(*plan.graph.parameters, unread),
+        tensors={**plan.graph.tensors, "spare": tensor},
+    )
+    changed = replace(plan, graph=graph)
+    assert parse_plan(plan_text(changed), where="plan.json").graph.parameters[-1] == unread
+
+
 @pytest.mark.parametrize("field", ["format", "autopar", "arrangement", "graph"])
 def test_the_text_has_each_field_on_a_line_of_its_own(field: str) -> None:
     assert f'\n "{field}": ' in plan_text(small_plan())

@@ -1,0 +1,86 @@
+"""Finds the layers that write into what they are given, or whose results others write into.
+
+Such a layer works on copies where it runs again or is a unit of `fully_shard` (runtime/apart.py).
+Others may know what it writes there by its results alone then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from autopar.planner.errors import InputError
+from autopar.planner.graph import Call, Graph, Op, Origin, refs
+from autopar.planner.layers import ancestors
+from autopar.planner.trace.scatter import SCATTER
+
+
+def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
+    """Return those of some calls that have to work on copies; refuse where these would differ."""
+    return frozenset(call for call in calls if call in graph.calls and _Borders(graph, call).matter)
+
+
+class _Borders:
+    """What is written across the borders of a call, from within or afterwards."""
+
+    def __init__(self, graph: Graph, call: str) -> None:
+        self.graph, self.call = graph, graph.calls[call]
+        within = [call in ancestors(op.call, graph.calls) for op in graph.ops]
+        last = len(within) - 1 - within[::-1].index(True) if any(within) else -1
+        self.own = [op for op, is_own in zip(graph.ops, within, strict=True) if is_own]
+        self.after = graph.ops[last + 1 :] if self.own else ()
+        self.results = frozenset(refs(self.call.result))
+
+    @property
+    def matter(self) -> bool:
+        """Whether something is written across."""
+        made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
+        given = frozenset(self._written(self.own)) - made
+        views = [name for name in self.results if self._storage(name) in made - {name}]
+        returned = frozenset(map(self._storage, views)).intersection(self._written(self.after))
+        for storage in given:
+            if self._is_seen(storage):
+                self._refuse("writes into what it is given, and others read that afterwards")
+        for storage in returned:
+            if [self._storage(name) for name in self.results].count(storage) > 1:
+                self._refuse("returns views of one tensor, and others write into one of them")
+        return bool(given or returned)
+
+    def _written(self, ops: Iterable[Op]) -> Iterator[str]:
+        """Yield the storages of activations that ops write to, the batch among them.
+
+        What the graph has as a scatter is a write into a part of a tensor in the code.
+        """
+        for op in ops:
+            for name in op.inputs[:1] if op.target in SCATTER.values() else op.writes:
+                storage = self._storage(name)
+                if self.graph.tensors[storage].origin in (Origin.OP, Origin.INPUT):
+                    yield storage
+
+    def _is_seen(self, storage: str) -> bool:
+        """Whether others would miss what the call writes, as one of its own inputs would."""
+        if len([name for name in _given(self.call) if self._storage(name) == storage]) != 1:
+            return True
+        hidden = {name for op in self.own for name in op.outputs} - self.results
+        known = set(self.results)
+        for op in self.after:
+            aliases = {name for name in op.inputs if self._storage(name) == storage}
+            if aliases - known or not hidden.isdisjoint(op.inputs):
+                return True
+            known.update(op.outputs)
+        return False
+
+    def _storage(self, name: str) -> str:
+        return self.graph.tensors[name].storage
+
+    def _refuse(self, what: str) -> None:
+        raise InputError(
+            f"layer {self.call.path!r} {what}: a copy, which ZeRO-2 and 3 and recomputation need, "
+            "would not be what they know",
+            where=self.own[0].location,
+            expected="a layer whose results alone tell what it wrote",
+            fix="write without += and inplace=True there, or plan with zero=1 and recompute none",
+        )
+
+
+def _given(call: Call) -> frozenset[str]:
+    return frozenset(refs((*call.arguments, *(value for _, value in call.keywords))))
