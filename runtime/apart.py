@@ -7,6 +7,8 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from autopar.runtime.own_forward import class_with_forward
+
 
 def keep_apart(module: nn.Module) -> None:
     """Have a module (a layer) work on copies of the tensors that it is given, and return no views.
@@ -15,7 +17,7 @@ def keep_apart(module: nn.Module) -> None:
     must not be written to; where others write to a view of a result, its hooks are lost. The
     instance takes a subclass of its class: parameters, buffers and names stay as they are.
     """
-    kind = type(module)
+    kind = class_with_forward(module)
     module.__class__ = type(f"Apart{kind.__name__}", (_Apart, kind), {})
 
 

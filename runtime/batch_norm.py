@@ -13,6 +13,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.overrides import TorchFunctionMode
 
 from autopar.runtime.mesh import Axis
+from autopar.runtime.own_forward import class_with_forward
 from autopar.runtime.transport import gathered, summed
 
 
@@ -25,7 +26,7 @@ def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
         return
     for child in module.modules():
         if isinstance(child, _BatchNorm) and not isinstance(child, _Synchronised):
-            child.__class__ = _synchronised_class(type(child))
+            child.__class__ = _synchronised_class(class_with_forward(child))
             child.__dict__["axis"] = axis
 
 
@@ -36,7 +37,7 @@ def widen_batch_norms(module: nn.Module) -> None:
     """
     for child in module.modules():
         if isinstance(child, _BatchNorm) and not isinstance(child, (_Synchronised, _Widened)):
-            kind = type(child)
+            kind = class_with_forward(child)
             child.__class__ = type(f"Widened{kind.__name__}", (_Widened, kind), {})
 
 
@@ -115,7 +116,7 @@ class _Synchronised(_BatchNorm):
         return output
 
 
-def _synchronised_class(kind: type[_BatchNorm]) -> type[_Synchronised]:
+def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
     return type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
 
 

@@ -71,6 +71,7 @@ def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
     if not issubclass(kind, type(module)):
         raise TypeError(f"{kind.__name__} is no kind of {type(module).__name__}")
     module.__class__ = kind
+    module.__dict__.pop("forward", None)  # one of its own, in whose place that of the class comes
     module.__dict__["tensor"] = tensor
 
 

@@ -16,6 +16,8 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
+from autopar.runtime.own_forward import class_with_forward
+
 Mode: TypeAlias = Literal["none", "selective", "full"]
 Policy: TypeAlias = Callable[..., CheckpointPolicy]
 
@@ -40,6 +42,7 @@ def recompute(
     """
     if mode == "none":
         return
+    module.__class__ = class_with_forward(module)
     policy = partial(_policy, frozenset(keep)) if mode == "selective" else None
     contexts = partial(_contexts, module, policy)
 

@@ -5,12 +5,17 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 
 from autopar.codegen.forward.expressions import Expression, Held, call, pieces, text
 from autopar.codegen.forward.identifiers import identifier
 from autopar.codegen.forward.lines import Line, Pattern, held_in
-from autopar.codegen.forward.modules import Modules
+from autopar.codegen.forward.modules import Container, Modules
 from autopar.codegen.forward.owned import Owner
+
+_MEMBERS = MappingProxyType(
+    {Container.INDEX: "", Container.KEY: ".values()", Container.ATTRIBUTE: ".children()"}
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -40,7 +45,10 @@ def rolled(
     position = 0
     while position < len(lines):
         run = _run(lines[position:])
-        if len(run) > 1 or (slice_text is not None and _is_indexed(run[0])):
+        is_loop = len(run) > 1 or (slice_text is not None and _is_indexed(run[0]))
+        if is_loop and not _is_listed(run[0], modules):
+            is_loop, run = False, run[:1]
+        if is_loop:
             later = _used(lines[position + len(run) :])
             done.append(_loop(run, later, owner, modules, slice_text))
         else:
@@ -95,6 +103,15 @@ def _is_indexed(line: Line) -> bool:
     """Whether a line calls a module of a container with what it could return to itself."""
     is_number = (line.module or "").rpartition(".")[2].isdigit()
     return is_number and bool(_sole_carries(line))
+
+
+def _is_listed(line: Line, modules: Modules) -> bool:
+    """Whether the numbers of the modules in a container are their places there."""
+    stem, _, _ = (line.module or "").rpartition(".")
+    place = f"{stem}." if stem else ""
+    inner = (path.removeprefix(place) for path in modules if path and path.startswith(place))
+    names = [name for name in inner if "." not in name]
+    return names == [str(number) for number in range(len(names))]
 
 
 def _sole_carries(line: Line) -> dict[int, int]:
@@ -152,10 +169,10 @@ def _number(path: str | None) -> int:
 def _container(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:
     """Return the modules that a loop goes through; a list of the user's own class is not sliced."""
     path = (first.module or "").rpartition(".")[0]
-    place, cut = f"self{owner.steps(path)}", _slice(first, last, owner, slice_text)
-    module = owner.split.modules.get(path)
-    is_own = module is not None and not module.is_torch
-    return f"list({place}){cut}" if cut and is_own else f"{place}{cut}"
+    cut, module = _slice(first, last, owner, slice_text), owner.split.modules[path]
+    place = f"self{owner.steps(path)}{_MEMBERS[module.container]}"
+    is_sliced = module.is_torch and module.container is Container.INDEX
+    return f"list({place}){cut}" if cut and not is_sliced else f"{place}{cut}"
 
 
 def _slice(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
@@ -67,32 +67,36 @@ Modules = Mapping[str, Module]
 
 def modules_of(model: nn.Module) -> Modules:
     """Return what is known of every module of a model, by path; the root's path is ""."""
-    signatures: dict[type, tuple[tuple[Argument, ...], str]] = {}
-    checks: dict[type, bool] = {}
-    keeps: dict[type, bool] = {}
-    functions: dict[type, tuple[tuple[str, str], ...]] = {}
+    facts: dict[Hashable, Mapping[str, Any]] = {}
     found: dict[str, Module] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
-        if kind not in signatures:
-            source = _own_source(kind)
-            checks[kind], keeps[kind] = checks_sizes(source), keeps_state(source)
-            signatures[kind], functions[kind] = _signature(kind), tuple(_functions(kind))
-        arguments, returns = signatures[kind]
+        key = (kind, getattr(module.forward, "__func__", module.forward))
+        if key not in facts:
+            facts[key] = _facts(module)
         found[path] = Module(
             path=path,
             import_path=f"{kind.__module__}.{kind.__qualname__}",
             class_name=kind.__name__,
-            arguments=arguments,
-            returns=returns,
             container=_container(module),
             numbers=tuple(_numbers(module)),
             is_importable=_is_importable(kind),
-            checks_sizes=checks[kind],
-            keeps_state=keeps[kind],
-            functions=functions[kind],
+            **facts[key],
         )
     return found
+
+
+def _facts(module: nn.Module) -> Mapping[str, Any]:
+    """Return what a module's forward tells, be it of its class or assigned to it alone."""
+    source = _own_source(module)
+    arguments, returns = _signature(module)
+    return {
+        "arguments": arguments,
+        "returns": returns,
+        "checks_sizes": checks_sizes(source),
+        "keeps_state": keeps_state(source),
+        "functions": tuple(_functions(module)),
+    }
 
 
 def _is_importable(kind: type) -> bool:
@@ -105,27 +109,27 @@ def _is_importable(kind: type) -> bool:
     return holder is kind
 
 
-def _own_source(kind: type[nn.Module]) -> str:
+def _own_source(module: nn.Module) -> str:
     """Return the source of a forward that is not PyTorch's; nothing where there is none to read."""
-    if kind.__module__.startswith("torch."):
+    if type(module).__module__.startswith("torch."):
         return ""
     try:
-        return inspect.getsource(inspect.unwrap(kind.forward))
+        return inspect.getsource(inspect.unwrap(module.forward))
     except (OSError, TypeError):  # made by exec, or in C
         return ""
 
 
-def _functions(kind: type[nn.Module]) -> Iterator[tuple[str, str]]:
-    """Yield the autograd Functions that the file of a class's forward names, if not torch's own."""
-    for value in getattr(inspect.unwrap(kind.forward), "__globals__", {}).values():
+def _functions(module: nn.Module) -> Iterator[tuple[str, str]]:
+    """Yield the autograd Functions that the file of a forward names, if not torch's own."""
+    for value in getattr(inspect.unwrap(module.forward), "__globals__", {}).values():
         if isinstance(value, type) and issubclass(value, autograd.Function):
             path = f"{value.__module__}.{value.__qualname__}"
             if not path.startswith("torch.") and _is_importable(value):
                 yield value.__name__, path
 
 
-def _signature(kind: type[nn.Module]) -> tuple[tuple[Argument, ...], str]:
-    signature = inspect.signature(kind.forward)
+def _signature(module: nn.Module) -> tuple[tuple[Argument, ...], str]:
+    signature = inspect.signature(module.forward)
     arguments = tuple(
         Argument(
             name=parameter.name,
@@ -133,7 +137,7 @@ def _signature(kind: type[nn.Module]) -> tuple[tuple[Argument, ...], str]:
             annotation=_annotation(parameter.annotation),
             default=_default(parameter.default),
         )
-        for parameter in list(signature.parameters.values())[1:]
+        for parameter in signature.parameters.values()
     )
     return arguments, _annotation(signature.return_annotation)
 

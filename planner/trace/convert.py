@@ -80,12 +80,6 @@ def _keeps_shapes(node: fx.Node) -> bool:
     return len({str(val.shape) for val in vals}) == 1
 
 
-def _hands_on(target: str, arguments: Mapping[str, Value]) -> bool:
-    """Whether an op gives the very tensor it got, though torch tells nobody."""
-    is_off = arguments.get("p") == 0.0 or arguments.get("train") is False
-    return target == "aten.dropout.default" and is_off
-
-
 class _Converter:
     def __init__(self, exported: Exported) -> None:
         self.program = exported.program
@@ -166,6 +160,7 @@ class _Converter:
             )
         elif (
             target in _ALIASES
+            or self._drops_nothing(node, target, scope)
             or self._keeps_type(node, target, scope)
             or self._keeps_numbers(node, target, scope)
             or _keeps_shapes(node)
@@ -173,6 +168,13 @@ class _Converter:
             scope.values[node] = self.values.value(node.args[0], scope)
         else:
             self._read_op(node, target, scope)
+
+    def _drops_nothing(self, node: fx.Node, target: str, scope: Scope) -> bool:
+        """Whether a dropout gives the very tensor it got: code around it may go on with that."""
+        if target != "aten.dropout.default":
+            return False
+        arguments = dict(self.values.arguments(node, scope))
+        return arguments["p"] == 0.0 or arguments["train"] is False
 
     def _keeps_type(self, node: fx.Node, target: str, scope: Scope) -> bool:
         """Whether a conversion gives the tensor it got, under every precision."""
@@ -217,8 +219,7 @@ class _Converter:
                 outputs.append(None)
                 continue
             out = self.ledger.unique(f"{name}_{i}") if is_many else name
-            own = inputs[0] if _hands_on(target, dict(arguments)) else out
-            owner = scope.storages.setdefault(storage_of(val), own)
+            owner = scope.storages.setdefault(storage_of(val), out)
             storage = self.ledger.tensors[owner].storage if owner != out else out
             grad = differentiable and not _CUTS_GRADIENT.match(target)
             self.ledger.add(out, val, storage=storage, origin=Origin.OP, requires_grad=grad)

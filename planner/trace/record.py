@@ -92,6 +92,7 @@ class Recording:
 def recorded(model: nn.Module, *, fold: bool) -> Iterator[Recording]:
     """Wrap the modules of a model while a trace runs."""
     modules = dict(model.named_modules())
+    own = {path: module.__dict__.get("forward") for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
     recording = Recording(modules=modules, blocks=blocks)
     with _marker_ops(recording), _functions_recorded(recording):
@@ -100,8 +101,10 @@ def recorded(model: nn.Module, *, fold: bool) -> Iterator[Recording]:
                 module.__dict__["forward"] = _recording_forward(module, path, recording)
             yield recording
         finally:
-            for module in modules.values():
+            for path, module in modules.items():
                 module.__dict__.pop("forward", None)
+                if own[path] is not None:  # one that was assigned to it alone
+                    module.__dict__["forward"] = own[path]
 
 
 @contextmanager

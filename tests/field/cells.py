@@ -80,6 +80,7 @@ AWKWARD: Mapping[str, Subject] = {
     "drawn noise": _own("drawn_noise"),
     "in place": _own("in_place"),
     "writing layers": _own("writing_layers"),
+    "odd modules": _own("odd_modules"),
     "siamese": _own("siamese"),
 }
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 LABELS = 5
 FILMS = ("r3d", "mc3", "r2plus1d", "s3d", "mvit", "swin3d")
 SEGMENTERS = ("fcn", "deeplabv3", "lraspp")
-SIDES = {"inception_v3": 96, "maxvit_t": 224, "alexnet": 80}
+SIDES = {"inception_v3": 160, "maxvit_t": 224, "alexnet": 80}
 
 
 def build_model(kind: str) -> nn.Module:
@@ -36,7 +36,7 @@ def example_batch(batch_size: int, kind: str) -> dict[str, Tensor]:
     side = SIDES.get(kind, 64)
     frames = (16,) if kind.startswith(FILMS) else ()
     pixels = (side, side) if kind.startswith(SEGMENTERS) else ()
-    first = "input" if kind.startswith(SEGMENTERS) else "x"
+    first = "input" if kind.startswith("lraspp") else "x"
     return {
         first: torch.randn(batch_size, 3, *frames, side, side),
         "labels": torch.randint(LABELS, (batch_size, *pixels)),
