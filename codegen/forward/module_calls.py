@@ -51,6 +51,8 @@ def _target(unit: str, body: BodyBuilder) -> Form:
     """Return what is called: a module that the owner holds, or an autograd Function by its name."""
     record = body.graph.calls[unit]
     if not record.is_function:
+        if body.owner.within(record.path) is None:
+            raise NeedsInlineError.for_module(record.path, body)
         return Form(tuple(body.owner.path(record.path).parts), is_tensor=False)
     owner = body.split.modules.get(record.path.rpartition("/")[0])
     if owner is None or record.class_name not in dict(owner.functions):

@@ -45,6 +45,7 @@ class Module:
     """A module of the user's model, as far as source text about it needs to know."""
 
     path: str
+    first: str  # of the paths that lead to it: a module may stand in several places
     import_path: str
     class_name: str
     arguments: tuple[Argument, ...]
@@ -69,6 +70,7 @@ def modules_of(model: nn.Module) -> Modules:
     """Return what is known of every module of a model, by path; the root's path is ""."""
     facts: dict[Hashable, Mapping[str, Any]] = {}
     found: dict[str, Module] = {}
+    firsts: dict[int, str] = {}
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         key = (kind, getattr(module.forward, "__func__", module.forward))
@@ -76,6 +78,7 @@ def modules_of(model: nn.Module) -> Modules:
             facts[key] = _facts(module)
         found[path] = Module(
             path=path,
+            first=firsts.setdefault(id(module), path),
             import_path=f"{kind.__module__}.{kind.__qualname__}",
             class_name=kind.__name__,
             container=_container(module),

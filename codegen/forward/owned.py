@@ -27,6 +27,11 @@ class NeedsInlineError(Exception):
         self.key, self.record, self.reason = key, record, reason
 
     @staticmethod
+    def for_module(path: str, body: BodyBuilder) -> NeedsInlineError:
+        """Return which call hides a module from a body: its own, whose module does not hold it."""
+        return NeedsInlineError._for(body.scope, f"module {path}", body)
+
+    @staticmethod
     def for_tensor(tensor: str, body: BodyBuilder) -> NeedsInlineError:
         """Return which call hides a tensor from a body."""
         maker = body.tree.maker.get(tensor)
@@ -35,8 +40,12 @@ class NeedsInlineError(Exception):
         if body.scope in chain:
             below = chain[chain.index(body.scope) + 1 :]
             key = next((c for c in below if c not in body.opening.inlined), LOSS)
+        return NeedsInlineError._for(key, tensor, body)
+
+    @staticmethod
+    def _for(key: str, what: str, body: BodyBuilder) -> NeedsInlineError:
         if key == LOSS or not key:
-            raise InputError(f"{tensor} is not at hand where the code of the model needs it")
+            raise InputError(f"{what} is not at hand where the code of the model needs it")
         return NeedsInlineError(key, body.graph.calls[key])
 
 
@@ -52,6 +61,7 @@ class Owner:
 
     def steps(self, path: str) -> str:
         """Return how a module inside this one is reached from it."""
+        path = self.within(path) or path
         inside = path.removeprefix(self.root).removeprefix(".")
         at, steps = self.root, ""
         for name in inside.split(".") if inside else ():
@@ -67,6 +77,14 @@ class Owner:
                 steps += f".get_submodule({string(name)})"
             at = f"{at}.{name}" if at else name
         return steps
+
+    def within(self, path: str) -> str | None:
+        """Return by which of its paths a module is reached from this one; None if it is not."""
+        modules = self.split.modules
+        if path == self.root or self.holds(path) or path not in modules:
+            return path
+        first = modules[path].first
+        return next((p for p in modules if modules[p].first == first and self.holds(p)), None)
 
     def holds(self, name: str) -> bool:
         """Whether a parameter or buffer lies in this module."""

@@ -1,4 +1,4 @@
-"""Modules in a dict by numbers, modules with a forward of their own each, a dropout of nothing."""
+"""Modules in a dict by numbers, with a forward of their own each, and one that all of them hold."""
 
 from __future__ import annotations
 
@@ -11,15 +11,16 @@ from tests.field.blocks import VOCAB, WIDTH, token_batch, token_loss
 class Mixer(nn.Module):
     """Decides in its __init__ which of its forwards is meant."""
 
-    def __init__(self, *, is_narrow: bool) -> None:
+    def __init__(self, norm: nn.Module, *, is_narrow: bool) -> None:
         super().__init__()
+        self.norm = norm
         self.wide, self.narrow = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
         self.dropout = nn.Dropout(0.0)
         self.forward = self.forward_halves if is_narrow else self.forward_whole
 
     def forward_whole(self, x: Tensor) -> Tensor:
         """Mix all of the features."""
-        out: Tensor = self.narrow(functional.gelu(self.wide(self.dropout(x))))
+        out: Tensor = self.narrow(functional.gelu(self.wide(self.norm(self.dropout(x)))))
         return out + x
 
     def forward_halves(self, x: Tensor) -> Tensor:
@@ -44,8 +45,9 @@ class Odd(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.parts = Parts({str(i): Mixer(is_narrow=False) for i in range(6)})
-        self.last, self.head = Mixer(is_narrow=True), nn.Linear(WIDTH // 2, VOCAB)
+        self.shared = nn.LayerNorm(WIDTH)
+        self.parts = Parts({str(i): Mixer(self.shared, is_narrow=False) for i in range(6)})
+        self.last, self.head = Mixer(self.shared, is_narrow=True), nn.Linear(WIDTH // 2, VOCAB)
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map tokens to logits."""
