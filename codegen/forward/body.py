@@ -153,10 +153,11 @@ class BodyBuilder:
         raise InputError(f"{op.name} only renames what the module holds", where=op.location)
 
     def _is_nothing(self, op: Op) -> bool:
-        """Whether an op takes all of a dim."""
-        shape = self.graph.tensors[op.outputs[0]].shape
-        same = op.target == "aten.slice.Tensor" and self.graph.tensors[op.inputs[0]].shape == shape
-        return same and not self.reads_written(op)
+        """Whether an op takes all of a dim; what the module itself holds is taken as it says."""
+        given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
+        same = op.target == "aten.slice.Tensor" and given.shape == made.shape
+        is_activation = given.origin in (Origin.OP, Origin.INPUT)
+        return same and is_activation and not self.reads_written(op)
 
     def reads_written(self, op: Op) -> bool:
         """Whether an op touches memory that this body writes to."""

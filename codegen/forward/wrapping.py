@@ -2,8 +2,22 @@
 
 from __future__ import annotations
 
+import re
+
 WIDTH = 100
 _OPEN, _CLOSE = "([{", ")]}"
+_STRING = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
+
+
+def _bare(line: str) -> str:
+    """Return a line of the same length without what its strings say."""
+    return _STRING.sub(lambda found: "_" * len(found[0]), line)
+
+
+def _partition(line: str, mark: str) -> tuple[str, str, str]:
+    """Part a line where a mark is code."""
+    at = _bare(line).find(mark)
+    return (line[:at], mark, line[at + len(mark) :]) if at >= 0 else (line, "", "")
 
 
 def wrapped(line: str, *, indent: int) -> list[str]:
@@ -13,7 +27,7 @@ def wrapped(line: str, *, indent: int) -> list[str]:
         return [margin + line]
     start = _last_bracket(line)
     if start is None:
-        return _choice(line, indent) if " if " in line else _bracketed(line, indent)
+        return _choice(line, indent) if " if " in _bare(line) else _bracketed(line, indent)
     end = _closing(line, start)
     head, body, tail = line[: start + 1], line[start + 1 : end], line[end:]
     return [margin + head, *_body(body, indent + 4), margin + tail]
@@ -49,7 +63,7 @@ def _bracketed(line: str, indent: int) -> list[str]:
     if " " not in line:
         return [margin + line]
     word = "return " if line.startswith("return ") else ""
-    target, equals, _ = line.partition(" = ")
+    target, equals, _ = _partition(line, " = ")
     head = word or (f"{target}{equals}" if equals else "")
     value = line.removeprefix(head)
     return [f"{margin}{head}(", f"{margin}    {value}", f"{margin})"]
@@ -60,13 +74,13 @@ def _choice(line: str, indent: int) -> list[str]:
     margin = " " * indent
     value = line
     for mark in ("return ", " = ", "="):
-        head, found, rest = line.partition(mark)
-        if found and "(" not in head and " if " in rest:
+        head, found, rest = _partition(line, mark)
+        if found and "(" not in head and " if " in _bare(rest):
             value = rest
             break
     head = line.removesuffix(value)
-    first, _, rest = value.partition(" if ")
-    condition, _, other = rest.partition(" else ")
+    first, _, rest = _partition(value, " if ")
+    condition, _, other = _partition(rest, " else ")
     fits = indent + 4 + len(value) <= WIDTH
     inner = [value] if fits else [first, f"if {condition}", f"else {other}"]
     return [f"{margin}{head}(", *(f"{margin}    {part}" for part in inner), f"{margin})"]
@@ -74,7 +88,7 @@ def _choice(line: str, indent: int) -> list[str]:
 
 def _last_bracket(line: str) -> int | None:
     """Return where the bracket opens that closes last, if nothing but a colon follows it."""
-    bare = line.rstrip(":")
+    bare = _bare(line).rstrip(":")
     if not bare or bare[-1] not in _CLOSE:
         return None
     depth = 0
@@ -86,9 +100,9 @@ def _last_bracket(line: str) -> int | None:
 
 
 def _closing(line: str, start: int) -> int:
-    depth = 0
+    depth, bare = 0, _bare(line)
     for position in range(start, len(line)):
-        depth += (line[position] in _OPEN) - (line[position] in _CLOSE)
+        depth += (bare[position] in _OPEN) - (bare[position] in _CLOSE)
         if depth == 0:
             return position
     raise ValueError(line)
@@ -96,7 +110,7 @@ def _closing(line: str, start: int) -> int:
 
 def _items(body: str) -> list[str]:
     items, depth, begin = [], 0, 0
-    for position, letter in enumerate(body):
+    for position, letter in enumerate(_bare(body)):
         depth += (letter in _OPEN) - (letter in _CLOSE)
         if letter == "," and depth == 0:
             items.append(body[begin:position].strip())

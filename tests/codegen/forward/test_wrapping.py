@@ -19,6 +19,10 @@ PATH = ".".join(["self", *(f"a_module_with_a_long_name_{number}" for number in r
         f"return {PATH}",
         f"q = {PATH} + {PATH}",
         f"q = view(batch, {PATH} * 2)",
+        f'q = einsum("b h i d, b h j d -> b h i j", {PATH}, 2)',
+        f'q = view("a) if (b = c", {PATH}, "\\"), ", 3)',
+        f'q = "one if two = three" + {PATH}',
+        f'q = {PATH} if way == " if else " else 1',
     ],
 )
 def test_a_line_that_is_broken_means_what_it_meant(line: str) -> None:
