@@ -15,6 +15,7 @@ from enum import StrEnum
 from autopar.planner.extent import Extent, numel
 
 MODEL_DTYPE = "model"
+MODULE = "module "  # before the path of a module that is an argument
 MODEL_EXTREMES = (1.7976931348623157e308, 3.3895313892515355e38)  # of the types traced in
 
 
@@ -115,7 +116,8 @@ class Call:
 
     `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
     own, so it is called as it is and never opened.
-    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>". Lists are
+    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>", modules of
+    the model as "<module h.0.position>". Lists are
     `Listed`, for callers concatenate them, and dicts `Mapped`; other mappings are pairs.
     `has_unused` marks a call that computes with activations what the loss does not depend on,
     `is_batch_norm` one of torch's batch norms, which share statistics over the data ranks.

@@ -154,10 +154,11 @@ class BodyBuilder:
 
     def _is_nothing(self, op: Op) -> bool:
         """Whether an op takes all of a dim; what the module itself holds is taken as it says."""
+        if op.target != "aten.slice.Tensor":
+            return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
-        same = op.target == "aten.slice.Tensor" and given.shape == made.shape
         is_activation = given.origin in (Origin.OP, Origin.INPUT)
-        return same and is_activation and not self.reads_written(op)
+        return given.shape == made.shape and is_activation and not self.reads_written(op)
 
     def reads_written(self, op: Op) -> bool:
         """Whether an op touches memory that this body writes to."""

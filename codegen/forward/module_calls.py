@@ -12,7 +12,7 @@ from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.results import is_mapping, pairs
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Call, DType, Mapped, Op, Origin, Ref, Value
+from autopar.planner.graph import MODULE, Call, DType, Mapped, Op, Origin, Ref, Value
 from autopar.planner.random_ops import is_random
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ def call_line(unit: str, body: BodyBuilder) -> Line:
     arguments += [
         (name, _argument(value, unit, body))
         for name, value in record.keywords
-        if not _is_left_out(name, value, record.path, body)
+        if not _is_left_out(name, value, unit, body)
     ]
     results = _pattern(record.result, unit, body)
     target = _target(unit, body)
@@ -70,14 +70,18 @@ def unnamed_function(record: Call, op: Op) -> InputError:
     )
 
 
-def _is_left_out(name: str, value: Value, path: str, body: BodyBuilder) -> bool:
-    """Whether a keyword says what the signature says anyway."""
-    for argument in body.split.modules[path].arguments:
+def _is_left_out(name: str, value: Value, unit: str, body: BodyBuilder) -> bool:
+    """Whether a keyword says what the signature says anyway, or nothing that training needs.
+
+    That is an empty cache for later calls, and what printed code of the module does not read.
+    """
+    for argument in body.split.modules[body.graph.calls[unit].path].arguments:
         if argument.name == name:
             is_object = isinstance(value, str) and value.startswith("<")
+            is_unread = unit in body.opening.opened or str(value).endswith("Cache>")
             plain = value is None or isinstance(value, (bool, int, float))
             return argument.default is not None and (
-                is_object or (plain and argument.default == repr(value))
+                (is_object and is_unread) or (plain and argument.default == repr(value))
             )
     return False
 
@@ -97,6 +101,9 @@ def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:
         own = body.dtype() if value.name == "model" else None
         return own if own is not None else text(f"torch.{value.name}")
     if isinstance(value, str) and value.startswith("<"):
+        at_hand = body.owner.within(value[1:-1].removeprefix(MODULE))
+        if value.startswith(f"<{MODULE}") and at_hand is not None:
+            return body.owner.path(at_hand)
         if unit not in body.opening.opened:
             raise NeedsInlineError(unit, body.graph.calls[unit], reason=value)
         return literal(None)

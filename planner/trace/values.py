@@ -11,7 +11,16 @@ from torch import fx
 from torch.export.graph_signature import InputKind, InputSpec
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Constant, DType, Listed, Mapped, Origin, Ref, Value
+from autopar.planner.graph import (
+    MODULE,
+    Constant,
+    DType,
+    Listed,
+    Mapped,
+    Origin,
+    Ref,
+    Value,
+)
 from autopar.planner.trace.export import Exported
 from autopar.planner.trace.ledger import Ledger
 from autopar.planner.trace.names import ModelNames
@@ -44,6 +53,7 @@ class Values:
     def __init__(self, exported: Exported, names: ModelNames, ledger: Ledger) -> None:
         self.program, self.recording = exported.program, exported.recording
         self.names, self.ledger = names, ledger
+        self.paths = {id(module): path for path, module in self.recording.modules.items()}
         self.constants: dict[str, Constant] = {}
         self.specs: dict[str, InputSpec] = {
             spec.arg.name: spec for spec in self.program.graph_signature.input_specs
@@ -156,7 +166,8 @@ class Values:
             return DType(self.ledger.dtype(leaf))
         if isinstance(leaf, (int, float, str, bool, type(None))):
             return leaf
-        return f"<{type(leaf).__name__}>"
+        path = self.paths.get(id(leaf))
+        return f"<{type(leaf).__name__}>" if path is None else f"<{MODULE}{path}>"
 
 
 def structured(value: Any) -> Value:
