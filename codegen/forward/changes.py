@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+
 from autopar.codegen.forward.split import Split
-from autopar.planner.axes.terms import Leaf
+from autopar.planner.axes.terms import Dim, Leaf
 from autopar.planner.graph import Op, Origin, Value
 from autopar.planner.layouts import Kind, Layout
 from autopar.planner.random_ops import is_random
@@ -91,6 +93,15 @@ def _has_local_size(op: Op, split: Split) -> bool:
         rank = len(split.graph.tensors[op.inputs[0]].shape)
         return is_split(layout) and isinstance(dim, int) and dim % rank == layout.dim
     return False
+
+
+def whole_sizes(op: Op, split: Split) -> Iterator[Dim]:
+    """Yield the dims whose sizes an op is told, and of which a rank has all."""
+    sizes = argument(op, RESULT_SIZES[op.target]) if op.target in RESULT_SIZES else None
+    layout = split.made(op.outputs[0])
+    for dim, size in enumerate(sizes if isinstance(sizes, tuple) else ()):
+        if size != -1 and not (is_split(layout) and layout.dim == dim):
+            yield split.axes.dims[op.outputs[0]][dim]
 
 
 def _converts_own_tensor(op: Op, split: Split) -> bool:

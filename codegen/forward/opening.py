@@ -12,8 +12,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, common
-from autopar.codegen.forward.changes import is_changed, is_split, is_split_random
+from autopar.codegen.forward.changes import is_changed, is_split, is_split_random, whole_sizes
 from autopar.codegen.forward.split import Split
+from autopar.planner.axes.terms import leaves
 from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import WHOLE, Layout
 from autopar.planner.random_ops import is_random
@@ -112,9 +113,14 @@ class _Opener:
 
     def opening(self) -> Opening:
         """Open what must be, then place conversions where something is open already."""
+        own = defaultdict[str, list[Op]](list)
         for op in self.tree.graph.ops:
+            own[op.call].append(op)
             if is_changed(op, self.split):
                 self._open(op.call)
+        for call, ops in own.items():
+            if self._takes_sizes_of_parts(call, ops):
+                self._open(call)
         for call in self.tree.chains:
             if call != LOSS and self._does_unseen(call) and self._has_split(call):
                 self._open(call)
@@ -138,6 +144,22 @@ class _Opener:
             inlined=frozenset(self.inlined),
             places=MappingProxyType(self.places),
             leaves=MappingProxyType(self.leaves),
+        )
+
+    def _takes_sizes_of_parts(self, call: str, ops: Sequence[Op]) -> bool:
+        """Whether a call shapes a whole dim where a rank has a part of the same axis at hand.
+
+        Its code may have read the size there: `_, h, w = x.shape`, of an x that is split by rows.
+        """
+        split = self.split
+        at_hand = {*self.tree.entering(call), *(name for op in ops for name in op.outputs)}
+        layouts = [split.made(name) for name in at_hand]
+        layouts += [split.need(op, i) for op in ops for i in range(len(op.inputs))]
+        parts = {layout.axis for layout in layouts if is_split(layout)}
+        return any(
+            parts.intersection(leaf.name for leaf in leaves(dim))
+            for op in ops
+            for dim in (whole_sizes(op, split) if parts else ())
         )
 
     def _does_unseen(self, call: str) -> bool:
