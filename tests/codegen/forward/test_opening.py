@@ -14,6 +14,7 @@ from autopar.codegen.forward.calls import LOSS, ROOT, call_tree
 from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.opening import open_calls
 from autopar.codegen.forward.split import split_graph
+from autopar.planner.axes.terms import leaves
 from autopar.planner.layouts import REPLICATED, OpLayout, split
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
@@ -85,3 +86,64 @@ def test_all_code_around_opened_code_is_opened_where_a_model_noticed_its_trace()
     split_by_none = split_graph(graph, modules_of(Masking()))
     opening = open_calls(split_by_none, call_tree(graph), opened=["blocks.1"])
     assert opening.opened == {ROOT, "blocks.1"}
+
+
+class Mixing(nn.Module):
+    """Where a rank has some places at first, and all of them in the end."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.linear(x)
+        return out.tanh()
+
+
+class Viewing(nn.Module):
+    """Reads the number of places from what it is given, and shapes what was made of all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mixing = Mixing()
+
+    def forward(self, x: Tensor) -> Tensor:
+        _, places, _ = x.shape
+        out: Tensor = self.mixing(x).view(-1, places, 2, 4)
+        return out
+
+
+class Viewed(nn.Module):
+    """Embeds, and has that mixed and viewed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.viewing = nn.Embedding(8, 8), Viewing()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.viewing(self.embed(ids))
+        return out.mean()
+
+
+def test_a_module_that_shapes_whole_what_it_was_given_in_part_is_opened() -> None:
+    graph = trace(file_of(Viewed))
+    plain = split_graph(graph, modules_of(Viewed()))
+    embedding, linear, tanh, view = graph.ops[:4]
+    (axis,) = leaves(plain.axes.dims[embedding.outputs[0]][1])
+    by_place = split(axis.name, 1)
+    whole = OpLayout(letter="", axis="", needs=(REPLICATED,), gives=(REPLICATED,))
+    layouts = {
+        embedding: replace(whole, needs=(REPLICATED, by_place), gives=(by_place,)),
+        linear: replace(whole, needs=(by_place, REPLICATED, REPLICATED), gives=(by_place,)),
+        tanh: whole,
+        view: whole,
+    }
+    changed = replace(
+        plain,
+        degree=2,
+        ops=MappingProxyType({op.name: layout for op, layout in layouts.items()}),
+        gives=MappingProxyType({op.outputs[0]: one.gives[0] for op, one in layouts.items()}),
+    )
+    opened = open_calls(changed, call_tree(graph), opened=[]).opened
+    assert "viewing.mixing" in opened  # that gathers
+    assert "viewing" in opened
