@@ -97,11 +97,14 @@ def _has_local_size(op: Op, split: Split) -> bool:
 
 def whole_sizes(op: Op, split: Split) -> Iterator[Dim]:
     """Yield the dims whose sizes an op is told, and of which a rank has all."""
-    sizes = argument(op, RESULT_SIZES[op.target]) if op.target in RESULT_SIZES else None
+    if op.target not in RESULT_SIZES and op.inputs and not op.target.startswith("aten.new_"):
+        return
+    sizes = argument(op, RESULT_SIZES.get(op.target, ""))
     layout = split.made(op.outputs[0])
-    for dim, size in enumerate(sizes if isinstance(sizes, tuple) else ()):
-        if size != -1 and not (is_split(layout) and layout.dim == dim):
-            yield split.axes.dims[op.outputs[0]][dim]
+    for number, dim in enumerate(split.axes.dims[op.outputs[0]]):
+        is_told = not isinstance(sizes, tuple) or sizes[number] != -1  # or made anew
+        if is_told and not (is_split(layout) and layout.dim == number):
+            yield dim
 
 
 def _converts_own_tensor(op: Op, split: Split) -> bool:

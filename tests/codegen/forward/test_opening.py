@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from types import MappingProxyType
 
+import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -113,22 +115,33 @@ class Viewing(nn.Module):
         return out
 
 
-class Viewed(nn.Module):
-    """Embeds, and has that mixed and viewed."""
+class Counting(Viewing):
+    """Numbers the places."""
 
-    def __init__(self) -> None:
+    def forward(self, x: Tensor) -> Tensor:
+        _, places, _ = x.shape
+        return torch.as_tensor(self.mixing(x) * torch.arange(places)[:, None])
+
+
+class Viewed(nn.Module):
+    """Embeds, and has that mixed and viewed, or counted."""
+
+    def __init__(self, viewing: type[Viewing] = Viewing) -> None:
         super().__init__()
-        self.embed, self.viewing = nn.Embedding(8, 8), Viewing()
+        self.embed, self.viewing = nn.Embedding(8, 8), viewing()
 
     def forward(self, ids: Tensor) -> Tensor:
         out: Tensor = self.viewing(self.embed(ids))
         return out.mean()
 
 
-def test_a_module_that_shapes_whole_what_it_was_given_in_part_is_opened() -> None:
-    graph = trace(file_of(Viewed))
-    plain = split_graph(graph, modules_of(Viewed()))
-    embedding, linear, tanh, view = graph.ops[:4]
+@pytest.mark.parametrize("kind", [Viewing, Counting])
+def test_a_module_that_shapes_whole_what_it_was_given_in_part_is_opened(
+    kind: type[Viewing],
+) -> None:
+    graph = trace(file_of(partial(Viewed, kind)))
+    plain = split_graph(graph, modules_of(Viewed(kind)))
+    embedding, linear, tanh, *rest = graph.ops[:-1]
     (axis,) = leaves(plain.axes.dims[embedding.outputs[0]][1])
     by_place = split(axis.name, 1)
     whole = OpLayout(letter="", axis="", needs=(REPLICATED,), gives=(REPLICATED,))
@@ -136,7 +149,7 @@ def test_a_module_that_shapes_whole_what_it_was_given_in_part_is_opened() -> Non
         embedding: replace(whole, needs=(REPLICATED, by_place), gives=(by_place,)),
         linear: replace(whole, needs=(by_place, REPLICATED, REPLICATED), gives=(by_place,)),
         tanh: whole,
-        view: whole,
+        **{op: replace(whole, needs=(REPLICATED,) * len(op.inputs)) for op in rest},
     }
     changed = replace(
         plain,

@@ -33,8 +33,9 @@ def build_model(kind: str) -> nn.Module:
 
 def example_batch(batch_size: int, kind: str) -> dict[str, Tensor]:
     """Make random images or films, with labels of the whole or of each pixel."""
-    side = SIDES.get(kind, 64)
-    frames = (16,) if kind.startswith(FILMS) else ()
+    is_film = kind.startswith(FILMS)
+    side = 32 if is_film else SIDES.get(kind, 64)
+    frames = (8,) if is_film else ()
     pixels = (side, side) if kind.startswith(SEGMENTERS) else ()
     first = "input" if kind.startswith("lraspp") else "x"
     return {
