@@ -19,13 +19,15 @@ def page(cells: Mapping[Place, Cell]) -> str:
     tasks = list(dict.fromkeys(task for task, _, _ in cells))
     kinds = list(dict.fromkeys(kind for _, _, kind in cells if kind != NOT_MADE))
     told = [
-        "# Every model type of transformers, made tiny",
+        "# Every model type of transformers, made tiny, and models of other libraries",
         "",
         f"Written by `benchmarks/every_type.py`: transformers {version('transformers')}, torch "
         f"{version('torch')}. Each script trains three steps in float64 on two processes and is "
         "equal where losses, gradients and parameters are those of one process (1e-9). In "
         "brackets: tensor plans that divide 60 % of the matmul FLOPs or more. Not made are types "
-        "that plain PyTorch does not train in the sizes tried, or not in the time of a trial.",
+        "that plain PyTorch does not train in the sizes tried, or not in the time of a trial. A "
+        "task that is a library's name has the smallest model of each of its families, on small "
+        "images.",
         "",
         f"| task | types | {' | '.join(f'{kind} equal' for kind in kinds)} | refused | wrong |",
         f"|---|--:|{'--:|' * len(kinds)}--:|--:|",

@@ -16,6 +16,8 @@ from autopar.planner.trace.scatter import SCATTER
 
 def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
     """Return those of some calls that have to work on copies; refuse where these would differ."""
+    if not any(True for _ in _written(graph.ops, graph)):
+        return frozenset()
     return frozenset(call for call in calls if call in graph.calls and _Borders(graph, call).matter)
 
 
@@ -34,9 +36,11 @@ class _Borders:
     def matter(self) -> bool:
         """Whether something is written across."""
         made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
-        given = frozenset(self._written(self.own)) - made
+        given = frozenset(_written(self.own, self.graph)) - made
         views = [name for name in self.results if self._storage(name) in made - {name}]
-        returned = frozenset(map(self._storage, views)).intersection(self._written(self.after))
+        returned = frozenset(map(self._storage, views)).intersection(
+            _written(self.after, self.graph)
+        )
         for storage in given:
             if self._is_seen(storage):
                 self._refuse("writes into what it is given, and others read that afterwards")
@@ -44,17 +48,6 @@ class _Borders:
             if [self._storage(name) for name in self.results].count(storage) > 1:
                 self._refuse("returns views of one tensor, and others write into one of them")
         return bool(given or returned)
-
-    def _written(self, ops: Iterable[Op]) -> Iterator[str]:
-        """Yield the storages of activations that ops write to, the batch among them.
-
-        What the graph has as a scatter is a write into a part of a tensor in the code.
-        """
-        for op in ops:
-            for name in op.inputs[:1] if op.target in SCATTER.values() else op.writes:
-                storage = self._storage(name)
-                if self.graph.tensors[storage].origin in (Origin.OP, Origin.INPUT):
-                    yield storage
 
     def _is_seen(self, storage: str) -> bool:
         """Whether others would miss what the call writes, as one of its own inputs would."""
@@ -80,6 +73,18 @@ class _Borders:
             expected="a layer whose results alone tell what it wrote",
             fix="write without += and inplace=True there, or plan with zero=1 and recompute none",
         )
+
+
+def _written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
+    """Yield the storages of activations that ops write to, the batch among them.
+
+    What the graph has as a scatter is a write into a part of a tensor in the code.
+    """
+    for op in ops:
+        for name in op.inputs[:1] if op.target in SCATTER.values() else op.writes:
+            storage = graph.tensors[name].storage
+            if graph.tensors[storage].origin in (Origin.OP, Origin.INPUT):
+                yield storage
 
 
 def _given(call: Call) -> frozenset[str]:
