@@ -20,13 +20,12 @@ _TABLES = MappingProxyType(
 )
 
 
-def layer_lists(plan: Plan, subject: Subject) -> Source:
-    """Return the lists of layers that a script needs."""
+def layer_lists(plan: Plan, subject: Subject, *, writing: Sequence[str]) -> Source:
+    """Return the lists of layers that a script needs, those that are kept apart among them."""
     paths = _paths(subject)
     modes = plan.layer_modes
     _check_recomputed(subject, paths, modes)
     found = []
-    writing = writing_layers(plan, subject)
     if writing:
         found.append(_listed("WRITING", writing))
     if plan.arrangement.zero >= Zero.GRADIENTS:
@@ -111,6 +110,6 @@ def _path(subject: Subject, call: str) -> str:
     return calls[call].path if call in calls and call not in subject.opened.inlined else ""
 
 
-def _listed(name: str, paths: list[str]) -> Source:
+def _listed(name: str, paths: Sequence[str]) -> Source:
     unique = list(dict.fromkeys(paths))
     return assigned(name, numbered_tuple(unique))

@@ -41,6 +41,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     stages = _stages(plan, subject)
     splits_loss = opened.loss is not None
     weighs = opened.valid_targets is not None and not opened.weighs_terms
+    writing = writing_layers(plan, subject)
     return ScriptView(
         docstring=docstring(plan, destination.name),
         model_imports=calls.imports,
@@ -59,7 +60,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
             _opened_table(plan, subject),
             parameters.splits,
             parameters.summed,
-            layer_lists(plan, subject),
+            layer_lists(plan, subject, writing=writing),
             stages.stages,
             stages.ties,
         ),
@@ -81,7 +82,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_dataset=plan.model.has_dataset,
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
-        has_writing=bool(writing_layers(plan, subject)),
+        has_writing=bool(writing),
         recomputations=recomputations(plan),
         wrapping=Source(
             call(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from torch import nn
 
 
@@ -12,4 +14,10 @@ def class_with_forward(module: nn.Module) -> type[nn.Module]:
     takes. Here it goes into a class, and a subclass comes before it.
     """
     kind, own = type(module), module.__dict__.pop("forward", None)
-    return kind if own is None else type(kind.__name__, (kind,), {"forward": staticmethod(own)})
+    if own is None:
+        return kind
+
+    def forward(_: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        return own(*args, **kwargs)
+
+    return type(kind.__name__, (kind,), {"forward": forward})

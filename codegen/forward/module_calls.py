@@ -101,9 +101,10 @@ def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:
         own = body.dtype() if value.name == "model" else None
         return own if own is not None else text(f"torch.{value.name}")
     if isinstance(value, str) and value.startswith("<"):
-        at_hand = body.owner.within(value[1:-1].removeprefix(MODULE))
-        if value.startswith(f"<{MODULE}") and at_hand is not None:
-            return body.owner.path(at_hand)
+        if value.startswith(f"<{MODULE}"):
+            at_hand = body.owner.within(value[1:-1].removeprefix(MODULE))
+            if at_hand is not None:
+                return body.owner.path(at_hand)
         if unit not in body.opening.opened:
             raise NeedsInlineError(unit, body.graph.calls[unit], reason=value)
         return literal(None)

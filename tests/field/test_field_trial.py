@@ -37,7 +37,7 @@ ONCE_WRONG = {
     ("siamese", "dp 2"): "a norm that runs three times for each microbatch",
     ("writing layers", "zero-3 2"): "layers that write into what they are given, or have returned",
     ("odd modules", "tp 2"): "a forward that is assigned in an __init__",
-    ("odd modules", "pp 4"): "modules in a dict, whose names are numbers",
+    ("odd modules", "tp×pp 4"): "modules in a dict, whose names are numbers",
     ("in place", "pp 2"): "a batch that is written under another name, a roll along a dim",
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -44,10 +45,12 @@ def test_a_module_without_one_keeps_its_class() -> None:
     assert class_with_forward(nn.Linear(2, 2)) is nn.Linear
 
 
-def test_layers_that_are_kept_apart_and_run_again_do_what_they_did() -> None:
+@pytest.mark.parametrize("is_apart", [False, True], ids=["", "kept apart"])
+def test_layers_that_run_again_do_what_they_did(is_apart: bool) -> None:
     layer, x = Layer(), torch.randn(2, 4)
     expected = layer(x)
-    keep_apart(layer)
+    if is_apart:
+        keep_apart(layer)
     recompute(layer, "full")
     assert layer(x).equal(expected)
     layer(x).sum().backward()

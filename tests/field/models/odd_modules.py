@@ -1,11 +1,24 @@
-"""Modules in a dict by numbers, with a forward of their own each, and one that all of them hold."""
+"""Modules in a dict by numbers, with a forward of their own each, and one that all of them hold.
+
+The last is also given a module and an object by name, and the rows of a table are all taken.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
+import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from tests.field.blocks import VOCAB, WIDTH, token_batch, token_loss
+from tests.field.blocks import LENGTH, VOCAB, WIDTH, token_batch, token_loss
+
+
+@dataclass(frozen=True)
+class Way:
+    """How features are mixed."""
+
+    power: float = 1.0
 
 
 class Mixer(nn.Module):
@@ -39,19 +52,38 @@ class Parts(nn.ModuleDict):
         return x
 
 
+class Told(nn.Module):
+    """Does more where it is told how, and with what."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH // 2, WIDTH // 2)
+
+    def forward(
+        self, x: Tensor, *, bias: nn.Module | None = None, way: Way | None = None
+    ) -> Tensor:
+        """Map features to as many."""
+        x = self.linear(x) if bias is None else self.linear(x) + bias(x)
+        return x if way is None else x * x.abs() ** way.power
+
+
 class Odd(nn.Module):
-    """Six mixers under numbers as names, then one with halves."""
+    """Six mixers under numbers as names, then one with halves, and two that are told more."""
 
     def __init__(self) -> None:
         super().__init__()
         self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.shared = nn.LayerNorm(WIDTH)
+        self.places = nn.Parameter(torch.randn(LENGTH, WIDTH))
+        self.shared, self.bias = nn.LayerNorm(WIDTH), nn.Linear(WIDTH // 2, WIDTH // 2)
         self.parts = Parts({str(i): Mixer(self.shared, is_narrow=False) for i in range(6)})
         self.last, self.head = Mixer(self.shared, is_narrow=True), nn.Linear(WIDTH // 2, VOCAB)
+        self.biased, self.powered = Told(), Told()
 
     def forward(self, input_ids: Tensor) -> Tensor:
         """Map tokens to logits."""
-        out: Tensor = self.head(self.last(self.parts(self.embed(input_ids))))
+        x = self.embed(input_ids) + self.places[: input_ids.shape[1]]
+        x = self.biased(self.last(self.parts(x)), bias=self.bias)
+        out: Tensor = self.head(self.powered(x, way=Way()))
         return out
 
 
