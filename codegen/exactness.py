@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -21,6 +23,7 @@ _DRAWING = frozenset(
 )  # fmt: skip
 _CHOOSING = frozenset({torch.randperm, torch.multinomial, Tensor.multinomial})
 _CLASS_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
+_BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
 _COUNTING = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
 
@@ -60,6 +63,9 @@ class Exactly(TorchFunctionMode):
         """Call a function of torch with a dropout of zero, and what was float64 staying so."""
         del types
         kwargs = dict(kwargs or {})
+        if func in _BACKWARD:
+            with _engine_within(Exactly(self.dtype)):
+                return func(*args, **kwargs)
         if func in (functional.dropout, torch.dropout):
             return args[0] if args else kwargs["input"]
         if func in (torch.bernoulli, Tensor.bernoulli_):
@@ -86,6 +92,26 @@ class Exactly(TorchFunctionMode):
         if is_wide and func is torch.tensor and made.is_floating_point():
             return made.float().double()
         return made
+
+
+@contextmanager
+def _engine_within(mode: Exactly) -> Iterator[None]:
+    """Have backwards run in a mode, too: layers that compute again do so as the first time.
+
+    torch takes a mode away while the mode handles a call, here for as long as a backward takes.
+    """
+    torch_autograd: Any = torch.autograd
+    run = torch_autograd._engine_run_backward
+
+    def run_within(*args: Any, **kwargs: Any) -> Any:
+        with mode:
+            return run(*args, **kwargs)
+
+    torch_autograd._engine_run_backward = run_within
+    try:
+        yield
+    finally:
+        torch_autograd._engine_run_backward = run
 
 
 def _middle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

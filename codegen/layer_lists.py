@@ -9,11 +9,11 @@ from autopar.codegen.name_patterns import numbered_tuple
 from autopar.codegen.python_text import Source, assigned
 from autopar.codegen.script_view import Recomputation
 from autopar.codegen.subject import Subject
-from autopar.codegen.writing_layers import writing_calls
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.errors import InputError
 from autopar.planner.layers import ancestors
 from autopar.planner.plan.plan import Plan
+from autopar.planner.writing_layers import writing_calls
 
 _TABLES = MappingProxyType(
     {Recompute.FULL: "RECOMPUTED", Recompute.SELECTIVE: "RECOMPUTED_IN_PART"}

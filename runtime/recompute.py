@@ -16,12 +16,12 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from autopar.runtime.own_forward import class_with_forward
+from autopar.runtime.given_objects import run_alike
+from autopar.runtime.own_forward import OUTERMOST, class_with_forward
 
 Mode: TypeAlias = Literal["none", "selective", "full"]
 Policy: TypeAlias = Callable[..., CheckpointPolicy]
 
-MARK = "_autopar_recomputes"
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 ATTENTION = (
     "_scaled_dot_product_flash_attention",
@@ -54,15 +54,16 @@ def recompute(
     def recomputed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        run, args, kwargs = run_alike(forward, args, kwargs)
+        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     module.forward = recomputed
-    module.__dict__[MARK] = True
+    module.__dict__[OUTERMOST] = True
 
 
 def recomputes(module: nn.Module) -> bool:
     """Tell whether a module or one inside it computes its activations again in the backward."""
-    return any(MARK in child.__dict__ for child in module.modules())
+    return any(OUTERMOST in child.__dict__ for child in module.modules())
 
 
 def _contexts(

@@ -14,10 +14,11 @@ from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.measurements import Measurements
+from autopar.planner.costs.prediction import Recompute
 from autopar.planner.destination import refuse_named_as_file, refuse_replacing
 from autopar.planner.graph import Graph
 from autopar.planner.half_range import check_constants, check_means
-from autopar.planner.layers import find_layers
+from autopar.planner.layers import Layers, find_layers
 from autopar.planner.loss_of_parts import CLASS_LOSSES, Follows, loss_of_parts
 from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file, model_path
@@ -31,6 +32,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.whole_batch import rows_at_once, splits_batch
 from autopar.planner.precision import Precision
 from autopar.planner.profile.file import read_measurements
+from autopar.planner.recomputable import objects_given
 from autopar.planner.trace import trace_for_rows
 from autopar.progress import reported
 
@@ -140,7 +142,24 @@ def make_plan(
         )
     if constraints.precision is Precision.FP16:
         check_means(graph, microbatch=found.arrangement.microbatch)
+    _note_objects_kept(found, layers)
     return found
+
+
+def _note_objects_kept(plan: Plan, layers: Layers) -> None:
+    """Say that layers which run again are given objects, whose contents no prediction counts."""
+    again = (
+        layer
+        for layer, mode in zip(layers.layers, plan.layer_modes, strict=True)
+        if mode is not Recompute.NONE
+    )
+    given = objects_given(again, plan.graph)
+    if given:
+        tell_note(
+            f"layers that are recomputed are given a {' and a '.join(given)}. What it holds stays "
+            "in memory until the backward, and no prediction counts it: build the model without "
+            "it where training does not need it (Hugging Face: use_cache=False)."
+        )
 
 
 def _note_fixed_rows(graph: Graph) -> None:

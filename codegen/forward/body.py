@@ -110,11 +110,7 @@ class BodyBuilder:
 
     def unit(self, op: Op) -> str | None:
         """Return the call directly below this body in which an op runs, None for its own ops."""
-        chain = self.tree.chain(op)
-        if self.scope not in chain:  # the loss, printed behind the model's own code
-            return None
-        below = chain[chain.index(self.scope) + 1 :]
-        return next((call for call in below if call not in self.opening.inlined), None)
+        return self.opening.unit(op, self.scope)
 
     def _add_op(self, op: Op) -> None:
         if op.call != self.scope and op.call != LOSS and self.graph.calls[op.call].is_function:

@@ -8,7 +8,7 @@ that several stages need: these are drawn once, and what is computed from them c
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree
@@ -164,7 +164,7 @@ class Cutter:
         """Return the ops that a stage runs: its own, and what those need besides."""
         needed = {op.name for op in own}
         results = self._results() if stage == self.last else ()
-        todo = [name for op in own for name in op.inputs] + list(results)
+        todo = [name for op in own for name in (*op.inputs, *self._handed(op))] + list(results)
         while todo:
             tensor = todo.pop()
             maker = self.tree.maker.get(tensor)
@@ -176,6 +176,14 @@ class Cutter:
                     needed.add(op.name)
                     todo += [*op.inputs, *op.writes]
         return frozenset(needed)
+
+    def _handed(self, op: Op) -> Iterator[str]:
+        """Yield what the module is given that an op runs in, be it read there or not."""
+        unit = self.opening.unit(op, ROOT)
+        if unit is not None:
+            record = self.graph.calls[unit]
+            for value in (*record.arguments, *(value for _, value in record.keywords)):
+                yield from (name for name in refs(value) if name in self.graph.tensors)
 
     def _writes_buffer(self, op: Op) -> bool:
         tensors = self.graph.tensors

@@ -44,6 +44,14 @@ class Opening:
                 return call
         raise AssertionError(op.name)
 
+    def unit(self, op: Op, scope: str) -> str | None:
+        """Return the call directly below printed code in which an op runs, None for its own ops."""
+        chain = self.tree.chain(op)
+        if scope not in chain:  # the loss, printed behind the model's own code
+            return None
+        below = chain[chain.index(scope) + 1 :]
+        return next((call for call in below if call not in self.inlined), None)
+
     def is_hidden(self, op: Op) -> bool:
         """Whether an op runs in a module that is called as it is."""
         return self.scope(op) not in self.opened

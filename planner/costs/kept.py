@@ -9,6 +9,7 @@ from autopar.planner.costs.op_shapes import LocalShapes, OpSplit
 from autopar.planner.graph import MODEL_DTYPE, Graph, Op, refs
 from autopar.planner.precision import ITEM_BYTES, Kernels, Precision, item_bytes
 from autopar.planner.rules.rule import Rule, Saved
+from autopar.planner.rules.table import rule_of
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -111,6 +112,13 @@ def names_kept(op: Op, rule: Rule, *, graph: Graph, kernels: Kernels) -> Iterato
     for entry in _applying(op, rule, graph, kernels):
         if not entry.dtype:
             yield from _named(entry, op)
+
+
+def keeps_anything(op: Op, graph: Graph, kernels: Kernels) -> bool:
+    """Whether an op keeps tensors, or what its kernel makes, for its backward."""
+    rule = rule_of(op.target)
+    entries = _applying(op, rule, graph, kernels)
+    return any(entry.dtype or any(_named(entry, op)) for entry in entries)
 
 
 def is_one_kernel(op: Op, kernels: Kernels) -> bool:

@@ -10,6 +10,7 @@ from operator import or_
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Recompute
+from autopar.planner.errors import InputError
 from autopar.planner.plan.constraints import Constraints, covers
 from autopar.planner.plan.costing import Subject
 from autopar.planner.plan.questions import Demands
@@ -17,6 +18,7 @@ from autopar.planner.plan.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.programs.layout_rules import Ban, LayoutRules
 from autopar.planner.programs.layout_rules import Pin as LayoutPin
 from autopar.planner.programs.stage_problem import Pin
+from autopar.planner.recomputable import unable
 
 HEADROOM = 0.05  # of a device: what a prediction may be wrong by before a training dies
 BUCKETS_BYTES = (DEFAULT_BUCKET_BYTES, 100 * 2**20, 400 * 2**20)
@@ -76,7 +78,7 @@ def demands_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> 
     )
 
 
-def _learning(subject: Subject) -> Iterator[bool]:
+def learning(subject: Subject) -> Iterator[bool]:
     """Yield for each layer whether it learns, or passes on what others have learned.
 
     What nothing learns from is computed where it is needed: a stage of such layers alone is empty.
@@ -102,7 +104,7 @@ def shared_buffers(subject: Subject) -> Mapping[str, tuple[int, int]]:
 
 def _cuttable(subject: Subject) -> Iterator[bool]:
     """Yield for each layer whether a stage may end with it."""
-    learned, spans = accumulate(_learning(subject), or_), shared_buffers(subject).values()
+    learned, spans = accumulate(learning(subject), or_), shared_buffers(subject).values()
     for position, has_learned in enumerate(learned):
         yield has_learned and not any(first <= position < last for first, last in spans)
 
@@ -126,11 +128,22 @@ def _positions(subject: Subject) -> range:
 
 def _modes(subject: Subject, position: int, constraints: Constraints) -> frozenset[Recompute]:
     """Return the recompute modes of a layer: the one of the last rule that means it, or all."""
-    allowed = frozenset(Recompute)
-    for pin in constraints.recompute:
-        if _is_meant(subject, position, pin.modules):
-            allowed = frozenset({pin.mode})
-    return allowed
+    layer = subject.layers.layers[position]
+    pins = [pin for pin in constraints.recompute if _is_meant(subject, position, pin.modules)]
+    without = unable(layer, subject.graph)
+    if not pins:
+        return frozenset(Recompute).difference(without)
+    mode = pins[-1].mode
+    if mode in without:
+        call = subject.graph.calls.get(layer.call)
+        raise InputError(
+            f"layer {call.path if call else 'model'!r} cannot be recomputed ({mode}): "
+            f"{without[mode].why}",
+            where=without[mode].where,
+            expected="modules that can run again in their backward",
+            fix="name others in the rule, or another mode behind it: recompute none always works",
+        )
+    return frozenset({mode})
 
 
 def _is_meant(subject: Subject, position: int, modules: str) -> bool:

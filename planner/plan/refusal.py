@@ -53,7 +53,9 @@ def _beside(shared: Sequence[str]) -> str:
 
 
 def _is_about_stages(conflict: Sequence[Declared]) -> bool:
-    return any(one.field in ("pipeline", "stages_per_rank", "stages") for one in conflict)
+    fields = {one.field for one in conflict}
+    leaves_the_rest = {"data", "tensor"} <= fields  # of the devices to the pipeline
+    return leaves_the_rest or not fields.isdisjoint(("pipeline", "stages_per_rank", "stages"))
 
 
 def too_large(

@@ -40,7 +40,13 @@ from autopar.planner.plan.constraints import (
 )
 from autopar.planner.plan.costing import Costing, Subject, model_flops
 from autopar.planner.plan.degrees import check_degrees
-from autopar.planner.plan.demands import choices_of, demands_of, layout_rules, shared_buffers
+from autopar.planner.plan.demands import (
+    choices_of,
+    demands_of,
+    layout_rules,
+    learning,
+    shared_buffers,
+)
 from autopar.planner.plan.lone_rows import check_lone_rows, least_rows
 from autopar.planner.plan.nodes import Item, Point, Pressure, Variant, families, simplicity
 from autopar.planner.plan.plan import Model, Plan
@@ -291,7 +297,7 @@ class Explorer:
             return nothing_runs(
                 self._conflict(),
                 devices=self.cluster.size,
-                layers=len(self.subject.layers.layers),
+                layers=sum(learning(self.subject)),
                 shared=tuple(shared_buffers(self.subject)),
             )
         return too_large(

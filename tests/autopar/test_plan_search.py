@@ -48,10 +48,75 @@ def test_a_batch_whose_rows_a_loss_compares_is_split_where_that_is_pinned(autopa
     assert read_plan(Path("plan.json")).arrangement.data == 2
 
 
+@pytest.mark.parametrize("pins", ["pp=4", "dp=1,tp=1"])
+def test_stages_that_would_learn_nothing_are_told(autopar: Autopar, pins: str) -> None:
+    frozen = str(ZOO.parent / "tests/field/models/frozen_embedding.py")
+    ran = autopar("plan", frozen, "--gpus", "4", "--global-batch", "8", "--pin", pins)
+    assert ran.code == 3
+    assert "each with some of its 3 layers that learn" in told(ran)
+
+
 def test_what_forbids_to_keep_a_batch_whole_is_named(autopar: Autopar) -> None:
     ran = autopar("plan", PAIRS, *ON_TWO, "--max-tp", "1", "--max-pp", "1")
     assert ran.code == 3
     assert "dp=1 (the rows of a batch meet in matmul)" in told(ran)
+
+
+REMEMBERING = """
+import torch
+from torch import nn
+
+class Memory:
+    kept = ()
+
+class Layer(nn.Linear):
+    def forward(self, x, memory):
+        x = super().forward(x).tanh()
+        memory.kept = (*memory.kept, x)
+        return x
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layers = nn.ModuleList(Layer(8, 8) for _ in range(3))
+
+    def forward(self, x):
+        memory = Memory()
+        for layer in self.layers:
+            x = layer(x, memory)
+        return x
+
+def build_model():
+    return Model()
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 8)}
+
+def loss(output, batch):
+    return output.square().mean()
+"""
+RULE = "[[recompute]]\nmodules = '*'\nmode = '{}'\n"
+
+
+@pytest.mark.parametrize("mode", ["full", "none"])
+def test_objects_that_layers_keep_till_the_backward_are_told(autopar: Autopar, mode: str) -> None:
+    Path("model.py").write_text(REMEMBERING)
+    Path("rules.toml").write_text(RULE.format(mode))
+    ran = autopar("plan", "model.py", *ON_TWO, "-c", "rules.toml")
+    assert ran.code == 0
+    note = "layers that are recomputed are given a Memory"
+    assert (note in told(ran)) == (mode == "full")
+
+
+def test_a_layer_that_cannot_run_again_is_told_before_a_plan_is_made(autopar: Autopar) -> None:
+    written = REMEMBERING.replace("return x\n\nclass", "return x.mul_(2).exp()\n\nclass")
+    Path("model.py").write_text(written.replace("(x).tanh()", "(x)"))
+    Path("rules.toml").write_text(RULE.format("selective"))
+    ran = autopar("plan", "model.py", *ON_TWO, "-c", "rules.toml")
+    assert ran.code == 2
+    assert "layer 'layers.0' cannot be recomputed (selective): mul_" in told(ran)
+    assert "model.py:12" in told(ran)
+    assert not Path("plan.json").exists()
 
 
 def test_too_little_memory_is_told_to_the_byte_and_leaves_nothing_behind(autopar: Autopar) -> None:

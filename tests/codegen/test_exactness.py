@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.exactness import Exactly
 
@@ -32,6 +35,25 @@ def test_nothing_is_drawn() -> None:
         kept = x.new_empty(6).bernoulli_(0.9)
         assert torch.equal(nn.Dropout(0.9)(x) * kept, x)
         assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("way", ["method", "function", "grad"])
+def test_layers_that_compute_again_do_so_as_the_first_time(dtype: torch.dtype, way: str) -> None:
+    def layer(x: Tensor) -> Tensor:
+        made = torch.zeros(3) + torch.rand(3) + functional.dropout(x, 0.5).float()
+        return made.square()
+
+    x = torch.arange(3, dtype=dtype).requires_grad_()
+    with Exactly(dtype):
+        loss = torch.as_tensor(checkpoint(layer, x, use_reentrant=False)).sum()
+        if way == "grad":
+            (gradient,) = torch.autograd.grad(loss, x)
+        else:
+            (loss.backward if way == "method" else partial(torch.autograd.backward, loss))()
+            gradient = torch.as_tensor(x.grad)
+        assert torch.zeros(1).dtype is dtype
+    assert torch.equal(gradient, 2 * (x + 0.5))
 
 
 def test_whole_numbers_are_those_in_the_middle_of_what_could_be_drawn() -> None:

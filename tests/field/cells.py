@@ -6,7 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.costs.schedule import ScheduleKind
 from autopar.planner.precision import Precision
 from tests.field.families import TRIED
 from tests.planner.subjects import ZOO
@@ -35,6 +36,9 @@ class Kind:
     zero: Zero | None = None
     microbatch: int | None = None
     precision: Precision = Precision.FP32
+    recompute: Recompute | None = None  # of every layer
+    schedule: ScheduleKind | None = None
+    stages_per_rank: int | None = None
 
 
 FAMILIES: Mapping[str, Subject] = {
@@ -74,6 +78,7 @@ AWKWARD: Mapping[str, Subject] = {
     "dataclass": _own("outputs", "form=dataclass"),
     "arguments": _own("arguments"),
     "padded Llama": _own("padded_llama"),
+    "cached": _own("cached"),
     "summed loss": _own("losses", "kind=sum"),
     "masked loss": _own("losses", "kind=masked"),
     "class weights": _own("losses", "kind=classes"),
@@ -100,6 +105,18 @@ KINDS: Mapping[str, Kind] = {
     "tp 4": Kind(ranks=4, tensor=4),
     "tp×pp 4": Kind(ranks=4, tensor=2, pipeline=2),
     "dp×tp 4": Kind(ranks=4, data=2, tensor=2),
+    "full dp 2": Kind(ranks=2, data=2, zero=Zero.NONE, microbatch=2, recompute=Recompute.FULL),
+    "full zero-3 2": Kind(
+        ranks=2, data=2, zero=Zero.PARAMETERS, microbatch=2, recompute=Recompute.FULL
+    ),
+    "full pp 2": Kind(ranks=2, pipeline=2, recompute=Recompute.FULL),
+    "selective tp 2": Kind(ranks=2, tensor=2, recompute=Recompute.SELECTIVE),
+    "interleaved 2": Kind(
+        ranks=2, pipeline=2, schedule=ScheduleKind.INTERLEAVED_1F1B, stages_per_rank=2
+    ),
+    "zero bubble 2": Kind(
+        ranks=2, pipeline=2, schedule=ScheduleKind.ZERO_BUBBLE_V, stages_per_rank=2
+    ),
     "dp bf16 2": Kind(ranks=2, data=2, precision=Precision.BF16),
     "pp bf16 2": Kind(ranks=2, pipeline=2, precision=Precision.BF16),
     "tp bf16 2": Kind(ranks=2, tensor=2, precision=Precision.BF16),

@@ -22,6 +22,8 @@ from autopar.planner.errors import AutoparError
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model_file import load_model_file
 from autopar.planner.plan.constraints import Constraints
+from autopar.planner.plan.constraints import constraints_of as given_constraints
+from autopar.planner.plan.constraints_file import parse_constraints
 from autopar.planner.plan.constraints_options import gathered_constraints
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import parse_plan, plan_text
@@ -184,17 +186,24 @@ def cluster_of(kind: Kind) -> Cluster:
 
 
 def constraints_of(subject: Subject, kind: Kind) -> Constraints:
-    """Return what the command line would declare for this kind of plan."""
+    """Return what a constraints file and the command line would declare for this kind of plan."""
     degrees = {"pp": kind.pipeline, "dp": kind.data, "tp": kind.tensor}
     pins: dict[str, object] = dict.fromkeys(degrees, 1) if any(degrees.values()) else {}
-    pins |= {key: value for key, value in degrees.items() if value is not None}
-    rest = {"zero": kind.zero, "microbatch": kind.microbatch}
-    pins |= {key: int(value) for key, value in rest.items() if value is not None}
-    return gathered_constraints(
+    rest = {
+        "zero": None if kind.zero is None else int(kind.zero),
+        "microbatch": kind.microbatch,
+        "schedule": kind.schedule,
+        "stages_per_rank": kind.stages_per_rank,
+    }
+    pins |= {key: value for key, value in (degrees | rest).items() if value is not None}
+    given = gathered_constraints(
         [f"{key}={value}" for key, value in pins.items()],
         {"global_batch": str(subject.global_batch), "precision": str(kind.precision)},
         None,
     )
+    rule = f'[[recompute]]\nmodules = "*"\nmode = "{kind.recompute}"\n' if kind.recompute else ""
+    rules = parse_constraints(rule, where="constraints.toml")
+    return given_constraints((*rules, *given.declared))
 
 
 def arrangement_words(plan: Plan) -> str:

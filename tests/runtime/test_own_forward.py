@@ -72,3 +72,14 @@ def test_batch_norms_keep_theirs_when_they_are_widened() -> None:
     widen_batch_norms(norm)
     found = norm(torch.randn(8, 4).half())
     assert abs(found.mean().item() - 1) < 1e-2
+
+
+def test_batch_norms_that_run_again_are_widened_beneath() -> None:
+    norm, x = nn.BatchNorm1d(4), torch.randn(8, 4).bfloat16()
+    for parameter in norm.parameters():
+        parameter.data = parameter.data.bfloat16()
+    recompute(norm, "full")
+    widen_batch_norms(norm)
+    norm(x).sum().backward()
+    assert norm.weight.grad is not None
+    assert torch.as_tensor(norm.num_batches_tracked).item() == 1

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.writing_layers import writing_calls
 from autopar.planner.errors import InputError
+from autopar.planner.writing_layers import writing_calls
 from tests.planner.trace.model_source import traced
 
 MODEL = """

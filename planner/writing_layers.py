@@ -16,9 +16,21 @@ from autopar.planner.trace.scatter import SCATTER
 
 def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
     """Return those of some calls that have to work on copies; refuse where these would differ."""
-    if not any(True for _ in _written(graph.ops, graph)):
+    if not any(True for _ in written(graph.ops, graph)):
         return frozenset()
     return frozenset(call for call in calls if call in graph.calls and _Borders(graph, call).matter)
+
+
+def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
+    """Yield the storages of activations that ops write to, the batch among them.
+
+    What the graph has as a scatter is a write into a part of a tensor in the code.
+    """
+    for op in ops:
+        for name in op.inputs[:1] if op.target in SCATTER.values() else op.writes:
+            storage = graph.tensors[name].storage
+            if graph.tensors[storage].origin in (Origin.OP, Origin.INPUT):
+                yield storage
 
 
 class _Borders:
@@ -30,16 +42,16 @@ class _Borders:
         last = len(within) - 1 - within[::-1].index(True) if any(within) else -1
         self.own = [op for op, is_own in zip(graph.ops, within, strict=True) if is_own]
         self.after = graph.ops[last + 1 :] if self.own else ()
-        self.results = frozenset(refs(self.call.result))
+        self.results = graph.tensors.keys() & set(refs(self.call.result))
 
     @property
     def matter(self) -> bool:
         """Whether something is written across."""
         made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
-        given = frozenset(_written(self.own, self.graph)) - made
+        given = frozenset(written(self.own, self.graph)) - made
         views = [name for name in self.results if self._storage(name) in made - {name}]
         returned = frozenset(map(self._storage, views)).intersection(
-            _written(self.after, self.graph)
+            written(self.after, self.graph)
         )
         for storage in given:
             if self._is_seen(storage):
@@ -51,7 +63,8 @@ class _Borders:
 
     def _is_seen(self, storage: str) -> bool:
         """Whether others would miss what the call writes, as one of its own inputs would."""
-        if len([name for name in _given(self.call) if self._storage(name) == storage]) != 1:
+        given = self.graph.tensors.keys() & _given(self.call)
+        if len([name for name in given if self._storage(name) == storage]) != 1:
             return True
         hidden = {name for op in self.own for name in op.outputs} - self.results
         known = set(self.results)
@@ -73,18 +86,6 @@ class _Borders:
             expected="a layer whose results alone tell what it wrote",
             fix="write without += and inplace=True there, or plan with zero=1 and recompute none",
         )
-
-
-def _written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
-    """Yield the storages of activations that ops write to, the batch among them.
-
-    What the graph has as a scatter is a write into a part of a tensor in the code.
-    """
-    for op in ops:
-        for name in op.inputs[:1] if op.target in SCATTER.values() else op.writes:
-            storage = graph.tensors[name].storage
-            if graph.tensors[storage].origin in (Origin.OP, Origin.INPUT):
-                yield storage
 
 
 def _given(call: Call) -> frozenset[str]:

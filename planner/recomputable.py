@@ -1,0 +1,74 @@
+"""Says which layers can run again in their backward, and which only as a whole."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from autopar.planner.costs.kept import keeps_anything
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.errors import InputError
+from autopar.planner.graph import MODULE, Graph, Op
+from autopar.planner.layers import Layer, ancestors
+from autopar.planner.precision import FUSED
+from autopar.planner.rules.table import rule_of
+from autopar.planner.writing_layers import writing_calls, written
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hindrance:
+    """Why a layer cannot run again, and where in the model's code that shows."""
+
+    why: str
+    where: str = ""
+
+
+def unable(layer: Layer, graph: Graph) -> Mapping[Recompute, Hindrance]:
+    """Return the modes in which a layer cannot be recomputed, and why."""
+    hindrance = _hindrance(layer, graph)
+    if hindrance is not None:
+        return {Recompute.SELECTIVE: hindrance, Recompute.FULL: hindrance}
+    op = _writer_into_kept(layer, graph)
+    if op is None:
+        return {}
+    why = f"{op.name} writes into the result of a product, which would be kept"
+    return {Recompute.SELECTIVE: Hindrance(why=why, where=op.location)}
+
+
+def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
+    """Return the classes of what layers are given that is neither tensor nor module: caches, say.
+
+    A layer that runs again finds them as they were, for which what they hold is kept till then.
+    """
+    calls = [graph.calls[layer.call] for layer in layers if layer.call in graph.calls]
+    given = (
+        value
+        for call in calls
+        for value in (*call.arguments, *(value for _, value in call.keywords))
+        if isinstance(value, str) and value.startswith("<") and not value.startswith(f"<{MODULE}")
+    )
+    return tuple(sorted({value[1:-1] for value in given}))
+
+
+def _hindrance(layer: Layer, graph: Graph) -> Hindrance | None:
+    """Return why a layer cannot run twice, None if it can."""
+    call = graph.calls.get(layer.call)
+    if call is None or call.is_function or not call.path:
+        return Hindrance(why="its code stands in the model's own forward, not in a module's")
+    try:
+        writing_calls(graph, [layer.call])
+    except InputError as fault:
+        return Hindrance(why=fault.found, where=fault.where)
+    return None
+
+
+def _writer_into_kept(layer: Layer, graph: Graph) -> Op | None:
+    """Return an op that changes what selective recomputation keeps: a result of a contraction.
+
+    Behind the last op that keeps something nothing runs again, so there it does no harm.
+    """
+    ops = [op for op in layer.ops if layer.call in ancestors(op.call, graph.calls)]
+    runs = [keeps_anything(op, graph, FUSED) for op in ops]
+    end = len(runs) - runs[::-1].index(True) if any(runs) else 0
+    kept = {name for op in ops[: end - 1] if rule_of(op.target).contracts for name in op.outputs}
+    return next((op for op in ops if not kept.isdisjoint(written([op], graph))), None)
