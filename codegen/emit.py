@@ -59,5 +59,13 @@ def write_script(
     if not force:
         refuse_overwriting(path)
     text = emit(plan, destination=path, folder=model_folder or folder)
+    return write_text(text, folder, force=force)
+
+
+def write_text(text: str, folder: Path, *, force: bool = False) -> Path:
+    """Write the text of a script into a folder as train.py, and return where it is."""
+    path = folder / FILE_NAME
+    if not force:
+        refuse_overwriting(path)
     write_whole(path, text, what="the script")
     return path

@@ -40,22 +40,29 @@ def layer_lists(plan: Plan, subject: Subject, *, writing: Sequence[str]) -> Sour
     return Source("\n".join(found))
 
 
-def _check_recomputed(subject: Subject, paths: Sequence[str], modes: Sequence[Recompute]) -> None:
-    """Refuse to leave out the recomputation of a layer that no module call stands for."""
-    layers = subject.layers.layers
-    lost = [
-        layer
-        for layer, path, mode in zip(layers, paths, modes, strict=True)
-        if mode is not Recompute.NONE and not path
-    ]
-    if lost:
-        call = subject.graph.calls.get(lost[0].call)
-        raise InputError(
-            f"layer {call.path if call else 'model'!r} is to be computed again, but its code has "
-            "to stand in its caller's",
+class LostLayersError(InputError):
+    """Layers are to be computed again that no call of a module stands for in the script."""
+
+    def __init__(self, paths: Sequence[str]) -> None:
+        super().__init__(
+            f"layer {paths[0]!r} is to be computed again, but its code has to stand in its "
+            "caller's",
             expected="a layer that the script calls as a module",
             fix="plan with recompute none for it, or with another tensor degree",
         )
+        self.paths = tuple(dict.fromkeys(paths))
+
+
+def _check_recomputed(subject: Subject, paths: Sequence[str], modes: Sequence[Recompute]) -> None:
+    """Refuse to leave out the recomputation of a layer that no module call stands for."""
+    calls = subject.graph.calls
+    lost = [
+        calls[layer.call].path if layer.call in calls else ""
+        for layer, path, mode in zip(subject.layers.layers, paths, modes, strict=True)
+        if mode is not Recompute.NONE and not path
+    ]
+    if lost:
+        raise LostLayersError(lost)
 
 
 def recomputations(plan: Plan) -> tuple[Recomputation, ...]:

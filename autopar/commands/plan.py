@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
-from autopar.codegen.emit import refuse_overwriting, write_script
+from autopar.codegen.emit import emit, refuse_overwriting, write_text
+from autopar.codegen.layer_lists import LostLayersError
 from autopar.commands import plan_options as options
 from autopar.console import results, tell_note
 from autopar.plan_page import plan_page
@@ -23,7 +24,7 @@ from autopar.planner.loss_of_parts import CLASS_LOSSES, Follows, loss_of_parts
 from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file, model_path
 from autopar.planner.plan.constraint_names import check_names
-from autopar.planner.plan.constraints import Constraints
+from autopar.planner.plan.constraints import Constraints, without_recompute
 from autopar.planner.plan.constraints_options import gathered_constraints
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
@@ -83,23 +84,47 @@ def plan(
     refuse_replacing(output / SCRIPT_NAME, model_path(model))
     if not force:
         refuse_overwriting(output / SCRIPT_NAME)
-    found = make_plan(
-        model,
-        arg or (),
-        measured.on(machines) if measured else machines,
-        declared,
-        time_limit_seconds=time_limit,
-        measured=measured,
-    )
+
+    def plan_with(constraints: Constraints) -> Plan:
+        return make_plan(
+            model,
+            arg or (),
+            measured.on(machines) if measured else machines,
+            constraints,
+            time_limit_seconds=time_limit,
+            measured=measured,
+        )
+
+    found, text = scripted_plan(plan_with, declared, output / SCRIPT_NAME)
     write_plan(found, output / FILE_NAME)
     # Both files are there before the page, which may not be read to its end.
-    script = write_script(found, output, force=force)
+    script = write_text(text, output, force=force)
     if as_json:
         print(json.dumps(summary(found), indent=2))
         return
     for part in plan_page(found):
         results().print(part)
     results().print(f"Written: {output / FILE_NAME}, {script}", markup=False)
+
+
+def scripted_plan(
+    plan_with: Callable[[Constraints], Plan], constraints: Constraints, destination: Path
+) -> tuple[Plan, str]:
+    """Return the best plan that a script can be written for, and that script.
+
+    Whether a layer is called as a module in the script shows as that is written: one that is not
+    cannot run again, and the plan is made anew.
+    """
+    found = plan_with(constraints)
+    try:
+        return found, emit(found, destination=destination)
+    except LostLayersError as lost:
+        why = "its code has to stand in its caller's"
+        rest = without_recompute(constraints, lost.paths, origin=why)
+        if rest is None:
+            raise
+        tell_note(f"planned again without recomputing {', '.join(lost.paths)}: {why}")
+    return scripted_plan(plan_with, rest, destination)
 
 
 def make_plan(

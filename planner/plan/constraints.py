@@ -145,6 +145,22 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
     )
 
 
+def without_recompute(
+    constraints: Constraints, modules: Iterable[str], *, origin: str
+) -> Constraints | None:
+    """Return the constraints with modules that do not run again; None where a rule wants that."""
+    added = []
+    for path in modules:
+        modes = [pin.mode for pin in constraints.recompute if covers(pin.modules, path)]
+        if modes and modes[-1] is not Recompute.NONE:
+            return None
+        rule = RecomputePin(modules=path, mode=Recompute.NONE)
+        text = f"recompute none in {path}"
+        place = f"recompute {path}"
+        added.append(Declared(place=place, field="recompute", value=rule, text=text, origin=origin))
+    return constraints_of((*constraints.declared, *added))
+
+
 def covers(modules: str, path: str) -> bool:
     """Whether a pattern means a module: its path, or that of a module around it, matches."""
     around = accumulate(path.split("."), lambda outer, inner: f"{outer}.{inner}")
