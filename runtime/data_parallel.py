@@ -15,6 +15,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from autopar.runtime.averaging import Averaging
 from autopar.runtime.batch_norm import synchronise_batch_norms, widen_batch_norms
 from autopar.runtime.buckets import HALF_DTYPES
+from autopar.runtime.direct_calls import run_hooks
 from autopar.runtime.gradient_buckets import GradientBuckets
 from autopar.runtime.mesh import Axis, Mesh
 
@@ -121,6 +122,7 @@ def _shard(
                 reshard_after_forward=frees_after_forward,
                 mp_policy=policy,
             )
+            run_hooks(child)
     # The backward begins with what the module itself holds: it would be gathered again at once.
     fully_shard(module, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
 

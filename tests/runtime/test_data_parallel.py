@@ -12,6 +12,7 @@ from autopar.runtime.data_parallel import buckets_of, set_last, wrap
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.mesh import start
 from autopar.runtime.optimizer import build_optimizer
+from autopar.runtime.recompute import recompute
 from tests.runtime.ranks import run_on_ranks
 from tests.runtime.small_training import (
     CLIP_NORM,
@@ -209,6 +210,42 @@ def sharded_names() -> list[str]:
 
 def test_units_that_share_a_module_are_sharded_with_what_is_around_them() -> None:
     assert run_on_ranks(sharded_names, 2) == [[""], [""]]
+
+
+class Direct(nn.Module):
+    """Calls the forward of its layers by its name, and by their own, in turns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for i, layer in enumerate(self.layers):
+            x = torch.tanh(layer.forward(x) if i % 2 else layer(x))
+        return x.sum()
+
+
+def direct_gradients(zero: int) -> dict[str, Tensor]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = Direct()
+    for layer in model.layers[2:]:
+        recompute(layer, "full")
+    wrap(model, mesh, zero=zero, units=list(model.layers))
+    for _ in range(2):
+        model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
+    gradients = ((name, one.grad) for name, one in model.named_parameters())
+    return whole((name, nn.Parameter(grad)) for name, grad in gradients if grad is not None)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_layers_whose_forward_is_called_by_its_name_have_their_parameters(zero: int) -> None:
+    model = Direct()
+    for _ in range(2):
+        model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
+    for found in run_on_ranks(direct_gradients, 2, zero):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], torch.as_tensor(parameter.grad))
 
 
 def test_a_model_that_was_built_in_16_bits_trains_in_fp32_where_that_is_asked() -> None:
