@@ -26,7 +26,9 @@ _PLAIN = (
 )  # fmt: skip
 
 
-def run_alike(forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def run_alike(
+    forward: Forward, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[Forward, tuple[Any, ...], dict[str, Any]]:
     """Return a forward that runs on the arguments, then on what these were, and the latter.
 
     It is handed the latter each time: that is what is kept until the backward.
