@@ -30,7 +30,7 @@ from autopar.codegen.forward.opened import Crossing, OpenedClass, Stage
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError, Owner
 from autopar.codegen.forward.results import is_plain
-from autopar.planner.graph import Origin
+from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import WHOLE
 
 _POSITIONAL = ("x", "y", "z", "u", "v", "w")
@@ -168,7 +168,7 @@ class _Printer:
     def _builder(self, part: Part) -> BodyBuilder:
         names = [n for n in _POSITIONAL if n not in self.graph.inputs]
         names += [f"x{i}" for i in range(2, 100)]
-        builder = BodyBuilder(self.opening, ROOT)
+        builder = BodyBuilder(self._opening_of(part), ROOT)
         written = self._written_storages(part)
         for held, name in zip(part.takes, names, strict=False):
             builder.bind(held, name)
@@ -183,6 +183,31 @@ class _Printer:
                 raise NeedsInlineError(unit, self.graph.calls[unit])
             builder.add(op)
         return builder
+
+    def _opening_of(self, part: Part) -> Opening:
+        """Return the opening, with the code in the root's of calls that run elsewhere as a whole.
+
+        That is where a stage computes for itself a mask or a table that one of their ops makes.
+        """
+        mine = {op.name for op in part.ops}
+        partly = {
+            call
+            for op in part.ops
+            for call in self.tree.chain(op)
+            if call not in (ROOT, LOSS, *self.opening.inlined)
+            and not {o.name for o in self.tree.ops[call]} <= mine
+        }
+        among = [op for op in part.ops if not partly.isdisjoint(self.tree.chain(op))]
+        if not all(map(self._is_plain, among)):
+            return self.opening
+        return replace(self.opening, inlined=self.opening.inlined | partly)
+
+    def _is_plain(self, op: Op) -> bool:
+        """Whether nothing learns from an op, and it computes the same on every tensor rank."""
+        layouts = [self.split.made(name) for name in op.outputs]
+        layouts += [self.split.need(op, i) for i in range(len(op.inputs))]
+        learns = any(self.graph.tensors[name].requires_grad for name in op.outputs)
+        return not learns and all(layout == WHOLE for layout in layouts)
 
     def _written_storages(self, part: Part) -> set[str]:
         return {self.graph.tensors[name].storage for op in part.ops for name in op.writes}

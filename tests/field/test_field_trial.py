@@ -42,6 +42,7 @@ ONCE_WRONG = {
     ("OPT", "full pp 2"): "a layer that is given what it does not read",
     ("ResNet", "full dp 2"): "batch norms that run again, and share statistics",
     ("LiLT", "full dp 2"): "a layer that returns what nobody computes, and runs again",
+    ("LiLT", "full pp 2"): "a layer of which a later stage makes a mask for itself",
     ("in place", "pp 2"): "a batch that is written under another name, a roll along a dim",
 }
 
