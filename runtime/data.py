@@ -80,7 +80,8 @@ def synthetic_batches(
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of one example batch, the same in every step.
 
-    `rows` are how many microbatches a step has, and how many rows each of them.
+    `rows` are how many microbatches a step has, and how many rows each of them. As those of a
+    loader each is a tensor of its own: a model may write to it.
     """
     data = mesh.data
     microbatches, microbatch = rows
@@ -92,7 +93,7 @@ def synthetic_batches(
     starts = [(m * data.size + data.rank) * microbatch for m in range(microbatches)]
     own = [{k: v[start : start + microbatch] for k, v in tensors.items()} for start in starts]
     while True:
-        yield from own
+        yield from ({key: value.clone() for key, value in one.items()} for one in own)
 
 
 def placed(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:

@@ -88,6 +88,17 @@ def test_example_batches_are_cut_alike() -> None:
     assert [a + b for a, b in zip(first, second, strict=True)] == alone
 
 
+def written() -> list[tuple[float, int]]:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    batches = synthetic_batches(lambda rows: {"x": torch.zeros(rows)}, mesh, rows=(2, 3), seed=0)
+    tensors = [batch["x"].add_(1) for batch in islice(batches, 4)]
+    return [(tensor.sum().item(), tensor._version) for tensor in tensors]
+
+
+def test_what_a_model_writes_into_a_batch_stays_in_it() -> None:
+    assert run_on_ranks(written, 1) == [[(3.0, 1)] * 4]
+
+
 @pytest.mark.parametrize(
     ("dataset", "telling"),
     [
