@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeAlias
 
 from autopar.planner.costs.kept import keeps_anything
 from autopar.planner.costs.prediction import Recompute
@@ -23,16 +24,22 @@ class Hindrance:
     where: str = ""
 
 
-def unable(layer: Layer, graph: Graph) -> Mapping[Recompute, Hindrance]:
-    """Return the modes in which a layer cannot be recomputed, and why."""
-    hindrance = _hindrance(layer, graph)
-    if hindrance is not None:
-        return {Recompute.SELECTIVE: hindrance, Recompute.FULL: hindrance}
-    op = _writer_into_kept(layer, graph)
-    if op is None:
-        return {}
-    why = f"{op.name} writes into the result of a product, which would be kept"
-    return {Recompute.SELECTIVE: Hindrance(why=why, where=op.location)}
+Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cannot have, and why
+
+
+def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
+    """Yield for each layer the modes in which it cannot be recomputed."""
+    anywhere = frozenset(written(graph.ops, graph))
+    for layer in layers:
+        hindrance = _hindrance(layer, graph, anywhere)
+        op = _writer_into_kept(layer, graph)
+        if hindrance is not None:
+            yield {Recompute.SELECTIVE: hindrance, Recompute.FULL: hindrance}
+        elif op is not None:
+            why = f"{op.name} writes into the result of a product, which would be kept"
+            yield {Recompute.SELECTIVE: Hindrance(why=why, where=op.location)}
+        else:
+            yield {}
 
 
 def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
@@ -50,11 +57,14 @@ def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
     return tuple(sorted({value[1:-1] for value in given}))
 
 
-def _hindrance(layer: Layer, graph: Graph) -> Hindrance | None:
-    """Return why a layer cannot run twice, None if it can."""
+def _hindrance(layer: Layer, graph: Graph, anywhere: frozenset[str]) -> Hindrance | None:
+    """Return why a layer cannot run twice, None if it can; `anywhere` is what some op writes to."""
     call = graph.calls.get(layer.call)
     if call is None or call.is_function or not call.path:
         return Hindrance(why="its code stands in the model's own forward, not in a module's")
+    near = (name for op in layer.ops for name in (*op.outputs, *op.writes))
+    if anywhere.isdisjoint(graph.tensors[name].storage for name in near):
+        return None
     try:
         writing_calls(graph, [layer.call])
     except InputError as fault:
@@ -65,10 +75,12 @@ def _hindrance(layer: Layer, graph: Graph) -> Hindrance | None:
 def _writer_into_kept(layer: Layer, graph: Graph) -> Op | None:
     """Return an op that changes what selective recomputation keeps: a result of a contraction.
 
-    Behind the last op that keeps something nothing runs again, so there it does no harm.
+    What the last op keeps of its operands is the last that runs again: behind it there is no harm.
     """
     ops = [op for op in layer.ops if layer.call in ancestors(op.call, graph.calls)]
-    runs = [keeps_anything(op, graph, FUSED) for op in ops]
-    end = len(runs) - runs[::-1].index(True) if any(runs) else 0
-    kept = {name for op in ops[: end - 1] if rule_of(op.target).contracts for name in op.outputs}
-    return next((op for op in ops if not kept.isdisjoint(written([op], graph))), None)
+    writers = [op for op in ops if any(True for _ in written([op], graph))]
+    if not writers:
+        return None
+    last = max((i for i, op in enumerate(ops) if keeps_anything(op, graph, FUSED)), default=0)
+    kept = {name for op in ops[:last] if rule_of(op.target).contracts for name in op.outputs}
+    return next((op for op in writers if not kept.isdisjoint(written([op], graph))), None)

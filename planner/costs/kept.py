@@ -116,8 +116,7 @@ def names_kept(op: Op, rule: Rule, *, graph: Graph, kernels: Kernels) -> Iterato
 
 def keeps_anything(op: Op, graph: Graph, kernels: Kernels) -> bool:
     """Whether an op keeps tensors, or what its kernel makes, for its backward."""
-    rule = rule_of(op.target)
-    entries = _applying(op, rule, graph, kernels)
+    entries = _applying(op, rule_of(op.target), graph, kernels)
     return any(entry.dtype or any(_named(entry, op)) for entry in entries)
 
 

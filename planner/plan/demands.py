@@ -65,7 +65,7 @@ def demands_of(subject: Subject, cluster: Cluster, constraints: Constraints) -> 
     """Return what every candidate has to respect."""
     return Demands(
         limit_bytes=limits_of(cluster, constraints),
-        modes=tuple(_modes(subject, position, constraints) for position in _positions(subject)),
+        modes=tuple(_modes(subject, constraints)),
         pins=tuple(
             Pin(layer=position, stage=pin.stage)
             for pin in constraints.stages
@@ -126,24 +126,26 @@ def _positions(subject: Subject) -> range:
     return range(len(subject.layers.layers))
 
 
-def _modes(subject: Subject, position: int, constraints: Constraints) -> frozenset[Recompute]:
-    """Return the recompute modes of a layer: the one of the last rule that means it, or all."""
-    layer = subject.layers.layers[position]
-    pins = [pin for pin in constraints.recompute if _is_meant(subject, position, pin.modules)]
-    without = unable(layer, subject.graph)
-    if not pins:
-        return frozenset(Recompute).difference(without)
-    mode = pins[-1].mode
-    if mode in without:
-        call = subject.graph.calls.get(layer.call)
-        raise InputError(
-            f"layer {call.path if call else 'model'!r} cannot be recomputed ({mode}): "
-            f"{without[mode].why}",
-            where=without[mode].where,
-            expected="modules that can run again in their backward",
-            fix="name others in the rule, or another mode behind it: recompute none always works",
-        )
-    return frozenset({mode})
+def _modes(subject: Subject, constraints: Constraints) -> Iterator[frozenset[Recompute]]:
+    """Yield the recompute modes of each layer: the one of the last rule that means it, or all."""
+    every = subject.layers.layers
+    for position, without in enumerate(unable(every, subject.graph)):
+        pins = [pin for pin in constraints.recompute if _is_meant(subject, position, pin.modules)]
+        if not pins:
+            yield frozenset(Recompute).difference(without)
+            continue
+        mode = pins[-1].mode
+        if mode in without:
+            call = subject.graph.calls.get(every[position].call)
+            raise InputError(
+                f"layer {call.path if call else 'model'!r} cannot be recomputed ({mode}): "
+                f"{without[mode].why}",
+                where=without[mode].where,
+                expected="modules that can run again in their backward",
+                fix="name others in the rule, or another mode behind it: recompute none always "
+                "works",
+            )
+        yield frozenset({mode})
 
 
 def _is_meant(subject: Subject, position: int, modules: str) -> bool:

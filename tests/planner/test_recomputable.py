@@ -69,7 +69,7 @@ def test_a_layer_that_a_copy_or_a_kept_result_would_make_wrong(
 ) -> None:
     graph = traced(tmp_path, MODEL.format(layer=layer, model=model))
     layers = find_layers(graph, infer_axes(graph)).layers
-    found = [set(unable(one, graph)) for one in layers]
+    found = [set(modes) for modes in unable(layers, graph)]
     assert set(map(Recompute, modes)) in found
     assert all(one <= set(map(Recompute, modes)) for one in found)
 
@@ -77,6 +77,6 @@ def test_a_layer_that_a_copy_or_a_kept_result_would_make_wrong(
 def test_a_model_that_holds_its_weights_itself(tmp_path: Path) -> None:
     graph = traced(tmp_path, ALONE)
     layers = find_layers(graph, infer_axes(graph)).layers
-    (without,) = (unable(one, graph) for one in layers)
+    (without,) = unable(layers, graph)
     assert without.keys() == {Recompute.SELECTIVE, Recompute.FULL}
     assert "in the model's own forward" in without[Recompute.FULL].why
