@@ -18,6 +18,7 @@ from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.model_file import ModelFile, load_model_file
 from autopar.planner.plan.model_facts import source_hash
+from autopar.planner.plan.parts import check_parts
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.initial_weights import record
 
@@ -45,6 +46,7 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     file = _model_file(plan, folder)
     modules = modules_of(_built(file))
     split = split_of(plan, modules)
+    check_parts(plan, split.layers, where="the plan")
     return Subject(
         file=file,
         graph=plan.graph,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from autopar.planner.layers import Layers
 from autopar.planner.plan.plan import Plan
+from autopar.planner.recomputable import unable
 
 
 def faults_of(plan: Plan) -> Iterator[str]:
@@ -75,6 +76,10 @@ def layout_faults(plan: Plan, layers: Layers) -> Iterator[str]:
     planned = sum(stage.count for stage in plan.stages)
     if planned != len(layers.layers):
         yield f"stages: they hold {planned} layers, but the graph has {len(layers.layers)}"
+    without = unable(layers.layers, plan.graph)
+    for layer, (mode, hindrances) in enumerate(zip(plan.layer_modes, without, strict=False)):
+        if mode in hindrances:
+            yield f"stages: layer {layer} cannot be recomputed ({mode}): {hindrances[mode].why}"
     if len(plan.layouts) != len(layers.classes):
         yield f"layouts: {len(plan.layouts)} for {len(layers.classes)} classes of layers"
         return

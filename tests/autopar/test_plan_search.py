@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
@@ -117,6 +118,21 @@ def test_a_layer_that_cannot_run_again_is_told_before_a_plan_is_made(autopar: Au
     assert "layer 'layers.0' cannot be recomputed (selective): mul_" in told(ran)
     assert "model.py:12" in told(ran)
     assert not Path("plan.json").exists()
+
+
+def test_a_plan_that_recomputes_what_cannot_is_refused(autopar: Autopar) -> None:
+    written = REMEMBERING.replace("return x\n\nclass", "return x.mul_(2).exp()\n\nclass")
+    Path("model.py").write_text(written.replace("(x).tanh()", "(x)"))
+    Path("rules.toml").write_text(RULE.format("none"))
+    assert autopar("plan", "model.py", *ON_TWO, "-c", "rules.toml").code == 0
+    plan = json.loads(Path("plan.json").read_text())
+    for stage in plan["stages"]:
+        stage["recompute"] = ["selective"] * len(stage["recompute"])
+    Path("old.json").write_text(json.dumps(plan))
+    ran = autopar("emit", "old.json", "-o", "old")
+    assert ran.code == 2
+    assert "layer 0 cannot be recomputed (selective): mul_ writes into" in told(ran)
+    assert not Path("old").exists()
 
 
 def test_too_little_memory_is_told_to_the_byte_and_leaves_nothing_behind(autopar: Autopar) -> None:
