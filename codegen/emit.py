@@ -55,10 +55,7 @@ def write_script(
     plan: Plan, folder: Path, *, force: bool = False, model_folder: Path | None = None
 ) -> Path:
     """Write train.py of a plan into a folder, and return where it is."""
-    path = folder / FILE_NAME
-    if not force:
-        refuse_overwriting(path)
-    text = emit(plan, destination=path, folder=model_folder or folder)
+    text = emit(plan, destination=folder / FILE_NAME, folder=model_folder or folder)
     return write_text(text, folder, force=force)
 
 

@@ -57,7 +57,7 @@ def _check_recomputed(subject: Subject, paths: Sequence[str], modes: Sequence[Re
     """Refuse to leave out the recomputation of a layer that no module call stands for."""
     calls = subject.graph.calls
     lost = [
-        calls[layer.call].path if layer.call in calls else ""
+        calls[layer.call].path
         for layer, path, mode in zip(subject.layers.layers, paths, modes, strict=True)
         if mode is not Recompute.NONE and not path
     ]

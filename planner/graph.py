@@ -187,6 +187,18 @@ def refs(value: Value) -> Iterator[str]:
             yield from refs(item)
 
 
+def objects(value: Value) -> Iterator[str]:
+    """Yield what is named in an argument that is neither tensor nor plain, be it in a container.
+
+    That is a class, or a module of the model behind `MODULE`.
+    """
+    if isinstance(value, str) and value.startswith("<"):
+        yield value[1:-1]
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from objects(item)
+
+
 def sizes(value: Value) -> tuple[Extent, ...]:
     """Return an argument that lists sizes as extents (−1 stays −1)."""
     assert isinstance(value, tuple)

@@ -9,7 +9,7 @@ from typing import TypeAlias
 from autopar.planner.costs.kept import keeps_anything
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
-from autopar.planner.graph import MODULE, Graph, Op
+from autopar.planner.graph import MODULE, Graph, Op, objects
 from autopar.planner.layers import Layer, ancestors
 from autopar.planner.precision import FUSED
 from autopar.planner.rules.table import rule_of
@@ -29,10 +29,10 @@ Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cann
 
 def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
     """Yield for each layer the modes in which it cannot be recomputed."""
-    anywhere = frozenset(written(graph.ops, graph))
+    writers = {storage: op for op in reversed(graph.ops) for storage in written([op], graph)}
     for layer in layers:
-        hindrance = _hindrance(layer, graph, anywhere)
-        op = _writer_into_kept(layer, graph)
+        hindrance = _hindrance(layer, graph, writers)
+        op = _writer_into_kept(layer, graph, writers)
         if hindrance is not None:
             yield {Recompute.SELECTIVE: hindrance, Recompute.FULL: hindrance}
         elif op is not None:
@@ -48,22 +48,18 @@ def objects_given(layers: Iterable[Layer], graph: Graph) -> tuple[str, ...]:
     A layer that runs again finds them as they were, for which what they hold is kept till then.
     """
     calls = [graph.calls[layer.call] for layer in layers if layer.call in graph.calls]
-    given = (
-        value
-        for call in calls
-        for value in (*call.arguments, *(value for _, value in call.keywords))
-        if isinstance(value, str) and value.startswith("<") and not value.startswith(f"<{MODULE}")
-    )
-    return tuple(sorted({value[1:-1] for value in given}))
+    values = (v for call in calls for v in (*call.arguments, *(v for _, v in call.keywords)))
+    given = {name for value in values for name in objects(value)}
+    return tuple(sorted(name for name in given if not name.startswith(MODULE)))
 
 
-def _hindrance(layer: Layer, graph: Graph, anywhere: frozenset[str]) -> Hindrance | None:
-    """Return why a layer cannot run twice, None if it can; `anywhere` is what some op writes to."""
+def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindrance | None:
+    """Return why a layer cannot run twice, None if it can; `writers` are ops by what they write."""
     call = graph.calls.get(layer.call)
     if call is None or call.is_function or not call.path:
         return Hindrance(why="its code stands in the model's own forward, not in a module's")
-    near = (name for op in layer.ops for name in (*op.outputs, *op.writes))
-    if anywhere.isdisjoint(graph.tensors[name].storage for name in near):
+    made = (graph.tensors[name].storage for op in layer.ops for name in op.outputs)
+    if writers.keys().isdisjoint((*made, *written(layer.ops, graph))):
         return None
     try:
         writing_calls(graph, [layer.call])
@@ -72,15 +68,14 @@ def _hindrance(layer: Layer, graph: Graph, anywhere: frozenset[str]) -> Hindranc
     return None
 
 
-def _writer_into_kept(layer: Layer, graph: Graph) -> Op | None:
+def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Op | None:
     """Return an op that changes what selective recomputation keeps: a result of a contraction.
 
     What the last op keeps of its operands is the last that runs again: behind it there is no harm.
     """
-    ops = [op for op in layer.ops if layer.call in ancestors(op.call, graph.calls)]
-    writers = [op for op in ops if any(True for _ in written([op], graph))]
     if not writers:
         return None
+    ops = [op for op in layer.ops if layer.call in ancestors(op.call, graph.calls)]
     last = max((i for i, op in enumerate(ops) if keeps_anything(op, graph, FUSED)), default=0)
-    kept = {name for op in ops[:last] if rule_of(op.target).contracts for name in op.outputs}
-    return next((op for op in writers if not kept.isdisjoint(written([op], graph))), None)
+    kept = (name for op in ops[:last] if rule_of(op.target).contracts for name in op.outputs)
+    return next((writers[name] for name in kept if name in writers), None)

@@ -9,16 +9,18 @@ from torch import nn
 
 def run_hooks(module: nn.Module) -> None:
     """Have `module.forward(x)` do what `module(x)` does: its hooks gather the parameters."""
-    own, ahead = module.forward, list[bool]()  # whether the hooks have run: one call, or none
+    own, have_run = module.forward, False
 
-    def hooks_run(*_: Any) -> None:
-        ahead[:] = [True]
+    def note(*_: Any) -> None:
+        nonlocal have_run
+        have_run = True
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        if not ahead:
+        nonlocal have_run
+        if not have_run:
             return module(*args, **kwargs)
-        ahead.clear()
+        have_run = False
         return own(*args, **kwargs)
 
-    module.register_forward_pre_hook(hooks_run)
+    module.register_forward_pre_hook(note)
     module.forward = forward

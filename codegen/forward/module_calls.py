@@ -12,7 +12,7 @@ from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.results import is_mapping, pairs
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
-from autopar.planner.graph import MODULE, Call, DType, Mapped, Op, Origin, Ref, Value
+from autopar.planner.graph import MODULE, Call, DType, Mapped, Op, Origin, Ref, Value, objects
 from autopar.planner.random_ops import is_random
 
 if TYPE_CHECKING:
@@ -77,7 +77,7 @@ def _is_left_out(name: str, value: Value, unit: str, body: BodyBuilder) -> bool:
     """
     for argument in body.split.modules[body.graph.calls[unit].path].arguments:
         if argument.name == name:
-            is_object = isinstance(value, str) and value.startswith("<")
+            is_object = isinstance(value, str) and any(objects(value))
             is_unread = unit in body.opening.opened or str(value).endswith("Cache>")
             plain = value is None or isinstance(value, (bool, int, float))
             return argument.default is not None and (
@@ -100,13 +100,13 @@ def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:
     if isinstance(value, DType):
         own = body.dtype() if value.name == "model" else None
         return own if own is not None else text(f"torch.{value.name}")
-    if isinstance(value, str) and value.startswith("<"):
-        if value.startswith(f"<{MODULE}"):
-            at_hand = body.owner.within(value[1:-1].removeprefix(MODULE))
+    for name in objects(value):
+        if name.startswith(MODULE):
+            at_hand = body.owner.within(name.removeprefix(MODULE))
             if at_hand is not None:
                 return body.owner.path(at_hand)
         if unit not in body.opening.opened:
-            raise NeedsInlineError(unit, body.graph.calls[unit], reason=value)
+            raise NeedsInlineError(unit, body.graph.calls[unit], reason=f"<{name}>")
         return literal(None)
     return literal(value)
 

@@ -190,12 +190,11 @@ class _Printer:
         That is where a stage computes for itself a mask or a table that one of their ops makes.
         """
         mine = {op.name for op in part.ops}
+        calls = {call for op in part.ops for call in self.tree.chain(op)}
         partly = {
             call
-            for op in part.ops
-            for call in self.tree.chain(op)
-            if call not in (ROOT, LOSS, *self.opening.inlined)
-            and not {o.name for o in self.tree.ops[call]} <= mine
+            for call in calls - {ROOT, LOSS} - self.opening.inlined
+            if not all(op.name in mine for op in self.tree.ops[call])
         }
         among = [op for op in part.ops if not partly.isdisjoint(self.tree.chain(op))]
         if not all(map(self._is_plain, among)):

@@ -96,6 +96,9 @@ def example_batch(batch_size):
 def loss(output, batch):
     return output.square().mean()
 """
+WRITING = REMEMBERING.replace(").tanh()\n", ")\n").replace(
+    "return x\n", "return x.mul_(2).exp()\n", 1
+)
 RULE = "[[recompute]]\nmodules = '*'\nmode = '{}'\n"
 
 
@@ -110,8 +113,7 @@ def test_objects_that_layers_keep_till_the_backward_are_told(autopar: Autopar, m
 
 
 def test_a_layer_that_cannot_run_again_is_told_before_a_plan_is_made(autopar: Autopar) -> None:
-    written = REMEMBERING.replace("return x\n\nclass", "return x.mul_(2).exp()\n\nclass")
-    Path("model.py").write_text(written.replace("(x).tanh()", "(x)"))
+    Path("model.py").write_text(WRITING)
     Path("rules.toml").write_text(RULE.format("selective"))
     ran = autopar("plan", "model.py", *ON_TWO, "-c", "rules.toml")
     assert ran.code == 2
@@ -121,8 +123,7 @@ def test_a_layer_that_cannot_run_again_is_told_before_a_plan_is_made(autopar: Au
 
 
 def test_a_plan_that_recomputes_what_cannot_is_refused(autopar: Autopar) -> None:
-    written = REMEMBERING.replace("return x\n\nclass", "return x.mul_(2).exp()\n\nclass")
-    Path("model.py").write_text(written.replace("(x).tanh()", "(x)"))
+    Path("model.py").write_text(WRITING)
     Path("rules.toml").write_text(RULE.format("none"))
     assert autopar("plan", "model.py", *ON_TWO, "-c", "rules.toml").code == 0
     plan = json.loads(Path("plan.json").read_text())

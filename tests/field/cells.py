@@ -78,7 +78,6 @@ AWKWARD: Mapping[str, Subject] = {
     "dataclass": _own("outputs", "form=dataclass"),
     "arguments": _own("arguments"),
     "padded Llama": _own("padded_llama"),
-    "cached": _own("cached"),
     "summed loss": _own("losses", "kind=sum"),
     "masked loss": _own("losses", "kind=masked"),
     "class weights": _own("losses", "kind=classes"),

@@ -38,7 +38,7 @@ ONCE_WRONG = {
     ("writing layers", "zero-3 2"): "layers that write into what they are given, or have returned",
     ("odd modules", "tp 2"): "a forward that is assigned in an __init__",
     ("odd modules", "tp×pp 4"): "modules in a dict, whose names are numbers",
-    ("cached", "full zero-3 2"): "a cache that layers fill, and find as it was",
+    ("T5 (cached)", "full zero-3 2"): "a cache that layers fill, and find as it was",
     ("OPT", "full pp 2"): "a layer that is given what it does not read",
     ("ResNet", "full dp 2"): "batch norms that run again, and share statistics",
     ("LiLT", "full dp 2"): "a layer that returns what nobody computes, and runs again",

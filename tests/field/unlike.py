@@ -22,6 +22,8 @@ from transformers import (
     Mamba2ForCausalLM,
     MobileViTV2Config,
     MobileViTV2ForImageClassification,
+    T5Config,
+    T5ForConditionalGeneration,
     Wav2Vec2Config,
     Wav2Vec2ForCTC,
     XLNetConfig,
@@ -29,7 +31,16 @@ from transformers import (
 )
 
 from tests.planner.huggingface.decoders import GROUPED, SPECIAL_TOKENS, causal_batch
-from tests.planner.huggingface.encoders import BERT_LIKE, EMBED, FFN, HEADS, VOCAB, masked_batch
+from tests.planner.huggingface.encoders import (
+    BERT_LIKE,
+    EMBED,
+    FFN,
+    FREE_HEAD_DIM,
+    HEADS,
+    VOCAB,
+    masked_batch,
+    translation_batch,
+)
 from tests.planner.huggingface.family import Batch, Family
 from tests.planner.huggingface.vision import CLASSES, pixels, wide_batch
 
@@ -118,6 +129,21 @@ UNLIKE = (
             **SPECIAL_TOKENS,
         ),
         inputs=causal_batch,
+        sizes={},
+    ),
+    Family(
+        name="T5 (cached)",  # as it comes: the decoder fills a cache that training never reads
+        model_class=T5ForConditionalGeneration,
+        config=T5Config(
+            vocab_size=VOCAB,
+            d_model=EMBED,
+            d_kv=FREE_HEAD_DIM,
+            d_ff=FFN,
+            num_layers=2,
+            num_heads=HEADS,
+            decoder_start_token_id=0,
+        ),
+        inputs=translation_batch,
         sizes={},
     ),
     Family(

@@ -62,6 +62,10 @@ def build_model():
         ("return self.linear(x).exp().relu_()", PLAIN, set()),
         ("x += self.linear(x); return x.exp()", "y = x + 1; return self.layers[0](y) * y",
          {"selective", "full"}),
+        ("x[:, 0] = 0; return self.linear(x)", "y = x + 1; return self.layers[0](y) * y",
+         {"selective", "full"}),
+        ("y = self.linear(x); self.seen = y; return y.exp()",
+         "return x + self.layers[1].seen.mul_(2)", {"selective"}),
     ],
 )  # fmt: skip
 def test_a_layer_that_a_copy_or_a_kept_result_would_make_wrong(
