@@ -248,6 +248,48 @@ def test_layers_whose_forward_is_called_by_its_name_have_their_parameters(zero: 
             torch.testing.assert_close(found[name], torch.as_tensor(parameter.grad))
 
 
+class Noting(nn.Linear):
+    """Leaves what it makes in a dict, where others find it."""
+
+    def forward(self, x: Tensor, notes: dict[str, list[Tensor]]) -> Tensor:  # type: ignore[override]
+        made = torch.tanh(super().forward(x))
+        notes.setdefault("made", []).append(made)
+        return sum(notes["made"], x)
+
+
+class Noted(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.layers = nn.ModuleList(Noting(8, 8) for _ in range(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        notes: dict[str, list[Tensor]] = {}
+        for layer in self.layers:
+            x = layer(x, notes)
+        return torch.stack([x, *notes["made"]]).square().sum()
+
+
+def noted_gradients(zero: int) -> dict[str, Tensor]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = Noted()
+    for layer in model.layers[2:]:
+        recompute(layer, "full")
+    wrap(model, mesh, zero=zero, units=list(model.layers))
+    model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
+    gradients = ((name, one.grad) for name, one in model.named_parameters())
+    return whole((name, nn.Parameter(grad)) for name, grad in gradients if grad is not None)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_layers_leave_in_containers_for_others_is_found(zero: int) -> None:
+    model = Noted()
+    model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
+    for found in run_on_ranks(noted_gradients, 2, zero):
+        for name, parameter in model.named_parameters():
+            torch.testing.assert_close(found[name], torch.as_tensor(parameter.grad))
+
+
 def test_a_model_that_was_built_in_16_bits_trains_in_fp32_where_that_is_asked() -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     made = wrap(nn.Linear(2, 2).half(), mesh, zero=0, compute_dtype=torch.float32)
