@@ -1,9 +1,9 @@
 """Takes every model type of transformers, made tiny, through plan, script and training.
 
-`python -m benchmarks.every_type [TASK[:TYPE]…] [--missing]`, with dp 2, pp 2 and tp 2 each. A
-library whose models are of a family each (timm, torchvision) is a task of its own, where it is
-installed. Types that plain PyTorch does not train as they were made are counted apart: nothing is
-said of them.
+`python -m benchmarks.every_type [TASK[:TYPE]…] [--missing]`, with dp 2, pp 2 and tp 2 each, and
+recomputed under ZeRO-3 and in a pipeline, with the caches that decoders come with. A library whose
+models are of a family each (timm, torchvision) is a task of its own, where it is installed. Types
+that plain PyTorch does not train as they were made are counted apart: nothing is said of them.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from pathlib import Path
 from autopar.planner.model_file import load_model_file
 from autopar.planner.trace.build import build
 from benchmarks.every_type_page import NOT_MADE, Place, page
+from tests.field.cells import KINDS as FIELD_KINDS
 from tests.field.cells import Kind, Subject
 from tests.field.libraries import kinds_of, subject_of
 from tests.field.models.any_type import TASKS
@@ -29,6 +30,8 @@ KINDS = {
     "dp 2": Kind(ranks=2, data=2),
     "pp 2": Kind(ranks=2, pipeline=2),
     "tp 2": Kind(ranks=2, tensor=2),
+    "full zero-3 2": FIELD_KINDS["full zero-3 2"],
+    "full pp 2": FIELD_KINDS["full pp 2"],
 }
 _MOST_PARAMETERS = 35_000_000
 _MOST_SECONDS = 4.0  # of a step: a field trial has dozens, in float64
@@ -38,19 +41,21 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Compute the cells one after another, and draw the page anew with each type."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("wanted", nargs="*", help="tasks, or task:type", default=list(TASKS))
-    parser.add_argument("--missing", action="store_true", help="only types that are not kept yet")
+    parser.add_argument("--missing", action="store_true", help="only cells that are not kept yet")
     options = parser.parse_args(argv)
     for task, kind in _wanted(options.wanted):
         kept = kept_cells()
-        if options.missing and any(place[:2] == (task, kind) for place in kept):
+        if not options.missing:
+            kept = {place: one for place, one in kept.items() if place[:2] != (task, kind)}
+        names = [name for name in KINDS if (task, kind, name) not in kept]
+        if not names or (task, kind, NOT_MADE) in kept:
             continue
         began = time.perf_counter()
-        found = dict(_cells(task, kind))
+        found = dict(_cells(task, kind, names))
         words = (f"{place[2]} {one.verdict} {one.detail[:60]}" for place, one in found.items())
         seconds = time.perf_counter() - began
         print(f"{task:<9} {kind:<24.24} {seconds:5.1f} s  {', '.join(words)}", flush=True)
-        others = {place: one for place, one in kept.items() if place[:2] != (task, kind)}
-        cells = dict(sorted({**others, **found}.items()))
+        cells = dict(sorted({**kept, **found}.items()))
         rows = ({"place": place, **asdict(one)} for place, one in cells.items())
         lines = [json.dumps(row, ensure_ascii=False) for row in rows]
         CELLS.write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -63,15 +68,15 @@ def _wanted(names: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield from ((task, one) for one in kinds_of(task) if kind in ("", one))
 
 
-def _cells(task: str, kind: str) -> Iterator[tuple[Place, Cell]]:
-    subject = subject_of(task, kind)
-    fault = _fault(subject)
+def _cells(task: str, kind: str, names: Sequence[str]) -> Iterator[tuple[Place, Cell]]:
+    fault = _fault(subject_of(task, kind))
     if fault:
         yield (task, kind, NOT_MADE), Cell(verdict=Verdict.REFUSED, detail=fault)
         return
-    for name, demanded in KINDS.items():
-        found = cell(subject, demanded)
-        yield (task, kind, name), found
+    for name in names:
+        demanded = KINDS[name]
+        subject = subject_of(task, kind, cache=demanded.recompute is not None)
+        yield (task, kind, name), cell(subject, demanded)
 
 
 def _fault(subject: Subject) -> str:

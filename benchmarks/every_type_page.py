@@ -24,7 +24,8 @@ def page(cells: Mapping[Place, Cell]) -> str:
         f"Written by `benchmarks/every_type.py`: transformers {version('transformers')}, torch "
         f"{version('torch')}. Each script trains three steps in float64 on two processes and is "
         "equal where losses, gradients and parameters are those of one process (1e-9). In "
-        "brackets: tensor plans that divide 60 % of the matmul FLOPs or more. Not made are types "
+        "brackets: tensor plans that divide 60 % of the matmul FLOPs or more. `full`: every layer "
+        "is recomputed, in models that keep their caches of keys and values. Not made are types "
         "that plain PyTorch does not train in the sizes tried, or not in the time of a trial. A "
         "task that is a library's name has the smallest model of each of its families, on small "
         "images.",

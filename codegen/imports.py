@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.codegen.forward.imports import imports_of
@@ -32,7 +32,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.loss_scaling": "LossScale",
         "autopar.runtime.mesh": "Axis Mesh start stop",
-        "autopar.runtime.model_parts": ("Crossing StagePart names_of submodules take_classes"),
+        "autopar.runtime.model_parts": "Crossing StagePart freeze names_of submodules take_classes",
         "autopar.runtime.model_source": "note_changes",
         "autopar.runtime.optimizer": "build_optimizer",
         "autopar.runtime.pipeline": "Pipeline Stage build_schedule stage_at stage_indices",
@@ -83,13 +83,22 @@ def sorted_imports(lines: Iterable[str]) -> Source:
 
 
 def _from_lines(members: Mapping[str, set[str]]) -> Iterator[str]:
+    """Yield the lines of each module; what takes another name has one of its own."""
     for module in sorted(members):
-        names = sorted(members[module], key=_member_order)
-        line = f"from {module} import {', '.join(names)}"
-        if len(line) <= WIDTH:
-            yield line
-        else:
-            yield "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
+        every = sorted(members[module], key=_member_order)
+        plain = [name for name in every if " as " not in name]
+        for name in every:
+            if " as " in name:
+                yield f"from {module} import {name}"
+            elif name == plain[0]:
+                yield _from_line(module, plain)
+
+
+def _from_line(module: str, names: Sequence[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
 
 
 def _member_order(name: str) -> tuple[int, str]:

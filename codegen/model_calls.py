@@ -5,14 +5,14 @@ from __future__ import annotations
 import inspect
 import os
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.codegen.forward.identifiers import is_identifier
-from autopar.codegen.imports import KNOWN, sorted_imports
+from autopar.codegen.forward.imported import Imported
+from autopar.codegen.imports import sorted_imports
 from autopar.codegen.python_text import Source, assigned, call, identifier, literal
-from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Ref
 from autopar.planner.model_file import ModelFile
 
@@ -35,10 +35,10 @@ class ModelCalls:
     loss: Source  # of `outputs` and `batch`
 
 
-def model_calls(file: ModelFile, bases: Iterable[str], destination: Path) -> ModelCalls:
+def model_calls(file: ModelFile, classes: Iterable[Imported], destination: Path) -> ModelCalls:
     """Return how a script at `destination` imports a model file and calls its functions."""
     return ModelCalls(
-        imports=_imports(file, sorted(set(bases)), destination),
+        imports=_imports(file, sorted(set(classes)), destination),
         functions=Source("\n".join(_functions(file))),
         loss=Source("new_loss(outputs, batch)" if file.loss else "loss_in(outputs)"),
     )
@@ -56,7 +56,7 @@ def model_arguments(graph: Graph, *, takes_all: bool, has_weights: bool) -> Sour
     return Source(", ".join([*parts, *plain]))
 
 
-def _imports(file: ModelFile, bases: list[str], destination: Path) -> Source:
+def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) -> Source:
     """Return the statements that import the model file, wherever the script is started."""
     folder = os.path.relpath(file.path.parent, destination.parent)
     here = "Path(__file__).resolve().parent"
@@ -67,25 +67,20 @@ def _imports(file: ModelFile, bases: list[str], destination: Path) -> Source:
         lines.append(f"import {stem} as {MODULE}")
     else:
         after.append(f"{MODULE} = importlib.import_module({literal(stem)})")
-    for base in bases:
-        module, _, name = base.rpartition(".")
-        _check_base(base, name)
-        if module == stem and not is_identifier(stem):
-            after.append(f"{name} = {MODULE}.{name}")
+    for one in classes:
+        outer, _, inner = one.qualname.partition(".")
+        called = "" if one.name == outer else f" as {identifier(one.name)}"
+        if one.module == stem and (inner or not is_identifier(stem)):
+            after.append(f"{identifier(one.name)} = {MODULE}.{_dotted(one.qualname)}")
+        elif inner:
+            lines.append(f"from {_dotted(one.module)} import {identifier(outer)}")
+            after.append(f"{identifier(one.name)} = {_dotted(one.qualname)}")
         else:
-            lines.append(f"from {_dotted(module)} import {name}")
+            lines.append(f"from {_dotted(one.module)} import {identifier(outer)}{called}")
     path = call("sys.path.insert", "0", call("str", place)).laid_out()
     imported = sorted_imports(lines)
-    return Source("\n".join([path, *([imported] if imported else []), *after]))
-
-
-def _check_base(base: str, name: str) -> None:
-    if name in KNOWN:
-        raise InputError(
-            f"the plan needs a subclass of {base}, and {name} is what the script calls its own",
-            fix="give the class another name",
-        )
-    identifier(name)
+    parts = [path, *([imported] if imported else [])]
+    return Source("\n".join([*parts, *(["", *after] if imported and after else after)]))
 
 
 def _dotted(module: str) -> str:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from autopar.codegen.python_text import Group, call, literal, tuple_of
@@ -57,6 +57,22 @@ def _starring(found: Mapping[str, Value], form: str, names: list[str]) -> dict[s
         for name, value in found.items()
         if name not in others
     }
+
+
+def outermost(chosen: Collection[str], names: Iterable[str]) -> Iterator[str]:
+    """Yield the outermost modules of which all names are chosen, and what is chosen besides."""
+    every = list(names)
+    others = set(every).difference(chosen)
+    yield from dict.fromkeys(_outermost(name, others) for name in every if name in chosen)
+
+
+def _outermost(name: str, others: Collection[str]) -> str:
+    parts = name.split(".")
+    for length in range(1, len(parts)):
+        module = ".".join(parts[:length])
+        if not any(other.startswith(f"{module}.") for other in others):
+            return module
+    return name
 
 
 def numbered_tuple(names: Iterable[str]) -> Group:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.codegen.name_patterns import patterns
+from autopar.codegen.name_patterns import numbered_tuple, outermost, patterns
 from autopar.codegen.python_text import Source, assigned, call, literal, table, tuple_of
 from autopar.planner.axes.infer import Axes
+from autopar.planner.costs.prediction import Zero
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind
 from autopar.planner.plan.plan import Plan
@@ -54,6 +55,24 @@ def aliases_of(graph: Graph) -> Mapping[str, tuple[str, ...]]:
     """Return all names of each parameter and buffer, by the name that the graph has for it."""
     found = {p.name: tuple(dict.fromkeys((p.name, *p.aliases))) for p in graph.parameters}
     return found | {buffer.name: (buffer.name,) for buffer in graph.buffers}
+
+
+def unread(plan: Plan) -> Source:
+    """Return the list of what would learn, but no gradient reaches, where fully_shard makes zeros.
+
+    A unit whose inputs the loss does not depend on hands back zeros for them, where one process
+    has no gradient: weights behind them would decay.
+    """
+    graph = plan.graph
+    has_unused = any(call.has_unused for call in graph.calls.values())
+    if not has_unused or plan.arrangement.data == 1 or plan.arrangement.zero < Zero.GRADIENTS:
+        return Source()
+    read = {name for op in graph.ops for name in op.inputs}
+    aliases = aliases_of(graph)
+    learns = [one.name for one in graph.parameters if one.trainable]
+    found = {alias for name in learns if name not in read for alias in aliases[name]}
+    known = [alias for name in learns for alias in aliases[name]]
+    return assigned("UNREAD", numbered_tuple(outermost(found, known))) if found else Source()
 
 
 def _splits(plan: Plan, axes: Axes) -> Iterator[tuple[str, ParameterSplit]]:

@@ -50,6 +50,7 @@ class ScriptView:
     has_optimizer: bool
     has_scheduler: bool
     has_writing: bool  # layers that write where others read
+    has_unread: bool  # parameters that the loss does not depend on
     recomputations: tuple[Recomputation, ...]
     wrapping: Source
     model_arguments: Source

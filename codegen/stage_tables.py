@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
 from autopar.codegen.forward.opened import Crossing, Opened, Stage
-from autopar.codegen.name_patterns import numbered_tuple
-from autopar.codegen.parameter_tables import aliases_of, parts_text
+from autopar.codegen.name_patterns import numbered_tuple, outermost
+from autopar.codegen.parameter_tables import aliases_of, names_with_aliases, parts_text
 from autopar.codegen.python_text import (
     Group,
     Source,
@@ -44,7 +44,7 @@ def stage_tables(plan: Plan, opened: Opened, axes: Axes, *, last: str) -> StageT
     rows = []
     for number, stage in enumerate(opened.stages):
         kind = last if stage is opened.stages[-1] else stage.cls.name
-        held = numbered_tuple(_modules_of(plan.graph, holds, number))
+        held = numbered_tuple(outermost(holds[number], names_with_aliases(plan.graph)))
         arguments: list[str | Group] = [identifier(kind), held]
         if stage.gives:
             arguments.append("CROSSING" if are_alike else gives[number])
@@ -94,26 +94,6 @@ def _common_steps(name: str, stage: Stage) -> int:
         return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
 
     return max(map(together, stage.modules), default=0)
-
-
-def _modules_of(graph: Graph, holds: Sequence[frozenset[str]], number: int) -> Iterator[str]:
-    """Yield the outermost modules of which a stage holds everything, and what it holds besides."""
-    every = [alias for names in aliases_of(graph).values() for alias in names]
-    others = set(every) - holds[number]
-    told: dict[str, None] = {}
-    for name in every:
-        if name in holds[number]:
-            told.setdefault(_outermost(name, others))
-    yield from told
-
-
-def _outermost(name: str, others: set[str]) -> str:
-    parts = name.split(".")
-    for length in range(1, len(parts)):
-        module = ".".join(parts[:length])
-        if not any(other.startswith(f"{module}.") for other in others):
-            return module
-    return name
 
 
 def _crossing(crossing: Crossing, plan: Plan, axes: Axes) -> Group:

@@ -6,11 +6,12 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from autopar.codegen.forward.imported import Imported
 from autopar.codegen.forward.opened import Opened, OpenedClass
 from autopar.codegen.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.model_calls import ModelCalls, model_arguments, model_calls
 from autopar.codegen.name_patterns import patterns
-from autopar.codegen.parameter_tables import parameter_tables
+from autopar.codegen.parameter_tables import parameter_tables, unread
 from autopar.codegen.python_text import Source, call, identifier, literal, table
 from autopar.codegen.script_prose import docstring
 from autopar.codegen.script_view import ScriptView
@@ -36,12 +37,12 @@ LOSS_STAGE = "LossStage"
 def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     """Return what the script of a plan says."""
     opened = subject.opened
-    calls = model_calls(subject.file, _bases(opened), destination)
+    calls = model_calls(subject.file, _imported(opened), destination)
     parameters = parameter_tables(plan, subject.axes)
     stages = _stages(plan, subject)
     splits_loss = opened.loss is not None
     weighs = opened.valid_targets is not None and not opened.weighs_terms
-    writing = writing_layers(plan, subject)
+    writing, unlearned = writing_layers(plan, subject), unread(plan)
     return ScriptView(
         docstring=docstring(plan, destination.name),
         model_imports=calls.imports,
@@ -61,6 +62,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
             parameters.splits,
             parameters.summed,
             layer_lists(plan, subject, writing=writing),
+            unlearned,
             stages.stages,
             stages.ties,
         ),
@@ -83,6 +85,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
         has_writing=bool(writing),
+        has_unread=bool(unlearned),
         recomputations=recomputations(plan),
         wrapping=Source(
             call(
@@ -114,7 +117,7 @@ def _is_pipelined(plan: Plan) -> bool:
     return plan.arrangement.pipeline > 1
 
 
-def _bases(opened: Opened) -> Iterator[str]:
+def _imported(opened: Opened) -> Iterator[Imported]:
     for one in (*opened.classes, *(stage.cls for stage in opened.stages)):
         yield one.base
     yield from opened.functions

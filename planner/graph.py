@@ -162,6 +162,8 @@ class Graph:
     """A model with its loss, traced once for every batch size.
 
     `fixed_batch` is the one batch size of a model that takes it for a constant, `fixed_at` where.
+    `recomputed_at` is where a model has torch compute something again (torch.utils.checkpoint),
+    `autocast_at` where it chooses a precision of its own (torch.autocast).
     A model that noticed the trace may hand its modules something else in training: no mask, say.
     """
 
@@ -175,6 +177,8 @@ class Graph:
     loss: str
     fixed_batch: int | None
     fixed_at: str = ""
+    recomputed_at: str = ""
+    autocast_at: str = ""
     was_noticed: bool = False
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,6 +15,8 @@ from autopar.planner.layers import Layer, ancestors
 from autopar.planner.precision import FUSED
 from autopar.planner.rules.table import rule_of
 from autopar.planner.writing_layers import writing_calls, written
+
+_RECURRENT = re.compile(r"aten\.(lstm|gru|rnn_tanh|rnn_relu)(_cell)?\.")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -32,7 +35,7 @@ def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
     writers = {storage: op for op in reversed(graph.ops) for storage in written([op], graph)}
     for layer in layers:
         hindrance = _hindrance(layer, graph, writers)
-        op = _writer_into_kept(layer, graph, writers)
+        op = _recurrent(layer) or _writer_into_kept(layer, graph, writers)
         if hindrance is not None:
             yield {Recompute.SELECTIVE: hindrance, Recompute.FULL: hindrance}
         elif op is not None:
@@ -66,6 +69,11 @@ def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindran
     except InputError as fault:
         return Hindrance(why=fault.found, where=fault.where)
     return None
+
+
+def _recurrent(layer: Layer) -> Op | None:
+    """Return an op that is several, which make gates in the place of their products."""
+    return next((op for op in layer.ops if _RECURRENT.match(op.target)), None)
 
 
 def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Op | None:

@@ -115,14 +115,13 @@ def _shard(
     for child in reversed(list(module.modules())):
         if id(child) not in chosen or shared.intersection(map(id, child.parameters())):
             continue  # a weight that two modules share must lie in one unit: the outermost
-        if any(parameter.requires_grad for parameter in child.parameters()):
-            fully_shard(
-                child,
-                mesh=device_mesh,
-                reshard_after_forward=frees_after_forward,
-                mp_policy=policy,
-            )
-            run_hooks(child)
+        fully_shard(
+            child,
+            mesh=device_mesh,
+            reshard_after_forward=frees_after_forward,
+            mp_policy=policy,
+        )
+        run_hooks(child)
     # The backward begins with what the module itself holds: it would be gathered again at once.
     fully_shard(module, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
 

@@ -95,6 +95,13 @@ def _is_held(name: str, held: Collection[str]) -> bool:
     return any(".".join(parts[:length]) in held for length in range(1, len(parts) + 1))
 
 
+def freeze(model: nn.Module, names: Collection[str]) -> None:
+    """Have parameters of these names, or in modules of these names, learn nothing."""
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if _is_held(name, names):
+            parameter.requires_grad_(False)
+
+
 def submodules(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
     """Return the modules of these names that hold something."""
     modules = [model.get_submodule(name) for name in names]

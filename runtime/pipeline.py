@@ -47,7 +47,6 @@ def stage_at(
     mesh: Mesh,
     *,
     dtype: torch.dtype,
-    reduces_every_microbatch: bool,
 ) -> Stage:
     """Make a module the stage of this index among parts that tell what each gives to the next."""
 
@@ -61,7 +60,6 @@ def stage_at(
         stages=len(parts),
         receives=crossing(parts[index - 1]) if index else (),
         sends=crossing(parts[index]),
-        reduces_every_microbatch=reduces_every_microbatch,
     )
 
 
@@ -85,7 +83,7 @@ def build_schedule(
         raise RuntimeError(f"{kind!r} is no pipeline schedule: choose one of {known}")
     if kind in SPLIT_BACKWARD:
         for stage in stages:
-            _prepare_split(stage)
+            _split_backward_of(stage, kind)
     several = SEVERAL_STAGES[kind](list(stages), microbatches, loss_fn=_own_loss, scale_grads=False)
     return Pipeline(several, stages)
 
@@ -156,13 +154,15 @@ def _check_disjoint(stages: Sequence[Stage]) -> None:
             seen[id(parameter)] = f"{name} of stage {stage.stage_index}"
 
 
-def _prepare_split(stage: Stage) -> None:
-    """Have a sharded stage's parameters and gradients stay whole until its last microbatch.
+def _split_backward_of(stage: Stage, kind: str) -> None:
+    """Have a stage run its backwards in halves.
 
-    A split backward looks the parameters up by their autograd nodes, which sharding renews, and
-    hides their gradients from the hooks that would reduce them.
+    These look the parameters up by their autograd nodes, which sharding renews, and hide their
+    gradients from the hooks that would reduce them: both would stay whole to the last microbatch.
     """
-    stage.splits_backward = True
-    stage.reduces_every_microbatch = False
     if isinstance(stage.submod, FSDPModule):
-        stage.submod.set_reshard_after_forward(False)
+        raise RuntimeError(
+            f"{kind} runs backwards in halves, which keep parameters and gradients whole: ZeRO-2 "
+            "and 3 would save nothing; plan with zero 0 or 1, or with another schedule"
+        )
+    stage.splits_backward = True

@@ -7,10 +7,9 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining._backward import stage_backward
 
-from autopar.runtime.data_parallel import buckets_of, gathers_once
+from autopar.runtime.data_parallel import buckets_of, set_last
 from autopar.runtime.gradient_buckets import GradientBuckets
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.split_backward import SplitBackward
@@ -30,14 +29,12 @@ def stage_of(
     stages: int,
     receives: Sequence[Tensor],
     sends: Sequence[Tensor],
-    reduces_every_microbatch: bool = False,
 ) -> Stage:
     """Make a module (wrapped for data parallelism already) the stage `index` of `stages`.
 
     Its forward takes the received tensors in order, then the batch by keyword, and returns a tuple
     of the tensors to send; the last one returns the loss. `cut(…)` describes each tensor, so no
-    forward is run to find out. reduces_every_microbatch: with zero 2 and 3, gradients are sharded
-    after each microbatch, not kept whole until the last.
+    forward is run to find out.
     """
     refuse_earlier_torch()
     return Stage(
@@ -47,7 +44,6 @@ def stage_of(
         stages=stages,
         receives=tuple(receives),
         sends=tuple(sends),
-        reduces_every_microbatch=reduces_every_microbatch,
     )
 
 
@@ -67,7 +63,6 @@ class Stage(TorchStage):
         stages: int,
         receives: tuple[Tensor, ...],
         sends: tuple[Tensor, ...],
-        reduces_every_microbatch: bool,
     ) -> None:
         super().__init__(
             module,
@@ -78,7 +73,6 @@ class Stage(TorchStage):
             output_args=sends or (torch.empty((), device="meta"),),  # the last one's loss
             group=mesh.pipeline.group,
         )
-        self.reduces_every_microbatch = reduces_every_microbatch
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward runs
@@ -115,7 +109,6 @@ class Stage(TorchStage):
         torch's own looks through nested inputs and outputs and words them for its log.
         """
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
-        self.end_backwards_late()
         result = self.submod(*received, **self._microbatches[fwd_chunk_id])
         outputs = result if isinstance(result, tuple) else (result,)
         sendable = tuple(self._sendable(output) for output in outputs)
@@ -131,10 +124,7 @@ class Stage(TorchStage):
         self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
     ) -> tuple[InputGradients, list[dict[str, Any]] | None]:
         """Run a backward of one microbatch; the last one's gradients are reduced while it runs."""
-        if self._buckets is not None:
-            self._buckets.sync = last_backward
-        elif isinstance(self.submod, FSDPModule):
-            self._let_reduce(self.submod, is_last=last_backward)
+        set_last(self.submod, last_backward)
         if self.is_last and backward_type != "weight":
             self._start_from_weight(bwd_kwargs)
         if backward_type == "full":
@@ -164,19 +154,10 @@ class Stage(TorchStage):
         output = output.contiguous()
         return output.clone() if self.splits_backward and output._is_view() else output
 
-    def _let_reduce(self, module: FSDPModule, *, is_last: bool) -> None:
-        """Have fully_shard reduce and free after this backward, or leave it to the schedule."""
-        reduces = self.reduces_every_microbatch
-        module.set_is_last_backward(reduces)
-        module.set_reshard_after_backward(reduces and (is_last or not gathers_once(self.submod)))
-        module.set_requires_gradient_sync(reduces)
-
-    def perform_reduce_grad(self, grad_scale_factor: int) -> None:
-        """Reduce what is not reduced yet, after the last microbatch."""
+    def perform_reduce_grad(self, _: int) -> None:
+        """Reduce what is left after the last microbatch; fully_shard reduces in every backward."""
         if self._buckets is not None:
             self._buckets.finish()
-        elif not self.reduces_every_microbatch:
-            super().perform_reduce_grad(grad_scale_factor)
 
 
 def _contiguous(gradients: InputGradients) -> InputGradients:

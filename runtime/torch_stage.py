@@ -2,7 +2,7 @@
 
 Up to torch 2.14 a stage allocates what it receives for all microbatches of a step. Later ones
 allocate with the receive and let go when it is read, as is done here for the earlier ones; they
-keep what a forward leaves in another place, and have fully_shard end a step's backwards by itself.
+keep what a forward leaves in another place, and have fully_shard reduce once, at a step's end.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import pipelining
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining.stage import _RecvInfo
 
 from autopar.runtime.refusal import refuse
@@ -40,9 +39,6 @@ class _EarlierStage(pipelining.PipelineStage):
     def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
         """Keep what the backward of a microbatch needs."""
         self.fwd_cache[chunk] = (outputs, list(inputs))
-
-    def end_backwards_late(self) -> None:
-        """Have fully_shard wait for `perform_reduce_grad`, which ends the backwards in any case."""
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
         """Allocate what a microbatch's inputs are received into, and return the receives."""
@@ -115,28 +111,16 @@ def _without_buffers(infos: Sequence[_RecvInfo]) -> tuple[_RecvInfo, ...]:
 class _LaterStage(pipelining.PipelineStage):
     """Of torch 2.15, and later ones."""
 
-    reduces_every_microbatch: bool
-
     def keep(self, chunk: int, outputs: tuple[Tensor, ...], inputs: Sequence[Tensor]) -> None:
         """Keep what the backward of a microbatch needs."""
         own: Any = self
         own._forward_chunk_states[chunk] = own._make_forward_chunk_state(outputs, list(inputs))
 
-    def end_backwards_late(self) -> None:
-        """Have fully_shard wait for `perform_reduce_grad`, which ends the backwards."""
-        module: Any = self.submod
-        if isinstance(module, FSDPModule) and not self.reduces_every_microbatch:
-            module.set_manual_backward_finalization(True)  # type: ignore[attr-defined]
-
     def start_gradient_reduction(self) -> None:
-        """Start to reduce what is not reduced yet, after the last microbatch."""
-        if not self.reduces_every_microbatch:
-            super().start_gradient_reduction()  # type: ignore[misc]
+        """Leave it: fully_shard has reduced in every backward."""
 
-    def wait_for_gradient_reduction(self, grad_scale_factor: int) -> None:
-        """Wait for what was started."""
-        if not self.reduces_every_microbatch:
-            super().wait_for_gradient_reduction(grad_scale_factor)  # type: ignore[misc]
+    def wait_for_gradient_reduction(self, _: int) -> None:
+        """Wait for nothing, then."""
 
     def _output_slot_is_releasable(self, _: object) -> tuple[bool, str]:
         return False, "a backward in halves starts from it"

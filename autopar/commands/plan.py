@@ -149,6 +149,7 @@ def make_plan(
         fixed, fixed_at = graph.fixed_batch, graph.fixed_at
         check_degrees(cluster.size, constraints, fixed_batch=fixed, fixed_at=fixed_at)
         check_names(constraints, graph, axes, layers=len(layers.layers))
+        _note_own_choices(graph)
         _note_fixed_rows(graph)
         _note_meeting_rows(graph, constraints)
         if constraints.precision is Precision.FP16:
@@ -184,6 +185,23 @@ def _note_objects_kept(plan: Plan, layers: Layers) -> None:
             f"layers that are recomputed are given a {' and a '.join(given)}. What it holds stays "
             "in memory until the backward, and no prediction counts it: build the model without "
             "it where training does not need it (Hugging Face: use_cache=False)."
+        )
+
+
+def _note_own_choices(graph: Graph) -> None:
+    """Say that a model chooses what a plan chooses: what to compute again, and how precisely."""
+    if graph.autocast_at:
+        tell_note(
+            f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
+            "The plan neither prices that nor has it in code that it prints: better leave it out, "
+            "and choose with --precision."
+        )
+    if graph.recomputed_at:
+        tell_note(
+            f"the model computes activations again by itself, by torch.utils.checkpoint at "
+            f"{graph.recomputed_at}. The plan counts neither what that saves nor what it takes, "
+            "and chooses layers of its own to compute again: better leave it out (Hugging Face: "
+            "gradient_checkpointing_disable())."
         )
 
 

@@ -188,14 +188,14 @@ def class_source(
 
 def base_name(module: Module) -> str:
     """Return the name of a class as the script imports it; refuse one that cannot be imported."""
-    if "<locals>" in module.import_path:
+    if "<locals>" in module.home.qualname:
         raise InputError(
             f"the class of {module.path or 'the model'} is defined inside a function, "
             "and the plan needs a subclass of it",
-            where=module.import_path,
+            where=f"{module.home.module}.{module.home.qualname}",
             fix="define the class at the top of its file",
         )
-    return module.class_name
+    return module.home.name
 
 
 def described(opening: Opening, path: str) -> str:

@@ -141,7 +141,8 @@ class Cutter:
     def _results(self) -> tuple[str, ...]:
         if self.returns_loss:
             return (self.graph.loss,)
-        return tuple(refs(self.graph.calls[ROOT].result))
+        result = self.graph.calls[ROOT].result
+        return tuple(name for name in refs(result) if name in self.graph.tensors)
 
     def _needed_by_stage(self) -> list[frozenset[str]]:
         """Return the ops that each stage runs."""

@@ -16,6 +16,7 @@ from autopar.codegen.forward.classes import (
     printed_forward,
 )
 from autopar.codegen.forward.cutting import cut_calls, stage_of_ops
+from autopar.codegen.forward.imported import Imported
 from autopar.codegen.forward.imports import imports_of
 from autopar.codegen.forward.losses import printed_loss
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
@@ -124,12 +125,12 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     )
 
 
-def _applied(split: Split, sources: Sequence[str]) -> Iterable[str]:
-    """Yield the import paths of the autograd Functions that some sources apply."""
-    known = {pair for module in split.modules.values() for pair in module.functions}
-    for name, path in sorted(known):
-        if any(re.search(rf"\b{name}\.apply\(", source) for source in sources):
-            yield path
+def _applied(split: Split, sources: Sequence[str]) -> Iterable[Imported]:
+    """Yield the autograd Functions that some sources apply."""
+    known = {one for module in split.modules.values() for one in module.functions}
+    for one in sorted(known):
+        if any(re.search(rf"\b{one.name}\.apply\(", source) for source in sources):
+            yield one
 
 
 def _opening(split: Split, tree: CallTree, state: _State) -> Opening:
@@ -165,17 +166,17 @@ def _agree(printed: dict[str, Printed], opening: Opening) -> None:
 def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedClass]:
     """Return one class for all instances whose class and code are the same."""
     calls, modules = opening.split.graph.calls, opening.split.modules
-    alike: dict[tuple[str, Printed], list[str]] = defaultdict(list)
+    alike: dict[tuple[Imported, Printed], list[str]] = defaultdict(list)
     for call, forward in printed.items():
         path = calls[call].path
         if not modules[path].is_importable:
             raise NeedsInlineError(call, calls[call], reason="its class was made at run time")
-        paths = alike[modules[path].import_path, forward]
+        paths = alike[modules[path].home, forward]
         if path not in paths:
             paths.append(path)
     taken: set[str] = set()
     prefix = "TensorParallel" if opening.split.degree > 1 else "Opened"
-    for (import_path, forward), paths in alike.items():
+    for (home, forward), paths in alike.items():
         module = modules[paths[0]]
         base = base_name(module)
         stem = f"{prefix}{base}"
@@ -184,7 +185,7 @@ def _classes(printed: dict[str, Printed], opening: Opening) -> Iterable[OpenedCl
         doc = described(opening, paths[0])
         yield OpenedClass(
             name=name,
-            base=import_path,
+            base=home,
             instances=tuple(paths),
             source=class_source(name, base, doc, forward),
             uses_axis=forward.uses_axis,

@@ -55,7 +55,7 @@ def _target(unit: str, body: BodyBuilder) -> Form:
             raise NeedsInlineError.for_module(record.path, body)
         return Form(tuple(body.owner.path(record.path).parts), is_tensor=False)
     owner = body.split.modules.get(record.path.rpartition("/")[0])
-    if owner is None or record.class_name not in dict(owner.functions):
+    if owner is None or all(one.name != record.class_name for one in owner.functions):
         raise unnamed_function(record, body.tree.ops[unit][0])
     return Form((f"{record.class_name}.apply",), is_tensor=False)
 

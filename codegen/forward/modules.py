@@ -13,6 +13,7 @@ from torch import Tensor, autograd, nn
 
 from autopar.codegen.forward.forward_source import checks_sizes, keeps_state
 from autopar.codegen.forward.identifiers import is_identifier
+from autopar.codegen.forward.imported import Imported, imported, imported_classes
 
 
 class Container(StrEnum):
@@ -46,7 +47,7 @@ class Module:
 
     path: str
     first: str  # of the paths that lead to it: a module may stand in several places
-    import_path: str
+    home: Imported
     class_name: str
     arguments: tuple[Argument, ...]
     returns: str
@@ -55,12 +56,12 @@ class Module:
     is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
     keeps_state: bool = False  # its forward reads an attribute that an earlier call has set
-    functions: tuple[tuple[str, str], ...] = ()  # autograd Functions at hand there, and their paths
+    functions: tuple[Imported, ...] = ()  # autograd Functions that are at hand there
 
     @property
     def is_torch(self) -> bool:
         """Whether the class is PyTorch's own."""
-        return self.import_path.startswith("torch.")
+        return self.home.module.startswith("torch.")
 
 
 Modules = Mapping[str, Module]
@@ -71,6 +72,7 @@ def modules_of(model: nn.Module) -> Modules:
     facts: dict[Hashable, Mapping[str, Any]] = {}
     found: dict[str, Module] = {}
     firsts: dict[int, str] = {}
+    homes = imported_classes(type(module) for module in model.modules())
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         key = (kind, getattr(module.forward, "__func__", module.forward))
@@ -79,7 +81,7 @@ def modules_of(model: nn.Module) -> Modules:
         found[path] = Module(
             path=path,
             first=firsts.setdefault(id(module), path),
-            import_path=f"{kind.__module__}.{kind.__qualname__}",
+            home=homes[kind],
             class_name=kind.__name__,
             container=_container(module),
             numbers=tuple(_numbers(module)),
@@ -122,13 +124,12 @@ def _own_source(module: nn.Module) -> str:
         return ""
 
 
-def _functions(module: nn.Module) -> Iterator[tuple[str, str]]:
+def _functions(module: nn.Module) -> Iterator[Imported]:
     """Yield the autograd Functions that the file of a forward names, if not torch's own."""
     for value in getattr(inspect.unwrap(module.forward), "__globals__", {}).values():
-        if isinstance(value, type) and issubclass(value, autograd.Function):
-            path = f"{value.__module__}.{value.__qualname__}"
-            if not path.startswith("torch.") and _is_importable(value):
-                yield value.__name__, path
+        is_function = isinstance(value, type) and issubclass(value, autograd.Function)
+        if is_function and not value.__module__.startswith("torch.") and _is_importable(value):
+            yield imported(value)
 
 
 def _signature(module: nn.Module) -> tuple[tuple[Argument, ...], str]:

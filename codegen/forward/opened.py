@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.codegen.forward.imported import Imported
 from autopar.codegen.forward.modules import Modules
 from autopar.planner.extent import Extent
 from autopar.planner.layouts import Layout
@@ -13,12 +14,12 @@ from autopar.planner.layouts import Layout
 class OpenedClass:
     """A subclass of one of the model's classes, and the modules that take it.
 
-    `base` is the import path of the class; `source` names it by its last part. A class with
-    `uses_axis` has an attribute `tensor`, the tensor axis of the mesh, which the script sets.
+    `source` calls the class as `base` has it. A class with `uses_axis` has an attribute `tensor`,
+    the tensor axis of the mesh, which the script sets.
     """
 
     name: str
-    base: str
+    base: Imported
     instances: tuple[str, ...]
     source: str
     uses_axis: bool
@@ -65,7 +66,7 @@ class Opened:
     these are several means, and the code here multiplies each by its own weight. `imports` are
     lines.
     `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
-    `functions` are the import paths of the autograd Functions that the code here applies.
+    `functions` are the autograd Functions that the code here applies.
     """
 
     classes: tuple[OpenedClass, ...]
@@ -75,7 +76,7 @@ class Opened:
     weighs_terms: bool
     imports: tuple[str, ...]
     inlined: frozenset[str]
-    functions: tuple[str, ...] = ()
+    functions: tuple[Imported, ...] = ()
 
 
 __all__ = ["Crossing", "Modules", "Opened", "OpenedClass", "Stage"]

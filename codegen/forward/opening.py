@@ -201,7 +201,7 @@ class _Opener:
             return False
         module = self.split.modules.get(self.tree.graph.calls[call].path)
         has_calls = call in self.callers
-        is_chain = module is not None and module.import_path.endswith(".Sequential")
+        is_chain = module is not None and module.class_name == "Sequential"
         return module is not None and module.is_torch and (not has_calls or is_chain)
 
     # --- conversions -----------------------------------------------------------------------------

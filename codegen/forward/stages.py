@@ -70,7 +70,7 @@ def _whole(opening: Opening) -> Stage:
     paths = tuple(path for path in opening.split.modules if path)
     cls = OpenedClass(
         name=name,
-        base=module.import_path,
+        base=module.home,
         instances=(ROOT,),
         source=class_source(name, base, described(opening, ROOT), printed),
         uses_axis=printed.uses_axis,
@@ -144,7 +144,7 @@ class _Printer:
         fields = tuple(f"{key}: int" for key, _ in bounds)
         cls = OpenedClass(
             name=name,
-            base=self.module.import_path,
+            base=self.module.home,
             instances=(ROOT,),
             source=class_source(name, base, title, printed, fields=fields),
             uses_axis=printed.uses_axis,

@@ -6,6 +6,7 @@ from collections.abc import Iterator
 
 from autopar.planner.layers import Layers
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.space import shards_in_vain
 from autopar.planner.recomputable import unable
 
 
@@ -38,6 +39,11 @@ def _degrees(plan: Plan) -> Iterator[str]:
         yield f"cluster: {plan.cluster.size} devices, but machines.devices is another number"
     if arrangement.data % arrangement.shard:
         yield f"arrangement: shard {arrangement.shard} does not divide data {arrangement.data}"
+    if shards_in_vain(arrangement):
+        yield (
+            f"arrangement: ZeRO-{arrangement.zero.value} under {arrangement.schedule}, which keeps "
+            "parameters and gradients whole, as ZeRO-1 does"
+        )
 
 
 def _stages(plan: Plan) -> Iterator[str]:

@@ -117,6 +117,8 @@ class GraphDocument:
     constants: tuple[ConstantRow, ...]
     calls: tuple[CallRow, ...]
     fixed_at: str = ""
+    recomputed_at: str = ""
+    autocast_at: str = ""
     was_noticed: bool = True  # in files that do not tell
 
 
@@ -178,6 +180,8 @@ def graph_document(graph: Graph) -> GraphDocument:
         loss=graph.loss,
         fixed_batch=graph.fixed_batch,
         fixed_at=graph.fixed_at,
+        recomputed_at=graph.recomputed_at,
+        autocast_at=graph.autocast_at,
         was_noticed=graph.was_noticed,
         inputs=graph.inputs,
         ops=tuple(map(_op_row, graph.ops)),
@@ -257,6 +261,8 @@ def graph_of(document: GraphDocument) -> Graph:
         loss=document.loss,
         fixed_batch=document.fixed_batch,
         fixed_at=document.fixed_at,
+        recomputed_at=document.recomputed_at,
+        autocast_at=document.autocast_at,
         was_noticed=document.was_noticed,
     )
     for fault in _faults(graph):

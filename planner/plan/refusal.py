@@ -37,14 +37,25 @@ def nothing_runs(
         )
     return InfeasibleError(
         f"on {devices} devices no plan satisfies {conflict_text(conflict)}",
-        expected=f"stages of whole layers in the model's order, each with some of its {layers} "
-        f"layers that learn{_beside(shared)}"
-        if _is_about_stages(conflict) or shared
-        else "",
+        expected=_expected(conflict, layers=layers, shared=shared),
         fix="leave one of them out, or change it"
         if len(conflict) > 1
         else "leave it out, or change it",
     )
+
+
+def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str]) -> str:
+    if {"schedules", "zero_levels"} <= {one.field for one in conflict}:
+        return (
+            "zero=0 or zero=1 with zero bubble: backwards in halves keep parameters and gradients "
+            "whole until the last microbatch"
+        )
+    if _is_about_stages(conflict) or shared:
+        return (
+            f"stages of whole layers in the model's order, each with some of its {layers} layers "
+            f"that learn{_beside(shared)}"
+        )
+    return ""
 
 
 def _beside(shared: Sequence[str]) -> str:

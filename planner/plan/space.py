@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from autopar.planner.annotate import Precision
 from autopar.planner.costs.prediction import Arrangement, Zero
-from autopar.planner.costs.schedule import PipelineShape, ScheduleKind, refusal
+from autopar.planner.costs.schedule import SCHEDULES, PipelineShape, ScheduleKind, refusal
 
 STAGES_PER_RANK = (1, 2, 4)  # more make the bubble little smaller, and transfers many more
 DEFAULT_BUCKET_BYTES = 25 * 2**20  # what DDP takes; tuned for the plans that are solved
@@ -70,7 +70,7 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
     for schedule, stages_per_rank in pipelines(point, choices):
         for zero, shard in sharding(point, choices):
             for compressed in choices.compressed if point.data > 1 else (False,):
-                yield replace(
+                variant = replace(
                     point,
                     schedule=schedule,
                     stages_per_rank=stages_per_rank,
@@ -78,6 +78,18 @@ def variants(point: Arrangement, choices: Choices) -> Iterator[Arrangement]:
                     shard=shard,
                     compressed_gradients=compressed,
                 )
+                if not shards_in_vain(variant):
+                    yield variant
+
+
+def shards_in_vain(arrangement: Arrangement) -> bool:
+    """Whether ZeRO-2 or 3 would save nothing over ZeRO-1: a backward in halves keeps all whole.
+
+    Its halves find parameters by their autograd nodes, which gathering them anew changes, and no
+    hook sees the gradients that they make, until the last microbatch is done.
+    """
+    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
+    return splits and arrangement.zero >= Zero.GRADIENTS
 
 
 def pipelines(point: Arrangement, choices: Choices) -> Iterator[tuple[ScheduleKind, int]]:

@@ -19,6 +19,35 @@ from autopar.planner.model_file import ModelFile
 # specialises sizes 0 and 1.
 TRACED_BATCH = 7
 
+# What wraps a model or a part of one, by its class or a base of it: what that is, what is expected,
+# what to do. By their names, for torch imports some when they are used.
+_REFUSED = (
+    (
+        "SyncBatchNorm",
+        "a SyncBatchNorm, which waits for all processes",
+        "plain batch norms: scripts give them the statistics of all data ranks",
+        "leave out convert_sync_batchnorm",
+    ),
+    (
+        "DataParallel DistributedDataParallel FullyShardedDataParallel FSDPModule",
+        "wrapped for data parallelism already",
+        "a plain model: the plan decides how it is shared, and the script does it",
+        "leave the wrapper out",
+    ),
+    (
+        "ScriptModule",
+        "compiled by torch.jit, which hides what it computes",
+        "modules in Python",
+        "leave out torch.jit.script and torch.jit.trace",
+    ),
+    (
+        "OptimizedModule",
+        "compiled by torch.compile, and traced by autopar instead",
+        "modules as they are before",
+        "leave out torch.compile in the model file",
+    ),
+)
+
 
 class Step(nn.Module):
     """What is traced: one batch to one loss. The model is its only child, named `model`."""
@@ -100,7 +129,7 @@ def _model(model_file: ModelFile, device: str) -> nn.Module:
         raise InputError(found, where=where, expected="a torch.nn.Module")
     model.train()
     _check_parameters(model, where)
-    _refuse_sync_norms(model, where)
+    _refuse_wrapped(model, where)
     return model
 
 
@@ -122,15 +151,13 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return moved
 
 
-def _refuse_sync_norms(model: nn.Module, where: str) -> None:
+def _refuse_wrapped(model: nn.Module, where: str) -> None:
     for name, module in model.named_modules():
-        if isinstance(module, nn.SyncBatchNorm):
-            raise InputError(
-                f"{name or 'the model'} is a SyncBatchNorm, which waits for all processes",
-                where=where,
-                expected="plain batch norms: scripts give them the statistics of all data ranks",
-                fix="leave out convert_sync_batchnorm",
-            )
+        bases = {base.__name__ for base in type(module).__mro__}
+        for kinds, is_what, expected, fix in _REFUSED:
+            if not bases.isdisjoint(kinds.split()):
+                found = f"{name or 'the model'} is {is_what}"
+                raise InputError(found, where=where, expected=expected, fix=fix)
 
 
 def _check_parameters(model: nn.Module, where: str) -> None:

@@ -85,6 +85,8 @@ class _Converter:
         self.program = exported.program
         self.recording = exported.recording
         self.fixed_at = exported.fixed_at
+        self.recomputed_at = exported.recomputed_at
+        self.autocast_at = ""
         self.was_noticed = exported.was_noticed
         self.loss_at = defined_at(exported.subject.step.loss)
         self.names = ModelNames(exported.subject.model)
@@ -119,6 +121,8 @@ class _Converter:
             loss=loss,
             fixed_batch=self.symbols.fixed_batch,
             fixed_at=self.fixed_at if self.symbols.fixed_batch is not None else "",
+            recomputed_at=self.recomputed_at,
+            autocast_at=self.autocast_at,
             was_noticed=self.was_noticed,
         )
         return pruned(with_scatters(graph))
@@ -274,6 +278,9 @@ class _Converter:
             region = scope.inner(grad_enabled=scope.grad_enabled and bool(node.args[0]))
         elif "wrap_with_autocast" in target:
             region = scope.inner()
+            is_enabled = node.args[2]
+            if is_enabled and not self.autocast_at:
+                self.autocast_at = self._first_location(node.args[position], scope)
         else:
             raise TraceError(
                 f"the model uses {target}, which has no plain graph",
@@ -293,6 +300,12 @@ class _Converter:
         for result, val in zip(results, returned, strict=True):
             self.values.remember_storage(val, result, scope)
         scope.values[node] = results
+
+    def _first_location(self, region: Any, scope: Scope) -> str:
+        """Return where a region begins; its own node has no line."""
+        graph = region_graph(region)
+        places = (self._location(node, scope) for node in (graph.nodes if graph else ()))
+        return next(filter(None, places), scope.call)
 
     # --- calls of modules ------------------------------------------------------------------------
 

@@ -25,7 +25,9 @@ from autopar.planner.trace.drawn import AT_RANDOM, note_drawn
 from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
+from autopar.planner.trace.inference import inference_without_gradients
 from autopar.planner.trace.numbers import tensor_of_numbers
+from autopar.planner.trace.own_checkpoints import own_checkpoints_noted
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
 from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError
@@ -40,6 +42,7 @@ class Exported:
     recording: Recording
     subject: Subject
     fixed_at: str  # where the model took the number of rows for a constant, if it did
+    recomputed_at: str  # where it has torch compute something again, if it does
     was_noticed: bool
 
     @property
@@ -66,8 +69,10 @@ def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exporte
             _quiet(),
             no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
-            fixing_noted() as places,
+            fixing_noted() as fixing,
+            own_checkpoints_noted() as recomputing,
             ctc_traced(),
+            inference_without_gradients(),
             contextlib.nullcontext() if is_noticed else unnoticed(),
             _OnMeta(),
         ):
@@ -82,12 +87,12 @@ def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exporte
         raise
     except BaseException as error:
         raise told(error, subject) from error
-    fixed_at = next(iter(places), "")
     return Exported(
         program=program,
         recording=recording,
         subject=subject,
-        fixed_at=fixed_at,
+        fixed_at=next(iter(fixing), ""),
+        recomputed_at=next(iter(recomputing), ""),
         was_noticed=is_noticed,
     )
 
@@ -191,6 +196,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         AT_RANDOM,
         "the model decides by a random number what it runs ({line})",
         "run all of it at every step: where layers are dropped, set their probability to 0",
+    ),
+    (
+        r"FlexAttention|flex_attention",
+        "the model uses flex_attention, which has no plain graph",
+        "use F.scaled_dot_product_attention, with the scores' bias or mask as attn_mask",
     ),
     (
         r"GuardOnDataDependent|DataDependentOutput|data-dependent|_local_scalar_dense|unbacked",

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import sysconfig
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 from typing import Any
 
 import torch
@@ -43,6 +44,14 @@ def failing_place(error: BaseException, model: nn.Module) -> str:
             place = f"{frame.f_code.co_filename}:{traceback.tb_lineno}"
         traceback = traceback.tb_next
     return ", in module ".join(part for part in (place, module_path) if part)
+
+
+def calling_place() -> str:
+    """Return `file:line` of the innermost frame of the model; nothing where there is none."""
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and is_library_file(frame.f_code.co_filename):
+        frame = frame.f_back
+    return f"{frame.f_code.co_filename}:{frame.f_lineno}" if frame is not None else ""
 
 
 def defined_at(function: Callable[..., Any] | None) -> str:

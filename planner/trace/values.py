@@ -141,7 +141,9 @@ class Values:
 
     def _own_tensor(self, node: fx.Node, scope: Scope) -> Value:
         """Return what the replaying module has where the template has this parameter or buffer."""
-        spec = self.specs[node.name]
+        spec = self.specs.get(node.name)
+        if spec is None:  # of a region with names of its own, around several blocks
+            raise CannotReplayError(node.name)
         if spec.kind not in (InputKind.PARAMETER, InputKind.BUFFER):
             target = (spec.target or "").removeprefix("model.")
             if target.rpartition(".")[2].startswith("lifted_tensor"):

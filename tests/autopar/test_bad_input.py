@@ -205,6 +205,18 @@ def test_a_wrong_argument_is_told(
         ("def build_model(): return Model().to(torch.complex64)", "is complex (torch.complex64)"),
         ("def build_model(): return nn.Sequential(nn.SyncBatchNorm(4))", "0 is a SyncBatchNorm"),
         (
+            "def build_model(): return nn.Sequential(nn.DataParallel(Model()))",
+            "0 is wrapped for data parallelism already",
+        ),
+        (
+            "def build_model(): return nn.Sequential(torch.jit.script(nn.Linear(4, 4)))",
+            "0 is compiled by torch.jit",
+        ),
+        (
+            "def build_model(): return nn.Sequential(torch.compile(Model()))",
+            "0 is compiled by torch.compile",
+        ),
+        (
             """
             def build_model():
                 model = Model()

@@ -112,6 +112,23 @@ def test_objects_that_layers_keep_till_the_backward_are_told(autopar: Autopar, m
     assert (note in told(ran)) == (mode == "full")
 
 
+@pytest.mark.parametrize(
+    ("around", "note"),
+    [
+        ("checkpoint(layer, x, memory)", "computes activations again by itself, by torch.utils"),
+        ("torch.autocast('cpu', torch.bfloat16)(layer)(x, memory)", "a precision of its own, by"),
+    ],
+)
+def test_what_a_model_chooses_itself_is_told(autopar: Autopar, around: str, note: str) -> None:
+    imported = "from functools import partial\nfrom torch.utils import checkpoint as c\n"
+    imported += "checkpoint = partial(c.checkpoint, use_reentrant=False)\n"
+    Path("model.py").write_text(imported + REMEMBERING.replace("layer(x, memory)", around))
+    ran = autopar("plan", "model.py", *ON_TWO)
+    assert ran.code == 0
+    assert note in told(ran)
+    assert "model.py:" in told(ran)
+
+
 def test_a_layer_that_cannot_run_again_is_told_before_a_plan_is_made(autopar: Autopar) -> None:
     Path("model.py").write_text(WRITING)
     Path("rules.toml").write_text(RULE.format("selective"))

@@ -165,8 +165,11 @@ KINDS: Mapping[str, Kind] = {
     "zero-1×pp 4": Kind(data=2, pipeline=2, zero=Zero.OPTIMIZER),
     "zero-2×pp 4": Kind(data=2, pipeline=2, zero=Zero.GRADIENTS),
     "zero-3×pp 4": Kind(data=2, pipeline=2, zero=Zero.PARAMETERS),
-    "zero-3×pp zero-bubble-v 4": Kind(
-        data=2, pipeline=2, zero=Zero.PARAMETERS, schedule=_ZBV, stages_per_rank=2
+    "zero-1×pp zero-bubble-v 4": Kind(
+        data=2, pipeline=2, zero=Zero.OPTIMIZER, schedule=_ZBV, stages_per_rank=2
+    ),
+    "zero-3×pp interleaved 4": Kind(
+        data=2, pipeline=2, zero=Zero.PARAMETERS, schedule=_INTERLEAVED, stages_per_rank=2
     ),
     "zero-1×tp 4": Kind(data=2, tensor=2, splits=_ALL, zero=Zero.OPTIMIZER),
     "zero-3×tp+sp 4": Kind(data=2, tensor=2, splits=_SEQUENCE, zero=Zero.PARAMETERS),

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.codegen.name_patterns import numbered_tuple, patterns
+from autopar.codegen.name_patterns import numbered_tuple, outermost, patterns
 from autopar.runtime.layer_names import is_listed, named, numbered, starred
 
 PARTS = st.sampled_from(("0", "1", "2", "a", "b"))
@@ -16,6 +16,12 @@ NAMES = st.lists(PARTS, min_size=1, max_size=4).map(".".join)
 def test_equal_layers_are_one_line() -> None:
     table = {f"h.{i}.w": "split" for i in range(3)}
     assert patterns(table, [*table, "out.w"]) == {"h.*.w": "split"}
+
+
+def test_modules_of_which_all_is_chosen_stand_for_what_is_in_them() -> None:
+    names = ["a.0.w", "a.0.b", "a.1.w", "b.w", "b.c.w", "d"]
+    assert list(outermost({"a.0.w", "a.0.b", "b.c.w", "d"}, names)) == ["a.0", "b.c", "d"]
+    assert list(outermost(set(names[:4]), names)) == ["a", "b.w"]
 
 
 def test_a_star_takes_in_nothing_that_the_table_does_not_have() -> None:

@@ -86,6 +86,9 @@ AWKWARD: Mapping[str, Subject] = {
     "writing layers": _own("writing_layers"),
     "odd modules": _own("odd_modules"),
     "siamese": _own("siamese"),
+    "unread": _own("unread"),
+    "adapters": _own("adapters"),
+    "own choices": _own("own_choices"),
 }
 
 SUBJECTS: Mapping[str, Subject] = {**FAMILIES, **AWKWARD}

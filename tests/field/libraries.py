@@ -43,8 +43,12 @@ def kinds_of(task: str) -> tuple[str, ...]:
     return LIBRARIES[task] if task in LIBRARIES else types_of(task)
 
 
-def subject_of(task: str, kind: str) -> Subject:
-    """Return the model of a library, or the type that transformers has for a task."""
+def subject_of(task: str, kind: str, *, cache: bool = False) -> Subject:
+    """Return the model of a library, or the type that transformers has for a task.
+
+    cache: as it comes, where it comes with a cache of keys and values.
+    """
     if task in LIBRARIES:
         return Subject(path=MODELS / f"any_{task}.py", arguments=(f"kind={kind}",))
-    return Subject(path=MODELS / "any_type.py", arguments=(f"kind={kind}", f"task={task}"))
+    arguments = (f"kind={kind}", f"task={task}", *(["cache=true"] if cache else []))
+    return Subject(path=MODELS / "any_type.py", arguments=arguments)

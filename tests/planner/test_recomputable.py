@@ -66,6 +66,8 @@ def build_model():
          {"selective", "full"}),
         ("y = self.linear(x); self.seen = y; return y.exp()",
          "return x + self.layers[1].seen.mul_(2)", {"selective"}),
+        ("w = self.linear.weight.repeat(3, 1); return torch.gru_cell(x, x, w, w)", PLAIN,
+         {"selective"}),
     ],
 )  # fmt: skip
 def test_a_layer_that_a_copy_or_a_kept_result_would_make_wrong(

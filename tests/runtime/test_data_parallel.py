@@ -212,6 +212,18 @@ def test_units_that_share_a_module_are_sharded_with_what_is_around_them() -> Non
     assert run_on_ranks(sharded_names, 2) == [[""], [""]]
 
 
+def sharded_names_of_frozen() -> list[str]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+    wrap(model, mesh, zero=3, units=list(model))
+    model(torch.ones(2, 4)).sum().backward()
+    return [name for name, one in model.named_modules() if hasattr(one, "unshard")]
+
+
+def test_layers_that_do_not_learn_are_gathered_one_by_one_as_well() -> None:
+    assert run_on_ranks(sharded_names_of_frozen, 2) == [["", "0", "1"]] * 2
+
+
 class Direct(nn.Module):
     """Calls the forward of its layers by its name, and by their own, in turns."""
 

@@ -8,6 +8,7 @@ from autopar.runtime.mesh import Axis
 from autopar.runtime.model_parts import (
     Crossing,
     StagePart,
+    freeze,
     keep_only,
     names_of,
     submodules,
@@ -43,6 +44,13 @@ def test_what_is_not_held_is_let_go_and_places_stay() -> None:
     assert names_of(part) == ("1.0.weight", "1.0.bias", "1.1.weight")
     assert len(part) == 2
     assert submodules(part, ("0", "1.0")) == [part[1][0]]  # type: ignore[index]
+
+
+def test_what_is_frozen_is_named_by_itself_or_by_a_module_around_it() -> None:
+    found = model()
+    freeze(found, ("0.bias", "1.1"))
+    learning = [name for name, one in found.named_parameters() if one.requires_grad]
+    assert learning == ["0.weight", "1.0.weight", "1.0.bias"]
 
 
 def test_a_stage_takes_its_class_and_bounds() -> None:

@@ -44,9 +44,7 @@ UNEVEN = (1 / 3, 0.0, 1 / 6, 1 / 2)  # weights that fp32 would round
 Trained = tuple[list[float], dict[str, Tensor]]
 
 
-def train(
-    kind: str, pipeline: int, zero: int, each: bool, frozen: bool, mode: Mode, tied: bool
-) -> Trained:
+def train(kind: str, pipeline: int, zero: int, frozen: bool, mode: Mode, tied: bool) -> Trained:
     """Train this rank's stages; return the losses and whole parameters."""
     mesh = start(pipeline=pipeline, data=dist.get_world_size() // pipeline, tensor=1)
     stages = pipeline * PER_RANK[kind]
@@ -77,7 +75,6 @@ def train(
             stages=stages,
             receives=crossing(index - 1) if index else (),
             sends=crossing(index) if index < stages - 1 else (),
-            reduces_every_microbatch=each,
         )
         made.append(stage)
     schedule = build_schedule(kind, made, MICROBATCHES)
@@ -121,6 +118,10 @@ def _crossing(mesh: Mesh, *, frozen: bool, first_layer_only: bool):  # type: ign
     return behind
 
 
+def _zero_levels(kind: str) -> range:
+    return range(2 if kind in SPLIT else 4)
+
+
 def _check(
     ranks: int,
     kind: str,
@@ -139,15 +140,30 @@ def _check(
 @pytest.mark.parametrize("kind", PER_RANK)
 @pytest.mark.parametrize("ranks", [2, 4])
 def test_every_schedule_trains_as_one_process(kind: str, ranks: int) -> None:
-    _check(ranks, kind, ranks, 0, False)
+    _check(ranks, kind, ranks, 0)
 
 
-@pytest.mark.parametrize("kind", PER_RANK)
 @pytest.mark.parametrize(
-    ("zero", "each"), [(0, False), (1, False), (2, False), (3, False), (3, True)]
+    ("kind", "zero"), [(kind, zero) for kind in PER_RANK for zero in _zero_levels(kind)]
 )
-def test_every_schedule_trains_with_every_zero_level(kind: str, zero: int, each: bool) -> None:
-    _check(4, kind, 2, zero, each)
+def test_every_schedule_trains_with_every_zero_level(kind: str, zero: int) -> None:
+    _check(4, kind, 2, zero)
+
+
+@pytest.mark.parametrize("kind", SPLIT)
+@pytest.mark.parametrize("zero", [2, 3])
+def test_a_backward_in_halves_refuses_what_it_would_keep_whole(kind: str, zero: int) -> None:
+    (message,) = set(run_on_ranks(split_sharded, 4, kind, zero))
+    assert message.startswith(f"{kind} runs backwards in halves, which keep parameters and")
+
+
+def split_sharded(kind: str, zero: int) -> str:
+    mesh = start(pipeline=2, data=2, tensor=1)
+    module = wrap(nn.Linear(2, 2), mesh, zero=zero)
+    stage = stage_of(module, mesh, index=1, stages=4, receives=[cut(1)], sends=[cut(1)])
+    with pytest.raises(RuntimeError) as caught:
+        build_schedule(kind, [stage], 2)
+    return str(caught.value)
 
 
 @pytest.mark.parametrize("kind", PER_RANK)
@@ -155,21 +171,22 @@ def test_every_schedule_trains_with_every_zero_level(kind: str, zero: int, each:
 def test_stages_may_be_frozen_and_inputs_need_no_gradient(
     kind: str, pipeline: int, zero: int
 ) -> None:
-    _check(4, kind, pipeline, zero, False, frozen=True)
+    _check(4, kind, pipeline, zero, frozen=True)
 
 
-@pytest.mark.parametrize("kind", PER_RANK)
-@pytest.mark.parametrize("zero", [0, 1, 3])
+@pytest.mark.parametrize(
+    ("kind", "zero"), [(kind, zero) for kind in PER_RANK for zero in _zero_levels(kind)]
+)
 def test_weights_tied_across_stages_stay_tied(kind: str, zero: int) -> None:
-    _check(4, kind, 2, zero, False, tied=True)
+    _check(4, kind, 2, zero, tied=True)
 
 
 @pytest.mark.parametrize("mode", ["selective", "full"])
 @pytest.mark.parametrize(
-    ("kind", "zero"), [("1f1b", 3), ("interleaved-1f1b", 0), ("zero-bubble-v", 2)]
+    ("kind", "zero"), [("1f1b", 3), ("interleaved-1f1b", 2), ("zero-bubble-v", 1)]
 )
 def test_recomputation_changes_nothing(kind: str, zero: int, mode: Mode) -> None:
-    _check(4, kind, 2, zero, False, mode=mode)
+    _check(4, kind, 2, zero, mode=mode)
 
 
 def test_stages_of_one_rank_that_share_a_parameter_are_refused() -> None:

@@ -8,6 +8,7 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import cache
+from operator import attrgetter
 from types import ModuleType
 from typing import Any
 
@@ -36,8 +37,7 @@ def namespace(opened: Opened) -> dict[str, Any]:
     if "Axis" not in found:
         exec("from autopar.runtime.mesh import Axis", found)
     for cls in (*opened.classes, *(stage.cls for stage in opened.stages)):
-        module, _, name = cls.base.rpartition(".")
-        found[name] = getattr(_imported(module), name)
+        found[cls.base.name] = attrgetter(cls.base.qualname)(_imported(cls.base.module))
         exec(compile(cls.source, f"<{cls.name}>", "exec"), found)
     for source in (opened.loss, opened.valid_targets):
         if source is not None:

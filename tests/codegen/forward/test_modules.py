@@ -6,6 +6,7 @@ from typing import Any
 
 from torch import Tensor, autograd, nn
 
+from autopar.codegen.forward.imported import Imported
 from autopar.codegen.forward.modules import modules_of
 
 
@@ -40,5 +41,5 @@ def test_a_class_that_was_made_at_run_time_is_known() -> None:
 
 def test_the_autograd_functions_of_a_forwards_file_are_known() -> None:
     found = modules_of(nn.Sequential(Reading(), nn.Linear(2, 2)))
-    assert found["0"].functions == (("Doubled", f"{__name__}.Doubled"),)
+    assert found["0"].functions == (Imported(module=__name__, qualname="Doubled", name="Doubled"),)
     assert found["1"].functions == ()

@@ -25,7 +25,7 @@ Why this plan: of 15 ways to arrange the training none is faster; compute takes 
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.67 s (+2.5%): +449.6 ms tensor
 communication, 508.5 MiB less memory.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 5ca290cf7a25521c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: e2bffa69bb18d732.
 
 from __future__ import annotations
 
@@ -263,7 +263,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
     part = STAGES[index].taken_from(copy.deepcopy(model), mesh.tensor)
     take_classes(part, OPENED, mesh.tensor)
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[SUMMED])
-    return stage_at(index, STAGES, part, mesh, dtype=dtype, reduces_every_microbatch=ZERO >= 2)
+    return stage_at(index, STAGES, part, mesh, dtype=dtype)
 
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:

@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 6af3bc59aeb52729.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 50c089e205016921.
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
     """Return one stage: the model with the class of the stage, and only what that holds."""
     part = STAGES[index].taken_from(copy.deepcopy(model), mesh.tensor)
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype, units=submodules(part, LAYERS))
-    return stage_at(index, STAGES, part, mesh, dtype=dtype, reduces_every_microbatch=ZERO >= 2)
+    return stage_at(index, STAGES, part, mesh, dtype=dtype)
 
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:

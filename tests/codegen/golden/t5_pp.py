@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 15613849ece1cf97.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 98df49472faa592a.
 
 from __future__ import annotations
 
@@ -153,7 +153,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
     """Return one stage: the model with the class of the stage, and only what that holds."""
     part = STAGES[index].taken_from(copy.deepcopy(model), mesh.tensor)
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype)
-    return stage_at(index, STAGES, part, mesh, dtype=dtype, reduces_every_microbatch=ZERO >= 2)
+    return stage_at(index, STAGES, part, mesh, dtype=dtype)
 
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:

@@ -52,7 +52,7 @@ OWN: dict[str, dict[str, Any]] = {
 OPTIONAL = (
     "head_dim num_key_value_heads vocab_size n_routed_experts n_shared_experts num_experts_per_tok"
 )
-OFF = ("use_cache", "output_router_logits", "apply_spec_augment")  # the last draws with numpy
+OFF = ("output_router_logits", "apply_spec_augment")  # the last draws with numpy
 TASKS = {
     "causal": "MODEL_FOR_CAUSAL_LM_MAPPING_NAMES",
     "masked": "MODEL_FOR_MASKED_LM_MAPPING_NAMES",
@@ -75,9 +75,9 @@ def types_of(task: str) -> tuple[str, ...]:
     return tuple(getattr(modeling_auto, TASKS[task]))
 
 
-def build_model(kind: str, task: str) -> nn.Module:
-    """Build a tiny model of a type for a task."""
-    config = _configured(kind, task)
+def build_model(kind: str, task: str, cache: bool = False) -> nn.Module:
+    """Build a tiny model of a type for a task; with a cache of keys where it comes with one."""
+    config = _configured(kind, task, cache=cache)
     model: nn.Module = _class_of(kind, task)(config)
     return model
 
@@ -126,13 +126,13 @@ def _class_of(kind: str, task: str) -> Any:
     return getattr(transformers, name[0] if isinstance(name, (list, tuple)) else name)
 
 
-def _configured(kind: str, task: str) -> Any:
+def _configured(kind: str, task: str, *, cache: bool = False) -> Any:
     """Return the configuration of a tiny model; of text alone, where that is what a task has."""
     config = AutoConfig.for_model(kind)
     wanted = _class_of(kind, task).config_class
     if wanted is not None and not isinstance(config, wanted):
         config = config.get_text_config()
-    config = _tiny(config)
+    config = _tiny(config, OFF if cache else (*OFF, "use_cache"))
     config.num_labels = 2 if task == "question" else LABELS  # where an answer begins, and ends
     config._experts_implementation = "batched_mm"  # of static shapes
     if task in ("seq2seq", "speech"):
@@ -146,10 +146,10 @@ def _configured(kind: str, task: str) -> Any:
     return config
 
 
-def _tiny(config: Any) -> Any:
-    """Return a configuration of the same class with small sizes, and no dropout or cache."""
+def _tiny(config: Any, off: tuple[str, ...]) -> Any:
+    """Return a configuration of the same class with small sizes, no dropout, and things off."""
     config.allow_global_per_layer_attribute_access = True
-    given = {name: size for name, size in _sizes(config) if size is not None}
+    given = {name: size for name, size in _sizes(config, off) if size is not None}
     if "kv_lora_rank" in given:  # latent attention has keys for every head
         given["num_key_value_heads"] = _WANTED["num_attention_heads"]
         given["head_dim"] = _WANTED["qk_rope_head_dim"]
@@ -167,13 +167,13 @@ def _tiny(config: Any) -> Any:
     return made
 
 
-def _sizes(config: Any) -> Any:
+def _sizes(config: Any, off: tuple[str, ...]) -> Any:
     for name in vars(config):
         value = getattr(config, name, None)
         if isinstance(value, PretrainedConfig):
-            yield name, _tiny(value)
+            yield name, _tiny(value, off)
         elif isinstance(value, bool):
-            yield name, False if name in OFF else None
+            yield name, False if name in off else None
         elif isinstance(value, float) and ("drop" in name or name in MASKED):
             yield name, 0.0
         elif isinstance(value, int) or (value is None and name in OPTIONAL.split()):

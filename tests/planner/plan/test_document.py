@@ -180,6 +180,14 @@ def test_a_file_that_is_not_a_sound_plan_is_one_clear_error(
     assert raised.value.exit_code is ExitCode.USAGE
 
 
+def test_sharding_that_zero_bubble_undoes_is_refused() -> None:
+    text = changed("arrangement.zero", 3)(plan_text(small_plan(pipeline=2)))
+    assert parse_plan(text, where="plan.json")
+    text = changed("arrangement.schedule", "interleaved-zero-bubble")(text)
+    with pytest.raises(InputError, match="ZeRO-3 under interleaved-zero-bubble, which keeps"):
+        parse_plan(text, where="plan.json")
+
+
 def test_a_file_that_cannot_be_read_is_told(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="No such file"):
         read_plan(tmp_path / "nothing.json")

@@ -12,7 +12,7 @@ import pytest
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.costs.prediction import Recompute, Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedule import SCHEDULES, ScheduleKind
 from autopar.planner.errors import ExitCode, InfeasibleError, InputError, TimeLimitError
 from autopar.planner.layouts import Kind
 from autopar.planner.plan.consistency import faults_of, layout_faults
@@ -139,6 +139,11 @@ def test_a_plan_of_the_search_comes_back_from_its_file() -> None:
         ({"pins__microbatch": 2}, "microbatch", 2),
         ({"pins__zero": 3, "pins__dp": 4}, "zero", Zero.PARAMETERS),
         ({"pins__zero": 2, "pins__dp": 2, "pins__pp": 2}, "zero", Zero.GRADIENTS),
+        (
+            {"pins__zero": 1, "pins__dp": 2, "pins__pp": 2, "pins__schedule": "zero-bubble-v"},
+            "schedule",
+            ScheduleKind.ZERO_BUBBLE_V,
+        ),
         ({"pins__shard": 2, "pins__dp": 4, "pins__zero": 1}, "shard", 2),
         ({"pins__pp": 2, "pins__schedule": "gpipe"}, "schedule", ScheduleKind.GPIPE),
         ({"pins__pp": 2, "pins__schedule": "1f1b"}, "schedule", ScheduleKind.ONE_F_ONE_B),
@@ -155,6 +160,15 @@ def test_what_is_pinned_is_in_the_plan(
     plan = tiny(4, **places)
     assert getattr(plan.arrangement, field) == value
     assert_sound(plan, TINY_GPT2)
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+def test_what_zero_bubble_keeps_whole_is_not_sharded(zero: int) -> None:
+    places = {"pins__zero": zero, "pins__dp": 2, "pins__pp": 2}
+    assert not SCHEDULES[tiny(4, **places).arrangement.schedule].splits_backward
+    with pytest.raises(InfeasibleError, match=f"zero={zero} .* schedule=zero-bubble-v") as told:
+        tiny(4, **places, pins__schedule="zero-bubble-v")
+    assert told.value.expected.startswith("zero=0 or zero=1 with zero bubble")
 
 
 def test_limits_are_kept() -> None:
