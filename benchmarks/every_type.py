@@ -69,14 +69,15 @@ def _wanted(names: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _cells(task: str, kind: str, names: Sequence[str]) -> Iterator[tuple[Place, Cell]]:
-    fault = _fault(subject_of(task, kind))
+    plain, cached = subject_of(task, kind), subject_of(task, kind, cache=True)
+    fault = _fault(plain)
     if fault:
         yield (task, kind, NOT_MADE), Cell(verdict=Verdict.REFUSED, detail=fault)
         return
+    again = plain if _fault(cached) else cached
     for name in names:
         demanded = KINDS[name]
-        subject = subject_of(task, kind, cache=demanded.recompute is not None)
-        yield (task, kind, name), cell(subject, demanded)
+        yield (task, kind, name), cell(plain if demanded.recompute is None else again, demanded)
 
 
 def _fault(subject: Subject) -> str:

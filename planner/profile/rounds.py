@@ -24,6 +24,8 @@ from autopar.planner.profile.probes import Probe
 
 FEWEST_SAMPLES = 5
 MOST_SAMPLES = 60
+VISITS = 4  # of each group, one after another
+_CALLS_OF_A_VISIT = 4  # that warm it up, and a few to sample
 EVICTED_BYTES = 64 * 2**20  # as much as the last cache of a CPU or GPU holds
 _FAULTS = (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError, CannotCallError)
 
@@ -65,9 +67,11 @@ class Baseline:
 
 @dataclass(slots=True)
 class _Running:
-    """One probe while its group is measured."""
+    """One probe while it is measured; between two visits of its group it holds no tensors."""
 
-    call: Call
+    probe: Probe
+    call: Call | None
+    again_seconds: float  # of a call that is warm
     forward: list[float] = field(default_factory=list)
     backward: list[float] = field(default_factory=list)
     spent_seconds: float = 0.0
@@ -82,26 +86,37 @@ def measure(
     baseline: Baseline,
     report: Callable[[str], None] = lambda _: None,
 ) -> tuple[tuple[Sampled, ...], tuple[LeftOut, ...]]:
-    """Return the medians of all ops that ran within the limits, and what was left out."""
+    """Return the medians of all ops that ran within the limits, and what was left out.
+
+    Groups are visited in turns: a slow minute of the machine meets some samples of all of them, not
+    all samples of one batch, which would look worth avoiding.
+    """
     deadline = time.perf_counter() + limits.total_seconds
-    sampled: list[Sampled] = []
-    left_out: list[LeftOut] = []
     fitting = [probe for probe in probes if probe.size_bytes <= limits.most_bytes]
-    left_out += [_too_large(one) for one in probes if one.size_bytes > limits.most_bytes]
-    waiting = sum(probe.expected_seconds for probe in fitting)
-    for group in _groups(fitting, limits.group_bytes):
-        began = time.perf_counter()
-        gc.collect()  # as long as it takes in a process that holds much
-        deadline += time.perf_counter() - began
-        left = deadline - time.perf_counter()
-        expected = sum(probe.expected_seconds for probe in group)
-        report(f"measuring {group[0].op.target} and {len(group) - 1} more")
-        share = max(0.0, left) * expected / (waiting or 1.0)
-        done, faulty, warming = _measure_group(group, device, clock, share, limits.op_seconds)
-        deadline += warming  # what is loaded when an op is first called
-        sampled += [_summed(one, baseline) for one in done]
-        left_out += faulty
-        waiting -= expected
+    left_out = [_too_large(one) for one in probes if one.size_bytes > limits.most_bytes]
+    groups = list(_groups(fitting, limits.group_bytes))
+    visits = VISITS if len(groups) > 1 else 1
+    running: list[list[_Running]] = [[] for _ in groups]
+    waiting = visits * sum(probe.expected_seconds for probe in fitting)
+    for visit in range(visits):
+        for group, own in zip(groups, running, strict=True):
+            began = time.perf_counter()
+            gc.collect()  # as long as it takes in a process that holds much
+            deadline += time.perf_counter() - began
+            expected = sum(probe.expected_seconds for probe in group)
+            share = max(0.0, deadline - time.perf_counter()) * expected / (waiting or 1.0)
+            waiting -= expected
+            if visit == 0:
+                report(f"measuring {group[0].op.target} and {len(group) - 1} more")
+                started, faulty, warming = _started(group, device, share * visits)
+                own += started
+                left_out += faulty
+                deadline += warming  # what is loaded when an op is first called
+            elif not _restarted(own, device, share):
+                continue
+            until = (visit + 1) / visits
+            _visit(own, device, clock, share, limits.op_seconds * until, MOST_SAMPLES * until)
+    sampled = (_summed(one, baseline) for own in running for one in own)
     return tuple(sampled), tuple(left_out)
 
 
@@ -127,22 +142,32 @@ def _too_large(probe: Probe) -> LeftOut:
     return LeftOut(probe=probe, reason=f"needs {bytes_text(probe.size_bytes)}, more than is free")
 
 
-def _measure_group(
-    group: Sequence[Probe], device: str, clock: Clock, share_seconds: float, op_seconds: float
-) -> tuple[list[_Running], list[LeftOut], float]:
-    began = time.perf_counter()
-    running, left_out, warming = _started(group, device, share_seconds)
-    deadline = began + share_seconds + warming
-    step_bytes = sum(probe.uses * probe.size_bytes for probe in group)
+def _visit(
+    running: Sequence[_Running],
+    device: str,
+    clock: Clock,
+    share_seconds: float,
+    op_seconds: float,
+    most_samples: float,
+) -> None:
+    """Sample a group for its share of the time, the fewest samples that count in any case."""
+    deadline = time.perf_counter() + share_seconds
+    step_bytes = sum(one.probe.uses * one.probe.size_bytes for one in running)
     scratch = torch.zeros(min(EVICTED_BYTES, step_bytes) // 4, device=device)
     with _undisturbed():
-        for number in range(1, MOST_SAMPLES + 1):
-            is_needed = number <= FEWEST_SAMPLES
-            turn = [one for one in running if is_needed or one.spent_seconds < op_seconds]
+        while True:
+            turn = [one for one in running if _is_wanted(one, op_seconds, most_samples)]
+            is_needed = any(len(one.forward) < FEWEST_SAMPLES for one in turn)
             if not turn or (not is_needed and time.perf_counter() > deadline):
                 break
             _round(turn, clock, scratch)
-    return running, left_out, warming
+    for one in running:
+        one.call = None
+
+
+def _is_wanted(one: _Running, op_seconds: float, most_samples: float) -> bool:
+    count = len(one.forward)
+    return count < FEWEST_SAMPLES or (one.spent_seconds < op_seconds and count < most_samples)
 
 
 def _started(
@@ -170,8 +195,18 @@ def _started(
             continue
         needed_seconds += (2 + FEWEST_SAMPLES) * again
         warming_seconds += max(0.0, first - again)
-        running.append(_Running(call=call))
+        running.append(_Running(probe=probe, call=call, again_seconds=again))
     return running, left_out, warming_seconds
+
+
+def _restarted(running: Sequence[_Running], device: str, share_seconds: float) -> bool:
+    """Make the tensors of a group again and warm it up, if its share is enough to sample it too."""
+    if share_seconds < _CALLS_OF_A_VISIT * sum(one.again_seconds for one in running):
+        return False
+    for one in running:
+        one.call = Call(probe=one.probe, device=device)
+        _run_seconds(one.call)
+    return True
 
 
 def _run_seconds(call: Call) -> float:
@@ -198,25 +233,26 @@ def _undisturbed() -> Iterator[None]:
 
 def _round(turn: Sequence[_Running], clock: Clock, scratch: torch.Tensor) -> None:
     scratch.add_(1.0)  # what the model does between two uses of a tensor: caches hold the latest
-    for one in turn:
-        one.call.prepare()
-        seconds, result = clock.timed(one.call.forward)
-        one.call.keep(result)
+    calls = [(one, one.call) for one in turn if one.call is not None]
+    for one, call in calls:
+        call.prepare()
+        seconds, result = clock.timed(call.forward)
+        call.keep(result)
         del result
         one.forward.append(seconds)
         one.spent_seconds += seconds
-    for one in reversed(turn):
-        if one.call.prepare_backward():
-            seconds, _ = clock.timed(one.call.backward)
+    for one, call in reversed(calls):
+        if call.prepare_backward():
+            seconds, _ = clock.timed(call.backward)
             one.backward.append(seconds)
             one.spent_seconds += seconds
-        one.call.forget()
+        call.forget()
 
 
 def _summed(one: _Running, baseline: Baseline) -> Sampled:
     backward = median(one.backward) - baseline.backward_seconds if one.backward else 0.0
     return Sampled(
-        key=one.call.probe.key,
+        key=one.probe.key,
         timing=Timing(
             forward_seconds=max(0.0, median(one.forward) - baseline.forward_seconds),
             backward_seconds=max(0.0, backward),

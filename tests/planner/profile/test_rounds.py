@@ -14,7 +14,14 @@ from autopar.planner.profile.clock import clock_of, threads_of_a_rank
 from autopar.planner.profile.host import measure_baseline, measure_host
 from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.profile import place_at_hand, threads_as_in_training
-from autopar.planner.profile.rounds import Baseline, LeftOut, Limits, measure
+from autopar.planner.profile.rounds import (
+    MOST_SAMPLES,
+    VISITS,
+    Baseline,
+    LeftOut,
+    Limits,
+    measure,
+)
 from tests.planner.costs.op_factories import known, pricer
 
 Result = TypeVar("Result")
@@ -95,6 +102,24 @@ def test_a_round_has_the_ops_of_one_batch_as_a_step_has() -> None:
     assert [text.rpartition(" and ")[2] for text in told] == [
         f"{len(one) - 1} more" for one in (small, large)
     ]
+
+
+def test_batches_take_turns_so_that_a_slow_minute_meets_all(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    seen: list[int] = []
+    forward = Call.forward
+
+    def noting(call: Call) -> object:
+        if seen[-1:] != [call.probe.batch]:
+            seen.append(call.probe.batch)
+        return forward(call)
+
+    monkeypatch.setattr(Call, "forward", noting)
+    both = (*probes(rows=4), *probes(rows=8))
+    found, _ = measure(both, device="cpu", clock=Steady(1e-6), limits=LIMITS, baseline=NOTHING)
+    assert seen == [4, 8] * VISITS
+    assert {one.samples for one in found} == {MOST_SAMPLES}
 
 
 def left_out_of_two_batches(*, total_seconds: float) -> tuple[LeftOut, ...]:
