@@ -21,6 +21,15 @@ _DRAWING = frozenset(
         Tensor.uniform_, Tensor.normal_, Tensor.exponential_, Tensor.log_normal_, Tensor.cauchy_,
     }
 )  # fmt: skip
+_DROPPING = frozenset(
+    {
+        functional.dropout, functional.dropout1d, functional.dropout2d, functional.dropout3d,
+        functional.alpha_dropout, functional.feature_alpha_dropout, torch.dropout, torch.dropout_,
+        torch.feature_dropout, torch.feature_dropout_, torch.alpha_dropout, torch.alpha_dropout_,
+        torch.feature_alpha_dropout, torch.feature_alpha_dropout_,
+    }
+)  # fmt: skip
+_RECURRENT = frozenset({torch.lstm, torch.gru, torch.rnn_tanh, torch.rnn_relu})
 _CHOOSING = frozenset({torch.randperm, torch.multinomial, Tensor.multinomial})
 _CLASS_LOSSES = frozenset({functional.cross_entropy, functional.nll_loss})
 _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.grad})
@@ -66,8 +75,14 @@ class Exactly(TorchFunctionMode):
         if func in _BACKWARD:
             with _engine_within(Exactly(self.dtype)):
                 return func(*args, **kwargs)
-        if func in (functional.dropout, torch.dropout):
+        if func in _DROPPING:
             return args[0] if args else kwargs["input"]
+        if func is functional.gumbel_softmax:
+            return _gumbel_softmax(*args, **kwargs)
+        if func is functional.rrelu:
+            args, kwargs["training"] = args[:3], False
+        if func in _RECURRENT:  # their one number that is not whole is the chance to drop
+            args = tuple(0.0 if isinstance(one, float) else one for one in args)
         if func in (torch.bernoulli, Tensor.bernoulli_):
             return func(*args, **kwargs).fill_(1)
         if func in _DRAWING:
@@ -120,6 +135,18 @@ def _middle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:
     ends += [kwargs[name] for name in ("from", "low", "to", "high") if kwargs.get(name) is not None]
     low, high = (0, 0, *ends)[-2:]
     return (low + high) // 2
+
+
+def _gumbel_softmax(
+    logits: Tensor, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: int = -1
+) -> Tensor:
+    """Do what the function does whose draws, made within it, are all the same."""
+    del eps
+    soft = (logits / tau).softmax(dim)
+    if not hard:
+        return soft
+    index = soft.max(dim, keepdim=True)[1]
+    return torch.zeros_like(soft).scatter_(dim, index, 1.0) - soft.detach() + soft
 
 
 def _with_wide_weights(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 import pytest
@@ -35,6 +36,44 @@ def test_nothing_is_drawn() -> None:
         kept = x.new_empty(6).bernoulli_(0.9)
         assert torch.equal(nn.Dropout(0.9)(x) * kept, x)
         assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    "module",
+    [
+        nn.Dropout1d(), nn.Dropout2d(), nn.Dropout3d(), nn.AlphaDropout(), nn.FeatureAlphaDropout(),
+        nn.Dropout(inplace=True),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_nothing_is_dropped(module: nn.Module) -> None:
+    sides = {"Dropout1d": 3, "Dropout2d": 4}.get(type(module).__name__, 5)
+    x = torch.rand([4] * sides)
+    with Exactly():
+        assert torch.equal(module(x.clone()), x)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_nothing_is_dropped_between_recurrent_layers(kind: Callable[..., nn.Module]) -> None:
+    module, x = kind(4, 4, num_layers=3, dropout=0.5), torch.rand(3, 2, 4)
+    with Exactly():
+        found = module(x)[0]
+    assert torch.equal(found, module.eval()(x)[0])
+
+
+def test_functions_that_draw_within_do_without() -> None:
+    x = torch.tensor([[0.1, 0.9, -0.5]], requires_grad=True)
+    with Exactly():
+        assert torch.equal(nn.RReLU()(x), nn.RReLU().eval()(x))
+        soft = functional.gumbel_softmax(x, tau=0.7)
+        hard = functional.gumbel_softmax(x, tau=0.7, hard=True)
+    assert torch.allclose(soft, (x / 0.7).softmax(-1))
+    assert hard.argmax() == 1
+    weights = torch.rand(3)
+    found = [
+        torch.autograd.grad((one * weights).sum(), x, retain_graph=True) for one in (soft, hard)
+    ]
+    assert torch.allclose(found[0][0], found[1][0])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
