@@ -44,16 +44,22 @@ def _row(task: str, cells: Mapping[Place, Cell], kinds: Sequence[str]) -> str:
     own = {place: one for place, one in cells.items() if place[0] == task and place[2] != NOT_MADE}
     types = {place[1] for place in own}
     verdicts = [one.verdict for one in own.values()]
-    counts = [_count([own[place] for place in own if place[2] == kind]) for kind in kinds]
+    counts = [
+        _count([own[place] for place in own if place[2] == kind], of=len(types)) for kind in kinds
+    ]
     numbers = [len(types), *counts, *map(verdicts.count, (Verdict.REFUSED, Verdict.WRONG))]
     return f"| {task} | {' | '.join(map(str, numbers))} |"
 
 
-def _count(cells: Sequence[Cell]) -> str:
+def _count(cells: Sequence[Cell], *, of: int) -> str:
+    """Return how many are equal, and of how many where not all types were run so."""
+    if not cells:
+        return "–"
     equal = [one for one in cells if one.verdict is Verdict.EQUAL]
     shares = [one.divided for one in equal if one.divided is not None]
     divided = sum(share >= _LEAST_SHARE for share in shares)
-    return f"{len(equal)} ({divided})" if shares else str(len(equal))
+    count = str(len(equal)) if len(cells) == of else f"{len(equal)} of {len(cells)}"
+    return f"{count} ({divided})" if shares else count
 
 
 def _reasons(title: str, cells: Mapping[Place, Cell], verdict: Verdict) -> Iterator[str]:

@@ -6,12 +6,15 @@ Others may know what it writes there by its results alone then.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator
 
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Call, Graph, Op, Origin, refs
 from autopar.planner.layers import ancestors
 from autopar.planner.trace.scatter import SCATTER
+
+_OF_A_MATRIX = re.compile(r"aten\.(linear|matmul|einsum|tensordot)\.")
 
 
 def writing_calls(graph: Graph, calls: Iterable[str]) -> frozenset[str]:
@@ -47,9 +50,15 @@ class _Borders:
     @property
     def matter(self) -> bool:
         """Whether something is written across."""
-        made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
+        makers = {name: op for op in self.own for name in op.outputs if self._storage(name) == name}
+        made = makers.keys()
         given = frozenset(written(self.own, self.graph)) - made
-        views = [name for name in self.results if self._storage(name) in made - {name}]
+        views = [
+            name
+            for name in self.results
+            if self._storage(name) in made - {name}
+            or (name in made and self._is_view_within(makers[name]))
+        ]
         returned = frozenset(map(self._storage, views)).intersection(
             written(self.after, self.graph)
         )
@@ -60,6 +69,11 @@ class _Borders:
             if [self._storage(name) for name in self.results].count(storage) > 1:
                 self._refuse("returns views of one tensor, and others write into one of them")
         return bool(given or returned)
+
+    def _is_view_within(self, op: Op) -> bool:
+        """Whether torch makes the result of an op as a view of a matrix, which no graph shows."""
+        (result, *_) = op.outputs
+        return bool(_OF_A_MATRIX.match(op.target)) and len(self.graph.tensors[result].shape) > 2
 
     def _is_seen(self, storage: str) -> bool:
         """Whether others would miss what the call writes, as one of its own inputs would."""

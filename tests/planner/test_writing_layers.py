@@ -45,6 +45,8 @@ RETURNED = "z = self.layer(x); z += x; return z"
         ("return self.linear(x).view(-1, 2, 2).flatten(1)", RETURNED, True),
         ("return self.linear(x).relu_()", PLAIN, False),
         ("return self.linear(x)", RETURNED, False),
+        ("return self.linear(x)", "z = self.layer(x[:, None]); z += 1; return z", True),
+        ("return self.linear(x).exp()", "z = self.layer(x[:, None]); z += 1; return z", False),
         ("return self.linear(x).view(-1, 2, 2)", "return self.layer(x) * 2", False),
     ],
 )
