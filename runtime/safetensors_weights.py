@@ -1,4 +1,4 @@
-"""Turns a folder of safetensors files into this rank's parameters, slice by slice."""
+"""Turns safetensors, a file or a folder of them, into this rank's parameters, slice by slice."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
@@ -44,9 +44,11 @@ def _open(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
     """Find which file holds which tensor."""
     from safetensors import safe_open
 
-    paths = sorted(folder.glob("*.safetensors"))
+    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
-        refuse(f"{folder} holds no .safetensors file", fix="--weights names the folder of them")
+        refuse(
+            f"{folder} holds no .safetensors file", fix="--weights names one, or the folder of them"
+        )
     for path in paths:
         file = files.enter_context(safe_open(path, framework="pt"))
         for name in file.keys():  # noqa: SIM118 - the file is no mapping

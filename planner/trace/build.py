@@ -153,7 +153,8 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
 
 def _refuse_wrapped(model: nn.Module, where: str) -> None:
     for name, module in model.named_modules():
-        bases = {base.__name__ for base in type(module).__mro__}
+        every = type(module).__mro__
+        bases = {base.__name__ for base in every if base.__module__.startswith("torch.")}
         for kinds, is_what, expected, fix in _REFUSED:
             if not bases.isdisjoint(kinds.split()):
                 found = f"{name or 'the model'} is {is_what}"

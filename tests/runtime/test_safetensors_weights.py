@@ -54,6 +54,14 @@ def test_every_rank_reads_its_slices(tmp_path: Path, rank: int) -> None:
     assert model.get_buffer("table").tolist() == [0, 1, 2]
 
 
+def test_one_file_may_be_named_itself(tmp_path: Path) -> None:
+    weights = _weights()
+    save_file(weights, tmp_path / "all.safetensors")
+    model, _ = record(_Model, seed=0)
+    load_safetensors(model, tmp_path / "all.safetensors", {}, Axis(0, 1, None), device=CPU)
+    assert torch.equal(model.get_parameter("fused.bias"), weights["fused.bias"])
+
+
 def test_more_ranks_than_rows_leave_some_with_none(tmp_path: Path) -> None:
     _save(tmp_path, _weights())
     model, _ = record(_Model, seed=0)
