@@ -25,7 +25,7 @@ Memory of the fullest device: 10.86 GiB of 76 GiB (14%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 81% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.63 ms (+2.9%): +743.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: e57653dbf4b10697.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 2ee599a444d212bb.
 
 from __future__ import annotations
 
@@ -300,9 +300,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument(
-        "--weights", type=Path, help=".safetensors, or a folder of them, to start from"
-    )
+    parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")

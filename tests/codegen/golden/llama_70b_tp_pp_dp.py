@@ -25,7 +25,7 @@ Why this plan: of 15 ways to arrange the training none is faster; compute takes 
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.67 s (+2.5%): +449.6 ms tensor
 communication, 508.5 MiB less memory.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 1782f175c6dd8f81.
+# Written by autopar 0.1.0, which never overwrites changes by hand: beb044f4a33287ae.
 
 from __future__ import annotations
 
@@ -355,9 +355,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument(
-        "--weights", type=Path, help=".safetensors, or a folder of them, to start from"
-    )
+    parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")

@@ -23,7 +23,7 @@ Memory of the fullest device: 6.32 GiB of 76 GiB (8%)
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.9%): +239.7 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: fe647cae818c9ca3.
+# Written by autopar 0.1.0, which never overwrites changes by hand: dfa8e7ed8d92f6b6.
 
 from __future__ import annotations
 
@@ -200,9 +200,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument(
-        "--weights", type=Path, help=".safetensors, or a folder of them, to start from"
-    )
+    parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")

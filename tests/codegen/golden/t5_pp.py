@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 9321b70db7e591b2.
+# Written by autopar 0.1.0, which never overwrites changes by hand: bc5f9bcd4d37189e.
 
 from __future__ import annotations
 
@@ -245,9 +245,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument(
-        "--weights", type=Path, help=".safetensors, or a folder of them, to start from"
-    )
+    parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
