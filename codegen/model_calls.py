@@ -11,8 +11,9 @@ from pathlib import Path
 
 from autopar.codegen.forward.identifiers import is_identifier
 from autopar.codegen.forward.imported import Imported
-from autopar.codegen.imports import sorted_imports
+from autopar.codegen.imports import KNOWN, sorted_imports
 from autopar.codegen.python_text import Source, assigned, call, identifier, literal
+from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Ref
 from autopar.planner.model_file import ModelFile
 
@@ -68,6 +69,7 @@ def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) ->
     else:
         after.append(f"{MODULE} = importlib.import_module({literal(stem)})")
     for one in classes:
+        _check_name(one)
         outer, _, inner = one.qualname.partition(".")
         called = "" if one.name == outer else f" as {identifier(one.name)}"
         if one.module == stem and (inner or not is_identifier(stem)):
@@ -81,6 +83,16 @@ def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) ->
     imported = sorted_imports(lines)
     parts = [path, *([imported] if imported else [])]
     return Source("\n".join([*parts, *(["", *after] if imported and after else after)]))
+
+
+def _check_name(one: Imported) -> None:
+    """Refuse a class that would hide what a script has under its name: an autograd Function."""
+    if one.name in KNOWN:
+        raise InputError(
+            f"the plan needs {one.module}.{one.qualname}, and {one.name} is what the script calls "
+            "its own",
+            fix="give the class another name",
+        )
 
 
 def _dotted(module: str) -> str:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from autopar.codegen.forward.imported import Imported
+from autopar.codegen.forward.imported import LOSS_STAGE, Imported
 from autopar.codegen.forward.opened import Opened, OpenedClass
 from autopar.codegen.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.model_calls import ModelCalls, model_arguments, model_calls
@@ -30,8 +30,6 @@ from autopar.planner.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.words import unit_word
 from autopar.runtime.model_source import source_digest
-
-LOSS_STAGE = "LossStage"
 
 
 def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:

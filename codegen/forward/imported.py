@@ -10,7 +10,9 @@ from typing import Any
 
 from autopar.codegen.imports import KNOWN
 
-_OF_SCRIPTS = frozenset((*KNOWN, "FirstStage", "MiddleStage", "LastStage", "LossStage"))
+FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE = "FirstStage", "MiddleStage", "LastStage"
+LOSS_STAGE = "LossStage"
+_OF_SCRIPTS = frozenset((*KNOWN, FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE, LOSS_STAGE))
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)

@@ -23,6 +23,7 @@ from autopar.codegen.forward.classes import (
 )
 from autopar.codegen.forward.cutting import Cutter, Part
 from autopar.codegen.forward.expressions import Expression, Held, pieces
+from autopar.codegen.forward.imported import FIRST_STAGE, LAST_STAGE, MIDDLE_STAGE
 from autopar.codegen.forward.lines import tuple_of
 from autopar.codegen.forward.loops import Loop, rolled
 from autopar.codegen.forward.modules import Module
@@ -139,7 +140,7 @@ class _Printer:
         if not self.last:
             title = described(self.opening, ROOT)
         if is_shared and draft.form is not None and draft.bounds is not None:
-            printed, name, title = draft.form, "MiddleStage", f"Some layers of {base}."
+            printed, name, title = draft.form, MIDDLE_STAGE, f"Some layers of {base}."
             bounds = (("first", draft.bounds[0]), ("end", draft.bounds[1]))
         fields = tuple(f"{key}: int" for key, _ in bounds)
         cls = OpenedClass(
@@ -162,7 +163,7 @@ class _Printer:
     def _name(self, number: int) -> str:
         if not self.last:
             return _whole_name(self.opening)
-        names = {0: "FirstStage", self.last: "LastStage"}
+        names = {0: FIRST_STAGE, self.last: LAST_STAGE}
         return names.get(number, f"Stage{number + 1}")
 
     def _builder(self, part: Part) -> BodyBuilder:

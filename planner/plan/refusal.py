@@ -6,10 +6,11 @@ from collections.abc import Sequence
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.schedule import SCHEDULES
 from autopar.planner.errors import InfeasibleError, TimeLimitError
 from autopar.planner.plan.conflict import conflict_text
-from autopar.planner.plan.constraints import Declared
+from autopar.planner.plan.constraints import Declared, constraints_of
 from autopar.planner.plan.words import arrangement_words
 
 
@@ -45,7 +46,9 @@ def nothing_runs(
 
 
 def _expected(conflict: Sequence[Declared], *, layers: int, shared: Sequence[str]) -> str:
-    if {"schedules", "zero_levels"} <= {one.field for one in conflict}:
+    chosen = constraints_of(conflict)
+    splits = all(SCHEDULES[kind].splits_backward for kind in chosen.schedules)
+    if splits and min(chosen.zero_levels) >= Zero.GRADIENTS:
         return (
             "zero=0 or zero=1 with zero bubble: backwards in halves keep parameters and gradients "
             "whole until the last microbatch"

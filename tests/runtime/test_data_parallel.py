@@ -1,6 +1,6 @@
 """Data parallelism of every kind trains as one process does."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import pytest
 import torch
@@ -199,29 +199,29 @@ def _sum_of(model: nn.Sequential) -> Tensor:
     return sum((parameter.sum() for parameter in model.parameters()), torch.zeros(()))
 
 
-def sharded_names() -> list[str]:
-    mesh = start(pipeline=1, data=2, tensor=1)
+def sharing() -> nn.Sequential:
     shared = nn.Linear(4, 4)
-    model = nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared))
+    return nn.Sequential(nn.Sequential(shared, nn.Linear(4, 4)), nn.Sequential(shared))
+
+
+def frozen_at_first() -> nn.Sequential:
+    return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
+
+
+def sharded_names(build_model: Callable[[], nn.Sequential]) -> list[str]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = build_model()
     wrap(model, mesh, zero=3, units=list(model))
     model(torch.ones(2, 4)).sum().backward()
     return [name for name, one in model.named_modules() if hasattr(one, "unshard")]
 
 
 def test_units_that_share_a_module_are_sharded_with_what_is_around_them() -> None:
-    assert run_on_ranks(sharded_names, 2) == [[""], [""]]
-
-
-def sharded_names_of_frozen() -> list[str]:
-    mesh = start(pipeline=1, data=2, tensor=1)
-    model = nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
-    wrap(model, mesh, zero=3, units=list(model))
-    model(torch.ones(2, 4)).sum().backward()
-    return [name for name, one in model.named_modules() if hasattr(one, "unshard")]
+    assert run_on_ranks(sharded_names, 2, sharing) == [[""], [""]]
 
 
 def test_layers_that_do_not_learn_are_gathered_one_by_one_as_well() -> None:
-    assert run_on_ranks(sharded_names_of_frozen, 2) == [["", "0", "1"]] * 2
+    assert run_on_ranks(sharded_names, 2, frozen_at_first) == [["", "0", "1"]] * 2
 
 
 class Direct(nn.Module):
@@ -236,28 +236,6 @@ class Direct(nn.Module):
         for i, layer in enumerate(self.layers):
             x = torch.tanh(layer.forward(x) if i % 2 else layer(x))
         return x.sum()
-
-
-def direct_gradients(zero: int) -> dict[str, Tensor]:
-    mesh = start(pipeline=1, data=2, tensor=1)
-    model = Direct()
-    for layer in model.layers[2:]:
-        recompute(layer, "full")
-    wrap(model, mesh, zero=zero, units=list(model.layers))
-    for _ in range(2):
-        model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
-    gradients = ((name, one.grad) for name, one in model.named_parameters())
-    return whole((name, nn.Parameter(grad)) for name, grad in gradients if grad is not None)
-
-
-@pytest.mark.parametrize("zero", [2, 3])
-def test_layers_whose_forward_is_called_by_its_name_have_their_parameters(zero: int) -> None:
-    model = Direct()
-    for _ in range(2):
-        model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
-    for found in run_on_ranks(direct_gradients, 2, zero):
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name], torch.as_tensor(parameter.grad))
 
 
 class Noting(nn.Linear):
@@ -282,24 +260,31 @@ class Noted(nn.Module):
         return torch.stack([x, *notes["made"]]).square().sum()
 
 
-def noted_gradients(zero: int) -> dict[str, Tensor]:
-    mesh = start(pipeline=1, data=2, tensor=1)
-    model = Noted()
-    for layer in model.layers[2:]:
-        recompute(layer, "full")
-    wrap(model, mesh, zero=zero, units=list(model.layers))
-    model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
+def gradients_in_two_passes(model: Direct | Noted) -> dict[str, Tensor]:
+    for _ in range(2):
+        model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
     gradients = ((name, one.grad) for name, one in model.named_parameters())
     return whole((name, nn.Parameter(grad)) for name, grad in gradients if grad is not None)
 
 
+def sharded_gradients(kind: type[Direct | Noted], zero: int) -> dict[str, Tensor]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    model = kind()
+    for layer in model.layers[2:]:
+        recompute(layer, "full")
+    wrap(model, mesh, zero=zero, units=list(model.layers))
+    return gradients_in_two_passes(model)
+
+
 @pytest.mark.parametrize("zero", [2, 3])
-def test_what_layers_leave_in_containers_for_others_is_found(zero: int) -> None:
-    model = Noted()
-    model(torch.linspace(-1, 1, 16).view(2, 8)).backward()
-    for found in run_on_ranks(noted_gradients, 2, zero):
-        for name, parameter in model.named_parameters():
-            torch.testing.assert_close(found[name], torch.as_tensor(parameter.grad))
+@pytest.mark.parametrize("kind", [Direct, Noted])
+def test_layers_have_their_parameters_and_leave_to_others_what_they_make(
+    kind: type[Direct | Noted], zero: int
+) -> None:
+    expected = gradients_in_two_passes(kind())
+    for found in run_on_ranks(sharded_gradients, 2, kind, zero):
+        assert found.keys() == expected.keys()
+        assert largest_difference(found, expected) < 1e-5
 
 
 def test_a_model_that_was_built_in_16_bits_trains_in_fp32_where_that_is_asked() -> None:
