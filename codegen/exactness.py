@@ -15,6 +15,7 @@ _MHA_DROPOUT = 10  # where F.multi_head_attention_forward takes dropout_p
 
 
 _DRAWN = 0.5  # in place of every random number
+_GOLDEN = (5**0.5 - 1) / 2  # whose multiples, without their whole parts, lie evenly
 _DRAWING = frozenset(
     {
         torch.rand, torch.randn, torch.rand_like, torch.randn_like, torch.normal,
@@ -86,7 +87,8 @@ class Exactly(TorchFunctionMode):
         if func in (torch.bernoulli, Tensor.bernoulli_):
             return func(*args, **kwargs).fill_(1)
         if func in _DRAWING:
-            return func(*args, **kwargs).fill_(_DRAWN)
+            drawn = func(*args, **kwargs).fill_(_DRAWN)
+            return _spread(drawn) if func is torch.rand else drawn
         if func in _COUNTING:
             return func(*args, **kwargs).fill_(_middle(args, kwargs))
         if func in _CHOOSING:
@@ -127,6 +129,17 @@ def _engine_within(mode: Exactly) -> Iterator[None]:
         yield
     finally:
         torch_autograd._engine_run_backward = run
+
+
+def _spread(drawn: Tensor) -> Tensor:
+    """Give every row of a mask of places the same numbers, some below each chance.
+
+    With one number for all, `torch.rand(rows, places) < 0.15` masks nothing: the loss is no number.
+    """
+    if drawn.dim() != 2:
+        return drawn
+    places = torch.arange(drawn.shape[1], device=drawn.device, dtype=torch.float64)
+    return drawn.copy_((_DRAWN + _GOLDEN * places) % 1)
 
 
 def _middle(args: tuple[Any, ...], kwargs: dict[str, Any]) -> int:

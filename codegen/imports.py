@@ -42,6 +42,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.safetensors_weights": "load_safetensors",
         "autopar.runtime.shards": "Split shard_parameters",
         "autopar.runtime.tied": "Tie TiedWeights",
+        "autopar.runtime.written_buffers": "update_once",
     }
 )
 _PLAIN = ("argparse", "copy", "importlib", "sys", "torch")

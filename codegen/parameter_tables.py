@@ -13,6 +13,7 @@ from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind
 from autopar.planner.plan.plan import Plan
 from autopar.planner.programs.cuts import Parts, parts_of
+from autopar.planner.steady_buffers import steady_buffers
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +74,13 @@ def unread(plan: Plan) -> Source:
     found = {alias for name in learns if name not in read for alias in aliases[name]}
     known = [alias for name in learns for alias in aliases[name]]
     return assigned("UNREAD", numbered_tuple(outermost(found, known))) if found else Source()
+
+
+def once(plan: Plan) -> Source:
+    """Return the list of buffers that a step writes once, where it has several microbatches."""
+    found = steady_buffers(plan.graph) if plan.arrangement.microbatches > 1 else ()
+    known = [one.name for one in plan.graph.buffers]
+    return assigned("ONCE", numbered_tuple(outermost(found, known))) if found else Source()
 
 
 def _splits(plan: Plan, axes: Axes) -> Iterator[tuple[str, ParameterSplit]]:

@@ -11,7 +11,7 @@ from autopar.codegen.forward.opened import Opened, OpenedClass
 from autopar.codegen.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.model_calls import ModelCalls, model_arguments, model_calls
 from autopar.codegen.name_patterns import patterns
-from autopar.codegen.parameter_tables import parameter_tables, unread
+from autopar.codegen.parameter_tables import once, parameter_tables, unread
 from autopar.codegen.python_text import Source, call, identifier, literal, table
 from autopar.codegen.script_prose import docstring
 from autopar.codegen.script_view import ScriptView
@@ -40,7 +40,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     stages = _stages(plan, subject)
     splits_loss = opened.loss is not None
     weighs = opened.valid_targets is not None and not opened.weighs_terms
-    writing, unlearned = writing_layers(plan, subject), unread(plan)
+    writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
     return ScriptView(
         docstring=docstring(plan, destination.name),
         model_imports=calls.imports,
@@ -49,7 +49,8 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         settings=lines(settings_of(plan)),
         plan=lines(planned(plan)),
         classes=_classes(plan, opened, calls),
-        counting=Source("" if opened.valid_targets is None else opened.valid_targets.strip("\n")),
+        counting=Source(_counting(opened)),
+        adding=Source(", added=ADDED" if opened.added else ""),
         weighs_terms=opened.weighs_terms,
         weighs_microbatches=weighs,
         sums_rows=_sums_rows(plan),
@@ -61,6 +62,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
             parameters.summed,
             layer_lists(plan, subject, writing=writing),
             unlearned,
+            steady,
             stages.stages,
             stages.ties,
         ),
@@ -84,6 +86,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_scheduler=plan.model.has_scheduler,
         has_writing=bool(writing),
         has_unread=bool(unlearned),
+        has_steady=bool(steady),
         recomputations=recomputations(plan),
         wrapping=Source(
             call(
@@ -103,6 +106,18 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         unit=unit_word(plan.model),
         unit_constant=f"{unit_word(plan.model).upper()}_PER_STEP",
     )
+
+
+def _counting(opened: Opened) -> str:
+    """Return the function that counts, and what the loss adds before it divides by a count."""
+    if opened.valid_targets is None:
+        return ""
+    added = opened.added if opened.weighs_terms else opened.added[:1]
+    shown = ", ".join(map(repr, added))
+    shown = f"({shown},)" if opened.weighs_terms and len(added) == 1 else shown
+    shown = f"({shown})" if len(added) > 1 else shown
+    constant = f"ADDED = {shown}  # by the loss to what it counts, before it divides\n\n\n"
+    return (constant if added else "") + opened.valid_targets.strip("\n")
 
 
 def _sums_rows(plan: Plan) -> bool:

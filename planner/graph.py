@@ -60,7 +60,12 @@ class Origin(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Tensor:
-    """One value of the graph; `storage` names the tensor whose memory it lies in."""
+    """One value of the graph; `storage` names the tensor whose memory it lies in.
+
+    Where its size depends on numbers (`x[mask]`), its shape is the largest that it may have, and
+    `counted_by` names the mask of which it has the true entries; where that is no mask, the first
+    op that made such a size.
+    """
 
     name: str
     shape: tuple[Extent, ...]
@@ -68,6 +73,7 @@ class Tensor:
     storage: str
     origin: Origin
     requires_grad: bool
+    counted_by: str = ""
 
     @property
     def numel(self) -> Extent:
@@ -163,7 +169,8 @@ class Graph:
 
     `fixed_batch` is the one batch size of a model that takes it for a constant, `fixed_at` where.
     `recomputed_at` is where a model has torch compute something again (torch.utils.checkpoint),
-    `autocast_at` where it chooses a precision of its own (torch.autocast).
+    `autocast_at` where it chooses a precision of its own (torch.autocast), `devices_meet_at` where
+    it creates a tensor on the CPU that its own device would not take.
     A model that noticed the trace may hand its modules something else in training: no mask, say.
     """
 
@@ -179,6 +186,7 @@ class Graph:
     fixed_at: str = ""
     recomputed_at: str = ""
     autocast_at: str = ""
+    devices_meet_at: str = ""
     was_noticed: bool = False
 
 

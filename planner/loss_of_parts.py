@@ -6,14 +6,14 @@ numbers (a root, a product, the greatest) no part of the batch knows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
+from autopar.planner.counting import counts_untold, division_of
 from autopar.planner.extent import BATCH, Extent
 from autopar.planner.graph import Graph, Op, Origin, Ref, Value
-from autopar.planner.random_ops import is_random
 
 
 class Follows(StrEnum):
@@ -35,16 +35,18 @@ class LossOfParts:
     op: Op | None = None
 
 
-_ADDING = frozenset({"add", "add_", "sub", "sub_", "rsub", "cat", "stack"})
-_SCALING = frozenset({"mul", "mul_", "div", "div_", "true_divide"})
+_ADDING = frozenset({"add", "sub", "rsub", "cat", "stack"})
+_SCALING = frozenset({"mul", "div", "true_divide"})
 _KEEPING = frozenset(
     {
         "view", "reshape", "flatten", "squeeze", "unsqueeze", "select", "slice", "index", "gather",
         "sum", "mean", "neg", "clone", "contiguous", "to", "_to_copy", "type_as", "expand",
         "detach", "t", "transpose", "permute", "unbind", "split", "split_with_sizes", "chunk",
-        "alias", "dot", "matmul", "mm", "bmm", "linear", "einsum",
+        "alias", "diagonal", "tril", "triu", "trace", "fill_diagonal", "copy", "dot", "matmul",
+        "mm", "bmm", "linear", "einsum",
     }
 )  # fmt: skip
+_TYPED = frozenset({"new_ones", "new_zeros", "new_full", "new_empty"})  # read no numbers
 _CONTRACTING = frozenset({"sum", "dot", "matmul", "mm", "bmm", "einsum", "count_nonzero"})
 _MEETING = frozenset(
     {
@@ -54,9 +56,6 @@ _MEETING = frozenset(
         "linalg_vector_norm", "linalg_matrix_norm", "logdet", "linalg_slogdet", "_linalg_slogdet",
     }
 )  # fmt: skip
-CLASS_LOSSES = frozenset(
-    f"aten.{name}.default" for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
-)
 _REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # as ATen counts them
 
 
@@ -74,6 +73,18 @@ def all_of_parts(graph: Graph) -> Mapping[str, Follows]:
     return MappingProxyType(reader.follows)
 
 
+def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> bool:
+    """Whether an op divides a mean or sum over rows by a number that the batch alone tells.
+
+    It is a mean then, in which each part has the weight of its own such number.
+    """
+    division = division_of(graph, op)
+    if division is None:
+        return False
+    counted = follows[division.counted]
+    return counted is follows[division.count] and counted in (Follows.MEAN, Follows.SUM)
+
+
 def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | None:
     """Return the first op on the way to the loss that made it what it is."""
     makers = {out: op for op in graph.ops for out in op.outputs}
@@ -84,60 +95,6 @@ def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | N
             return op
         op = makers[before]
     return None
-
-
-def steps_from_batch(graph: Graph, targets: Iterable[str]) -> list[Op] | None:
-    """Return the ops that make tensors from the batch alone, None where a parameter is in them.
-
-    Those among them that write into a tensor, or into what it is a view of, make it too.
-    """
-    needed, steps = set(targets), list[Op]()
-    storages = {graph.tensors[name].storage for name in needed}
-    for op in reversed(graph.ops):
-        writes = any(graph.tensors[name].storage in storages for name in op.writes)
-        if writes or needed & set(op.outputs):
-            steps.append(op)
-            needed |= set(op.inputs)
-            storages |= {graph.tensors[name].storage for name in op.inputs}
-    origins = {graph.tensors[name].origin for name in needed}
-    return None if origins & {Origin.PARAMETER, Origin.BUFFER} else steps[::-1]
-
-
-def is_class(graph: Graph, target: Ref) -> bool:
-    """Whether a loss over classes is given one of them for each row, not a share of every one."""
-    return graph.tensors[target.tensor].is_whole_numbered
-
-
-def is_known(graph: Graph, weight: Ref) -> bool:
-    """Whether the weights of classes are told without the model: by the batch, or as numbers."""
-    return steps_from_batch(graph, [weight.tensor]) is not None
-
-
-def weighing_count(graph: Graph, op: Op, follows: Mapping[str, Follows]) -> str:
-    """Return the count by which an op divides what it counts, "" where it is no such division.
-
-    A sum over rows divided by a number that the batch alone tells (`(x * mask).sum() /
-    mask.sum()`) is a mean in which each part has the weight of its own such number.
-    """
-    if op.target != "aten.div.Tensor" or dict(op.arguments).get("rounding_mode") is not None:
-        return ""
-    above, below = op.argument("self"), op.argument("other")
-    is_number = not graph.tensors[op.outputs[0]].shape
-    if not (is_number and isinstance(above, Ref) and isinstance(below, Ref)):
-        return ""
-    counted, count = follows[above.tensor], _unbounded(graph, below.tensor)
-    is_mean = counted is follows[count] and counted in (Follows.MEAN, Follows.SUM)
-    if not is_mean or graph.tensors[count].requires_grad:
-        return ""
-    steps = steps_from_batch(graph, [count])
-    return "" if steps is None or any(map(is_random, steps)) else count
-
-
-def _unbounded(graph: Graph, name: str) -> str:
-    """Return what a number was before it was kept from being zero."""
-    maker = next((op for op in graph.ops if name in op.outputs), None)
-    bounded = maker is not None and maker.target.split(".")[1] in ("clamp", "clamp_min", "to")
-    return _unbounded(graph, maker.inputs[0]) if maker is not None and bounded else name
 
 
 class _Reader:
@@ -168,28 +125,23 @@ class _Reader:
         kinds = [self.follows[name] for name in op.inputs]
         if all(kind is Follows.ALIKE for kind in kinds):
             return Follows.ALIKE
-        name = op.target.split(".")[1]
+        name = op.target.split(".")[1].rstrip("_")  # what is written in place is made alike
+        if name in _TYPED:
+            return Follows.ALIKE
         return self._of_rows(op, name) if Follows.ROWS in kinds else self._of_numbers(op, name)
 
     def _of_rows(self, op: Op, name: str) -> Follows:
         arguments = dict(op.arguments)
         reduction = arguments.get("reduction")
+        if counts_untold(op, self.graph):
+            return Follows.NEARLY
         if isinstance(reduction, int):
-            is_nearly = op.target in CLASS_LOSSES and reduction == 1 and self._has_own_weights(op)
-            return Follows.NEARLY if is_nearly else _REDUCTIONS[reduction]
+            return _REDUCTIONS[reduction]
         if name == "mean":
             return Follows.MEAN
         if name in _CONTRACTING:
             return Follows.SUM
         return self._unknown(op, name)
-
-    def _has_own_weights(self, op: Op) -> bool:
-        """Whether a mean over classes is weighed by what the model alone holds."""
-        target, weight = op.argument("target"), op.argument("weight")
-        assert isinstance(target, Ref)
-        if not isinstance(weight, Ref) or not is_class(self.graph, target):
-            return False
-        return not is_known(self.graph, weight)
 
     def _of_numbers(self, op: Op, name: str) -> Follows:
         if name in _SCALING:
@@ -213,10 +165,10 @@ class _Reader:
     def _scaled(self, op: Op, name: str) -> Follows:
         varying = list(dict.fromkeys(self._varying(op)))
         above, other = op.argument("self"), op.argument("other")
-        is_division = name not in ("mul", "mul_")
+        is_division = name != "mul"
         if len(varying) == 1 and not (is_division and above != Ref(varying[0])):
             return _by_number(self.follows[varying[0]], other, is_division=is_division)
-        if is_division and weighing_count(self.graph, op, self.follows):
+        if is_division and is_weighed_division(op, self.graph, self.follows):
             return Follows.MEAN
         learning = [name for name in varying if self.graph.tensors[name].requires_grad]
         if is_division and isinstance(other, Ref):

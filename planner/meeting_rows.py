@@ -19,7 +19,7 @@ _TAKING = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_
 
 
 def meeting_rows(graph: Graph) -> Op | None:
-    """Return the first op that learns from all rows at once.
+    """Return the first op that reads all rows at once, for the loss or for a buffer.
 
     It compares every pair of rows, as contrastive losses do, or a row with the next one, or the
     first half with the second; gives rows what all of them have made, as centering does; or makes
@@ -29,9 +29,9 @@ def meeting_rows(graph: Graph) -> Op | None:
     """
     of_parts = all_of_parts(graph)
     for op in graph.ops:
-        learns = any(graph.tensors[name].requires_grad for name in op.outputs)
-        meets = any(by(op, graph) for by in _MEETING)
-        if (learns and (meets or _shares(op, graph, of_parts))) or _keeps(op, graph, of_parts):
+        if any(by(op, graph) for by in _MEETING):
+            return op
+        if _shares(op, graph, of_parts) or _keeps(op, graph, of_parts):
             return op
     return loss_of_parts(graph).op if of_parts[graph.loss] is Follows.MEETS else None
 
@@ -42,9 +42,8 @@ def _compares_rows(op: Op, graph: Graph) -> bool:
 
 
 def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op gives rows what was learnt of all of them together."""
-    learnt = (name for name in op.inputs if graph.tensors[name].requires_grad)
-    is_shared = any(of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in learnt)
+    """Whether an op gives rows what was made of all of them together."""
+    is_shared = any(of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in op.inputs)
     return is_shared and any(_varying(graph, name) for name in op.outputs)
 
 

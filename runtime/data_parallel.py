@@ -58,6 +58,7 @@ def wrap(
         _cast_buffers(module, half)
         widen_batch_norms(module)
     if zero >= 2 and mesh.data.size > 1:
+        _lay_in_order(module)
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire_dtype or _wide(half))
         _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
         object.__setattr__(module, "gathers_once", zero == 2)
@@ -142,6 +143,12 @@ def _shared_parameters(module: nn.Module) -> set[int]:
     """Return the ids of parameters that have more than one name, as those of a shared module do."""
     places = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
     return {parameter for parameter, count in places.items() if count > 1}
+
+
+def _lay_in_order(module: nn.Module) -> None:
+    """Lay out row by row what was built otherwise (channels_last), as fully_shard wants it."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
 
 
 def _widen(module: nn.Module) -> None:

@@ -6,7 +6,7 @@ with few valid targets would count too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any, TypeAlias
 
@@ -28,12 +28,13 @@ def weighed_ahead(
     mesh: Mesh,
     *,
     microbatches: int,
+    added: float | Sequence[float] = 0.0,
 ) -> Iterator[Weighed]:
     """Yield the microbatches of a rank with factors of their mean losses, in float64.
 
     The sum of a step's scaled losses, averaged over the data axis as gradients are, is the mean
-    over all of its valid targets: scale_m = count_m · data_size / Σ counts of all microbatches and
-    ranks.
+    over all of its valid targets: scale_m = (count_m + added) · data_size / (Σ counts of all
+    microbatches and ranks + added), where a loss divides by its count and a number `added` to that.
 
     A batch is read with those of its step, then of the next two steps, four: their counts are
     summed over the ranks in one message. A message in each step took 0.3 ms of both cores of two
@@ -43,7 +44,8 @@ def weighed_ahead(
     steps, read = 1, list(islice(data, microbatches))
     while read:
         counts = torch.stack([valid_targets(_Exact(batch)) for batch in read]).to(mesh.device)
-        shares = _shares(counts, microbatches, mesh.data).unbind()
+        more = torch.as_tensor(added, dtype=torch.float64, device=mesh.device)
+        shares = _shares(counts, more, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
         coming: list[Batch] = []
         for used, weighed in enumerate(zip(read, shares, strict=True), start=1):
@@ -59,13 +61,15 @@ def weighed_terms_ahead(
     mesh: Mesh,
     *,
     microbatches: int,
+    added: float | Sequence[float] = 0.0,
 ) -> Iterator[Batch]:
     """Yield the microbatches of a rank with weights of the means that their losses add up.
 
     `valid_targets` counts those of each mean k. The average over microbatches and data ranks of
     w_mk · mean_k is the mean over all valid targets: w_mk = count_mk · M · data_size / Σ counts_k.
     """
-    for batch, shares in weighed_ahead(data, valid_targets, mesh, microbatches=microbatches):
+    ahead = weighed_ahead(data, valid_targets, mesh, microbatches=microbatches, added=added)
+    for batch, shares in ahead:
         yield {**batch, "loss_weights": shares * microbatches}
 
 
@@ -87,13 +91,13 @@ class _Exact(Mapping[str, Any]):
         return len(self._batch)
 
 
-def _shares(counts: Tensor, microbatches: int, axis: Axis) -> Tensor:
+def _shares(counts: Tensor, added: Tensor, microbatches: int, axis: Axis) -> Tensor:
     """Divide the counts of whole steps' microbatches by the mean over the ranks of a step's sum."""
     by_step = counts.view(-1, microbatches, *counts.shape[1:])
     own = by_step.sum(1, keepdim=True)
-    total = own if axis.size == 1 else summed(own, axis)
+    total = (own if axis.size == 1 else summed(own, axis)) + added
     total = total.masked_fill(total == 0, 1)  # counts may be weights, and all less than one
-    shares: Tensor = by_step.double() * axis.size / total
+    shares = (by_step + added) * axis.size / total
     return shares.flatten(0, 1)
 
 

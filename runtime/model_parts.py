@@ -82,7 +82,7 @@ def keep_only(model: nn.Module, held: Collection[str]) -> None:
     stands in several places is held where one of them is.
     """
     found = list(places(model))
-    kept = {(place.module, place.attribute) for place in found if _is_held(place.name, held)}
+    kept = {(place.module, place.attribute) for place in found if is_held(place.name, held)}
     for place in found:
         if (place.module, place.attribute) not in kept:
             registry = place.module._parameters
@@ -90,7 +90,8 @@ def keep_only(model: nn.Module, held: Collection[str]) -> None:
             own[place.attribute] = None
 
 
-def _is_held(name: str, held: Collection[str]) -> bool:
+def is_held(name: str, held: Collection[str]) -> bool:
+    """Whether a name, or a module that it is in, is among some."""
     parts = name.split(".")
     return any(".".join(parts[:length]) in held for length in range(1, len(parts) + 1))
 
@@ -98,7 +99,7 @@ def _is_held(name: str, held: Collection[str]) -> bool:
 def freeze(model: nn.Module, names: Collection[str]) -> None:
     """Have parameters of these names, or in modules of these names, learn nothing."""
     for name, parameter in model.named_parameters(remove_duplicate=False):
-        if _is_held(name, names):
+        if is_held(name, names):
             parameter.requires_grad_(False)
 
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import nn
-from torch.nn.modules.batchnorm import _NormBase
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -18,6 +17,7 @@ from torch.utils.checkpoint import (
 
 from autopar.runtime.given_objects import run_alike
 from autopar.runtime.own_forward import OUTERMOST, class_with_forward
+from autopar.runtime.written_buffers import WrittenBuffers
 
 Mode: TypeAlias = Literal["none", "selective", "full"]
 Policy: TypeAlias = Callable[..., CheckpointPolicy]
@@ -44,7 +44,7 @@ def recompute(
         return
     module.__class__ = class_with_forward(module)
     policy = partial(_policy, frozenset(keep)) if mode == "selective" else None
-    contexts = partial(_contexts, module, policy)
+    contexts = partial(_contexts, WrittenBuffers(module), policy)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Of the class that the instance has by then: batch norms may take a synchronised one.
@@ -67,28 +67,20 @@ def recomputes(module: nn.Module) -> bool:
 
 
 def _contexts(
-    module: nn.Module, policy: Policy | None
+    buffers: WrittenBuffers, policy: Policy | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return what surrounds the forward, and what surrounds it when it runs again."""
+    first, again = buffers.contexts()
     if policy is None:
-        return nullcontext(), _again(module, nullcontext())
-    first, again = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return first, _again(module, again)
+        return first, again
+    keeping, kept = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
+    return _both(first, keeping), _both(again, kept)
 
 
 @contextmanager
-def _again(module: nn.Module, inner: AbstractContextManager[Any]) -> Iterator[None]:
-    """Leave running statistics as they are: the batch was counted the first time."""
-    norms = [child for child in module.modules() if isinstance(child, _NormBase)]
-    kept = [dict(norm._buffers) for norm in norms]
-    for norm, buffers in zip(norms, kept, strict=True):
-        norm._buffers.update({n: b if b is None else b.clone() for n, b in buffers.items()})
-    try:
-        with inner:
-            yield
-    finally:
-        for norm, buffers in zip(norms, kept, strict=True):
-            norm._buffers.update(buffers)
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
+        yield
 
 
 def _policy(keep: frozenset[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

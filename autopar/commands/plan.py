@@ -20,8 +20,6 @@ from autopar.planner.destination import refuse_named_as_file, refuse_replacing
 from autopar.planner.graph import Graph
 from autopar.planner.half_range import check_constants, check_means
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.loss_of_parts import CLASS_LOSSES, Follows, loss_of_parts
-from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file, model_path
 from autopar.planner.plan.constraint_names import check_names
 from autopar.planner.plan.constraints import Constraints, without_recompute
@@ -30,12 +28,13 @@ from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.whole_batch import rows_at_once, splits_batch
+from autopar.planner.plan.whole_batch import rows_at_once
 from autopar.planner.precision import Precision
 from autopar.planner.profile.file import read_measurements
 from autopar.planner.recomputable import objects_given
 from autopar.planner.trace import trace_for_rows
 from autopar.progress import reported
+from autopar.row_notes import note_rows
 
 
 def plan(
@@ -150,8 +149,8 @@ def make_plan(
         check_degrees(cluster.size, constraints, fixed_batch=fixed, fixed_at=fixed_at)
         check_names(constraints, graph, axes, layers=len(layers.layers))
         _note_own_choices(graph)
-        _note_fixed_rows(graph)
-        _note_meeting_rows(graph, constraints)
+        _note_devices(graph, cluster)
+        note_rows(graph, constraints)
         if constraints.precision is Precision.FP16:
             check_constants(graph)
         report("searching")
@@ -188,6 +187,16 @@ def _note_objects_kept(plan: Plan, layers: Layers) -> None:
         )
 
 
+def _note_devices(graph: Graph, cluster: Cluster) -> None:
+    """Say where a model that runs on CPUs alone would fail on other devices."""
+    if graph.devices_meet_at and not all(node.device.is_cpu for node in cluster.nodes):
+        tell_note(
+            f"the model creates a tensor on the CPU that others meet at {graph.devices_meet_at}, "
+            "which fails on a GPU: create it on the device of an input, as in "
+            "torch.arange(n, device=x.device)."
+        )
+
+
 def _note_own_choices(graph: Graph) -> None:
     """Say that a model chooses what a plan chooses: what to compute again, and how precisely."""
     if graph.autocast_at:
@@ -202,49 +211,4 @@ def _note_own_choices(graph: Graph) -> None:
             f"{graph.recomputed_at}. The plan counts neither what that saves nor what it takes, "
             "and chooses layers of its own to compute again: better leave it out (Hugging Face: "
             "gradient_checkpointing_disable())."
-        )
-
-
-def _note_fixed_rows(graph: Graph) -> None:
-    """Say that a model takes one number of rows alone."""
-    if graph.fixed_batch is not None:
-        place = f" at {graph.fixed_at}" if graph.fixed_at else ""
-        tell_note(
-            f"the model takes its number of rows for a constant{place}, so it was traced for "
-            f"{graph.fixed_batch} rows, and every microbatch has so many. Whether rows meet "
-            "cannot be seen."
-        )
-
-
-def _note_meeting_rows(graph: Graph, constraints: Constraints) -> None:
-    """Say what becomes of a batch whose rows are compared with each other."""
-    met = meeting_rows(graph)
-    if met is None:
-        _note_terms_of_parts(graph)
-        return
-    place = f"the rows of a batch meet in {met.name} ({met.location})"
-    if splits_batch(constraints):
-        tell_note(
-            f"{place}: by the pins each microbatch of each data rank compares its own rows only. "
-            "For the loss of one process, pin neither dp nor microbatch."
-        )
-    else:
-        tell_note(
-            f"{place}, so the batch stays whole, in one microbatch of one data rank. To split it "
-            "all the same, pin dp or microbatch."
-        )
-
-
-_WEIGHTS_FIX = "give it the weights of the classes as numbers (torch.tensor([…])), or "
-
-
-def _note_terms_of_parts(graph: Graph) -> None:
-    """Say where each part of a batch has a term or weights of its own in the loss."""
-    loss = loss_of_parts(graph)
-    if loss.follows is Follows.NEARLY and loss.op is not None:
-        tell_note(
-            f"{loss.op.name} ({loss.op.location}) makes the loss a mean over rows only nearly: a "
-            "batch that is split takes the mean of what its parts have there, each by itself. For "
-            f"the loss of one process, {_WEIGHTS_FIX if loss.op.target in CLASS_LOSSES else ''}pin "
-            "dp=1 and a microbatch of all rows."
         )

@@ -20,6 +20,7 @@ from autopar.planner.errors import ExitCode
 from autopar.planner.plan.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.words import arrangement_words
+from autopar.row_notes import note_parts_apart
 from autopar.smaller_plan import smaller_plan
 from autopar.tables import plain_table
 
@@ -65,6 +66,7 @@ def verify_plan(
     else:
         _tell(comparison, tolerance)
     if not equal:
+        note_parts_apart(found)
         raise typer.Exit(int(ExitCode.NEGATIVE))
 
 

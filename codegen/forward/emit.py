@@ -25,7 +25,7 @@ from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.stages import printed_stages
-from autopar.codegen.forward.targets import valid_targets, weighed_terms
+from autopar.codegen.forward.targets import added_to_counts, valid_targets, weighed_terms
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.graph import refs
@@ -119,6 +119,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         loss=loss,
         valid_targets=counts,
         weighs_terms=bool(split.weighed),
+        added=() if counts is None else added_to_counts(split),
         imports=imports_of(sources),
         inlined=opening.inlined,
         functions=tuple(_applied(split, sources)),

@@ -63,8 +63,8 @@ class Opened:
     `split_loss(outputs, batch, tensor)` where the loss must be split, None where the user's own
     (or the model's) is right. `valid_targets` is the source of a function of the batch that counts
     the targets in the mean of the loss, None where every row counts alike; `weighs_terms` where
-    these are several means, and the code here multiplies each by its own weight. `imports` are
-    lines.
+    these are several means, and the code here multiplies each by its own weight, `added` what the
+    loss adds to each count before it divides. `imports` are lines.
     `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
     `functions` are the autograd Functions that the code here applies.
     """
@@ -74,6 +74,7 @@ class Opened:
     loss: str | None
     valid_targets: str | None
     weighs_terms: bool
+    added: tuple[float, ...]
     imports: tuple[str, ...]
     inlined: frozenset[str]
     functions: tuple[Imported, ...] = ()

@@ -25,17 +25,16 @@ from autopar.codegen.forward.opening import Opening, open_calls
 from autopar.codegen.forward.operations import base_name
 from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.writer import Style, written
-from autopar.planner.graph import Graph, Op, Origin, Ref
-from autopar.planner.layouts import WHOLE
-from autopar.planner.loss_of_parts import (
+from autopar.planner.counting import (
     CLASS_LOSSES,
-    Follows,
-    all_of_parts,
-    is_class,
-    is_known,
+    counted_by,
+    division_of,
+    is_told,
     steps_from_batch,
-    weighing_count,
 )
+from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.layouts import WHOLE
+from autopar.planner.loss_of_parts import Follows, all_of_parts, is_weighed_division
 
 # Ops that move targets without changing how many of each there are.
 _MOVES = frozenset(
@@ -52,9 +51,7 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
     It gives the number of targets of a loss that is one mean, and the numbers of all the weighed
     means where the loss adds several terms up; where a mean divides by a number of its own, that.
     """
-    graph = split.graph
-    loss = counted_loss(graph)
-    terms = [loss] if loss is not None else [op for op in graph.ops if op.name in split.weighed]
+    graph, terms = split.graph, _terms(split)
     counted = _counted(graph, terms)
     steps = steps_from_batch(graph, [name for names in counted.values() for name in names])
     if not terms or steps is None:
@@ -70,7 +67,7 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
         else:
             builder.add(op)
     counts = [_count(term, counted[term.name], builder) for term in terms]
-    result = counts[0] if loss is not None else call("torch.stack", joined(tuple(counts)))
+    result = call("torch.stack", joined(tuple(counts))) if split.weighed else counts[0]
     typed = frozenset(builder.arguments.values())
     style = Style(typed=typed, returns="Tensor", axis="", indent=4)
     return (
@@ -83,6 +80,19 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
         )
         + "\n"
     )
+
+
+def added_to_counts(split: Split) -> tuple[float, ...]:
+    """Return what the loss adds to each count before it divides; () where it adds nothing."""
+    divisions = (division_of(split.graph, op) for op in _terms(split))
+    added = tuple(0.0 if one is None else one.added for one in divisions)
+    return added if any(added) else ()
+
+
+def _terms(split: Split) -> list[Op]:
+    loss = counted_loss(split.graph)
+    ops = split.graph.ops
+    return [op for op in ops if op.name in split.weighed] if loss is None else [loss]
 
 
 class _CountBuilder(BodyBuilder):
@@ -111,7 +121,13 @@ class _CountBuilder(BodyBuilder):
 def _count(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> Expression:
     number, *weights = (builder.value(name, WHOLE) for name in counted)
     if term.target not in CLASS_LOSSES:
-        return number
+        counter = builder.graph.tensors[counted[0]]
+        is_count = not counter.shape
+        return (
+            number
+            if is_count
+            else method(number, "sum" if counter.dtype == "bool" else "count_nonzero")
+        )
     ignored = term.argument("ignore_index")
     assert isinstance(ignored, int)
     is_valid = binary(number, "!=", literal(ignored), Level.COMPARISON)
@@ -132,25 +148,19 @@ def weighed_terms(graph: Graph) -> tuple[Op, ...]:
     if counted_loss(graph) is not None:
         return ()
     counted = _counted(graph, graph.ops)
-    found = [op for op in graph.ops if op.name in counted]
-    return tuple(op for op in found if steps_from_batch(graph, counted[op.name]) is not None)
+    return tuple(op for op in graph.ops if op.name in counted)
 
 
 def _counted(graph: Graph, ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:
-    """Return what each op that is a mean counts by: targets, and class weights; or a number."""
+    """Return what each mean counts by: targets, and class weights; or a mask; or a number."""
     follows = all_of_parts(graph)
     pairs = ((op.name, _counted_by(op, graph, follows)) for op in ops)
     return {name: counted for name, counted in pairs if counted}
 
 
 def _counted_by(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> tuple[str, ...]:
-    if op.target not in CLASS_LOSSES:
-        count = weighing_count(graph, op, follows)
-        return (count,) if count else ()
-    target, weight = op.argument("target"), op.argument("weight")
-    assert isinstance(target, Ref)
-    if op.argument("reduction") != 1 or not is_class(graph, target):
-        return ()
-    if not isinstance(weight, Ref):
-        return (target.tensor,)
-    return (target.tensor, weight.tensor) if is_known(graph, weight) else ()
+    division = division_of(graph, op)
+    if division is not None:
+        return (division.count,) if is_weighed_division(op, graph, follows) else ()
+    names = counted_by(op, graph)
+    return names if names and is_told(graph, names) else ()

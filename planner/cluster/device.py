@@ -29,6 +29,11 @@ class Device:
     usd_per_hour: float | None = None
     source: str = ""
 
+    @property
+    def is_cpu(self) -> bool:
+        """Whether programs run on the host itself."""
+        return self.architecture.casefold() == "cpu"
+
     def peak_flops_per_second(self, dtype: str) -> float:
         """Return the dense peak at a dtype."""
         peaks = dict(self.peaks)

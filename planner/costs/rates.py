@@ -40,7 +40,7 @@ def rates_of(device: Device, precision: Precision) -> Rates:
         own=_throughput(device, precision.value),
         single=single,
         convolution=_throughput(device, "tf32") if "tf32" in peaks else single,
-        is_cpu=device.architecture.casefold() == "cpu",
+        is_cpu=device.is_cpu,
     )
 
 

@@ -59,6 +59,7 @@ class TensorRow(NamedTuple):
     storage: str
     origin: Origin
     requires_grad: bool
+    counted_by: str = ""
 
 
 class ParameterRow(NamedTuple):
@@ -119,6 +120,7 @@ class GraphDocument:
     fixed_at: str = ""
     recomputed_at: str = ""
     autocast_at: str = ""
+    devices_meet_at: str = ""
     was_noticed: bool = True  # in files that do not tell
 
 
@@ -182,13 +184,11 @@ def graph_document(graph: Graph) -> GraphDocument:
         fixed_at=graph.fixed_at,
         recomputed_at=graph.recomputed_at,
         autocast_at=graph.autocast_at,
+        devices_meet_at=graph.devices_meet_at,
         was_noticed=graph.was_noticed,
         inputs=graph.inputs,
         ops=tuple(map(_op_row, graph.ops)),
-        tensors=tuple(
-            TensorRow(t.name, _shape_row(t.shape), t.dtype, t.storage, t.origin, t.requires_grad)
-            for t in graph.tensors.values()
-        ),
+        tensors=tuple(map(_tensor_row, graph.tensors.values())),
         parameters=tuple(
             ParameterRow(p.name, p.aliases, _shape_row(p.shape), p.dtype, p.trainable)
             for p in graph.parameters
@@ -215,6 +215,18 @@ def _op_row(op: Op) -> OpRow:
         op.location,
         op.grad_enabled,
         op.writes,
+    )
+
+
+def _tensor_row(tensor: Tensor) -> TensorRow:
+    return TensorRow(
+        tensor.name,
+        _shape_row(tensor.shape),
+        tensor.dtype,
+        tensor.storage,
+        tensor.origin,
+        tensor.requires_grad,
+        tensor.counted_by,
     )
 
 
@@ -263,6 +275,7 @@ def graph_of(document: GraphDocument) -> Graph:
         fixed_at=document.fixed_at,
         recomputed_at=document.recomputed_at,
         autocast_at=document.autocast_at,
+        devices_meet_at=document.devices_meet_at,
         was_noticed=document.was_noticed,
     )
     for fault in _faults(graph):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -13,7 +13,7 @@ from autopar.planner.model_file import ModelFile, ModelMovedError
 from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
-from autopar.planner.trace.export import DecidedByValuesError, export
+from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
 from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.values import CannotReplayError
 
@@ -79,7 +79,9 @@ def _traced(model_file: ModelFile, batch_size: int, ways: Sequence[_Way]) -> Gra
                     model_file, device=way.device, dtype=way.dtype, batch_size=batch_size
                 )
                 size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-                return _graph(subject, is_noticed=is_noticed, is_half=way.dtype is torch.bfloat16)
+                graph = _graph(subject, is_noticed=is_noticed, is_half=way.dtype is torch.bfloat16)
+                meeting = (one.where for one in failures if isinstance(one, DevicesMeetError))
+                return replace(graph, devices_meet_at=next(meeting, ""))
             except ModelMovedError:
                 raise
             except (InputError, TraceError) as error:

@@ -42,6 +42,7 @@ from autopar.planner.trace.nodes import (
     writers_of,
     written_arguments,
 )
+from autopar.planner.trace.picking import mask_of, refuse_counted
 from autopar.planner.trace.prune import pruned
 from autopar.planner.trace.scatter import with_scatters
 from autopar.planner.trace.symbols import Symbols
@@ -201,6 +202,7 @@ class _Converter:
         return made.dtype == val.dtype and not (is_cut_off or is_written)
 
     def _read_op(self, node: fx.Node, target: str, scope: Scope) -> None:
+        refuse_counted(node, target, self._location(node, scope))
         arguments = self.values.arguments(node, scope)
         if dict(arguments).get("sparse") is True:
             raise TraceError(
@@ -217,7 +219,8 @@ class _Converter:
         differentiable = scope.grad_enabled and any(
             self.ledger.tensors[i].requires_grad for i in inputs
         )
-        self._bound_unbacked(vals, inputs)
+        mask = mask_of(target, dict(arguments), self.ledger.tensors)
+        self._bound_unbacked(vals, inputs, mask or name)
         for i, val in enumerate(vals if is_many else (vals,)):
             if not isinstance(val, torch.Tensor):
                 outputs.append(None)
@@ -252,10 +255,11 @@ class _Converter:
         """Return where an op stands; torch tells the lines of modules alone, not the loss's."""
         return location(node) or (self.loss_at if scope.call == LOSS_CALL else "")
 
-    def _bound_unbacked(self, vals: Any, inputs: tuple[str, ...]) -> None:
+    def _bound_unbacked(self, vals: Any, inputs: tuple[str, ...], counter: str) -> None:
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():
-                self.symbols.bound(size, self.ledger.tensors[inputs[0]].numel)
+                limit = self.ledger.tensors[inputs[0]].numel
+                self.symbols.bound(size, limit, counter=counter)
 
     def _written(
         self, node: fx.Node, target: str, arguments: Mapping[str, Value], scope: Scope

@@ -27,9 +27,13 @@ from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.inference import inference_without_gradients
 from autopar.planner.trace.numbers import tensor_of_numbers
+from autopar.planner.trace.out_arguments import without_outs
 from autopar.planner.trace.own_checkpoints import own_checkpoints_noted
+from autopar.planner.trace.picking import picked
 from autopar.planner.trace.record import Recording, recorded
+from autopar.planner.trace.refused_calls import refuse_call
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
+from autopar.planner.trace.unchecked import unchecked
 from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError
 from autopar.planner.trace.unnoticed import unnoticed
 
@@ -60,6 +64,10 @@ class DecidedByValuesError(TraceError):
     """A model that runs something else for other values of a tensor."""
 
 
+class DevicesMeetError(TraceError):
+    """A model that creates tensors on the CPU, wherever it is itself."""
+
+
 def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exported:
     """Export the step of a subject with the batch as a symbol; the model may notice, or not."""
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
@@ -87,6 +95,7 @@ def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exporte
         raise
     except BaseException as error:
         raise told(error, subject) from error
+    without_outs(program.graph_module)
     return Exported(
         program=program,
         recording=recording,
@@ -110,6 +119,7 @@ class _OnMeta(TorchFunctionMode):
         """Make tensors of plain numbers on the CPU, and change types by `to`."""
         del types
         kwargs = kwargs or {}
+        refuse_call(func)
         answer = answered(func, args)
         if answer is not None:
             return answer
@@ -119,16 +129,17 @@ class _OnMeta(TorchFunctionMode):
             func = torch.Tensor.detach
         if func == _DATA.__set__:
             raise RuntimeError(_REPLACED)
-        known = tensor_of_numbers(func, args, kwargs)
-        if known is not None:
-            return known
+        numbers = tensor_of_numbers(func, args, kwargs)
+        if numbers is not None:
+            return numbers
         if func is torch.Tensor.__getitem__ and isinstance(args[1], tuple):
             index = tuple(
                 torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in args[1]
             )
             args = (args[0], index)
-        each = loss_of_each_row(func, args, kwargs)
-        result = func(*args, **kwargs) if each is None else each
+        results = (way(func, args, kwargs) for way in (picked, loss_of_each_row, unchecked))
+        result = next((one for one in results if one is not None), None)
+        result = func(*args, **kwargs) if result is None else result
         note_drawn(func, args, result)
         return result
 
@@ -177,12 +188,14 @@ def _quiet() -> Iterator[None]:
 _DATA: Any = torch.Tensor.data
 _BY_VALUES = "the model decides on the values of a tensor ({line})"
 _UNLIKE_TYPES = "element types do not match ({summary})"
+_DEVICES = "tensors on different devices meet ({summary})"
 _NO_KERNEL = "torch does not compute this in the type of the weights ({summary})"
 _KINDS: Mapping[str, type[TraceError]] = MappingProxyType(
     {
         _BY_VALUES: DecidedByValuesError,
         _UNLIKE_TYPES: UnlikeTypesError,
         _NO_KERNEL: NoKernelError,
+        _DEVICES: DevicesMeetError,
     }
 )
 _REPLACED = "a tensor is given other numbers"
@@ -233,19 +246,25 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "derive the loss from the parameters; look for .detach(), .item() or no_grad",
     ),
     (
-        r"(same dtype|expected scalar type|dtype mismatch)",
+        r"(same dtype|expected scalar type|dtype mismatch|and (bias|weight) type .* be the same)",
         _UNLIKE_TYPES,
         "cast explicitly to the type of the other operand",
     ),
     (
-        r"(Unsupported dtype|Low precision dtypes|not implemented for '(BFloat16|Half)')",
+        r"(Unsupported dtype|Low precision dtypes|not implemented for '(BFloat16|Half)'|"
+        r"only supported for half, float|to be Half, Float or Double|either float or double)",
         _NO_KERNEL,
         "give it x.float(), and cast back what it makes",
     ),
     (
-        r"(not on the expected device|different devices|device meta|on meta|Expected all tensors)",
-        "tensors on different devices meet ({summary})",
+        r"(not on the expected device|different devices|Expected all tensors)",
+        _DEVICES,
         "create tensors on the device of an input: torch.arange(n, device=x.device)",
+    ),
+    (
+        r"(device meta|on meta)",
+        "numbers are asked of a model that is too large to have some yet ({summary})",
+        "compute with tensors alone, and create them on the device of an input",
     ),
 )
 

@@ -38,6 +38,7 @@ class Ledger:
             storage=storage,
             origin=origin,
             requires_grad=requires_grad and has_gradient,
+            counted_by=self.symbols.counter(val.shape, name),
         )
 
     def learn(self, written: Iterable[str]) -> None:

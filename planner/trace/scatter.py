@@ -62,6 +62,7 @@ class _Written:
             tensors[root].origin is Origin.OP
             and tensors[op.outputs[0]].requires_grad
             and tensors[source].dtype == tensors[root].dtype
+            and not tensors[root].dtype.startswith("complex")  # torch has no gradient of that
             and tensors[root].storage == root
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from fractions import Fraction
 from typing import Any
 
@@ -19,12 +20,14 @@ class Symbols:
     """Reads sizes of one trace: every symbol is the batch, because only batch dims are symbolic.
 
     Sizes that depend on data (unbacked symbols) have no value at planning time; `bounds` holds what
-    is known of them: no more elements than the tensor they were counted in.
+    is known of them: no more elements than the tensor they were counted in, and `counters` by what
+    they were counted.
     """
 
     def __init__(self, *, fixed_batch: int | None) -> None:
         self.fixed_batch = fixed_batch
         self.bounds: dict[Any, Extent] = {}
+        self.counters: dict[Any, str] = {}
         self._cache: dict[Any, Extent] = {}
 
     def extent(self, size: int | torch.SymInt) -> Extent:
@@ -36,12 +39,25 @@ class Symbols:
             self._cache[expression] = self._read(expression)
         return self._cache[expression]
 
-    def bound(self, size: int | torch.SymInt, limit: Extent) -> None:
-        """Note the largest value of a size that depends on data."""
-        if isinstance(size, torch.SymInt):
-            for symbol in size.node.expr.free_symbols:
-                if _is_unbacked(symbol):
-                    self.bounds.setdefault(symbol, limit)
+    def bound(self, size: int | torch.SymInt, limit: Extent, *, counter: str) -> None:
+        """Note the largest value of a size that depends on data, and what counts it."""
+        for symbol in _unbacked(size):
+            self.bounds.setdefault(symbol, limit)
+            self.counters.setdefault(symbol, counter)
+
+    def counter(self, sizes: Sequence[int | torch.SymInt], name: str) -> str:
+        """Return what counts the entries of a tensor, "" where its sizes are those of the batch.
+
+        Sizes that are no multiple of one count count for themselves, by the name of the tensor.
+        """
+        counted = [size for size in sizes if _unbacked(size)]
+        if not counted:
+            return ""
+        if len(counted) > 1 or not isinstance(counted[0], torch.SymInt):
+            return name
+        expression, (symbol, *others) = counted[0].node.expr, _unbacked(counted[0])
+        is_multiple = not others and (expression / symbol).is_number
+        return self.counters.get(symbol, name) if is_multiple else name
 
     def _read(self, expression: Any) -> Extent:
         samples = [self._value(expression, _SAMPLE * k) for k in range(1, _MAX_POWER + 2)]
@@ -63,6 +79,16 @@ class Symbols:
                 fix="replace .item(), nonzero or boolean indexing by a mask",
             )
         return self.bounds[symbol].at(batch)
+
+
+def depends_on_numbers(size: Any) -> bool:
+    """Whether a size, or what was computed of it, depends on what tensors hold."""
+    return bool(_unbacked(size))
+
+
+def _unbacked(size: Any) -> list[Any]:
+    is_symbolic = isinstance(size, (torch.SymInt, torch.SymFloat))
+    return [one for one in size.node.expr.free_symbols if _is_unbacked(one)] if is_symbolic else []
 
 
 def _is_unbacked(symbol: sympy.Symbol) -> bool:

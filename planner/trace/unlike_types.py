@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
+from autopar.planner.counting import CLASS_LOSSES, is_class
 from autopar.planner.errors import TraceError
 from autopar.planner.graph import MODEL_DTYPE, Graph, Op, Ref
-from autopar.planner.loss_of_parts import CLASS_LOSSES, is_class
 from autopar.planner.precision import Precision
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
@@ -26,6 +26,14 @@ _PAIRS: Mapping[str, tuple[str, str]] = MappingProxyType(
         "embedding_bag": ("weight", "per_sample_weights"),
     }
 )
+_WIDE = frozenset(
+    {
+        "linalg_qr", "linalg_svd", "linalg_svdvals", "linalg_eig", "linalg_eigh", "linalg_eigvalsh",
+        "linalg_det", "linalg_cholesky", "linalg_cholesky_ex", "linalg_solve", "linalg_lu_factor",
+        "linalg_solve_triangular", "linalg_lstsq", "cholesky", "cholesky_solve", "cdist", "pdist",
+        "stft", "complex", "polar", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss",
+    }
+)  # fmt: skip
 _WHOLE = ("int", "uint", "bool")
 
 
@@ -75,6 +83,12 @@ def check_types(graph: Graph, *, is_half: bool) -> None:
             _check_product(op, graph, odd_types)
         elif name in _PAIRS:
             _check_pair(op, graph, odd_types)
+        elif is_half and name in _WIDE and graph.tensors[op.inputs[0]].dtype == MODEL_DTYPE:
+            raise NoKernelError(
+                f"torch does not compute {name}",
+                where=_where(op, graph),
+                fix=NoKernelError.half_fix,
+            )
 
 
 def _check_product(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:

@@ -38,6 +38,13 @@ def test_nothing_is_drawn() -> None:
         assert torch.equal(torch.rand(3) + torch.rand_like(x)[:3], torch.ones(3))
 
 
+def test_a_mask_of_places_that_is_drawn_masks_some_of_them_and_every_row_alike() -> None:
+    with Exactly():
+        masks = torch.stack([torch.rand(4, 20) < chance for chance in (0.15, 0.5, 0.85)])
+    assert (masks.sum(2) / 20 - torch.tensor([[0.15], [0.5], [0.85]])).abs().max() < 0.06
+    assert torch.equal(masks, masks[:, :1].expand(3, 4, 20))
+
+
 @pytest.mark.parametrize(
     "module",
     [

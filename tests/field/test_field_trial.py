@@ -46,6 +46,12 @@ ONCE_WRONG = {
     ("ResNet", "full dp 2"): "batch norms that run again, and share statistics",
     ("LiLT", "full dp 2"): "a layer that returns what nobody computes, and runs again",
     ("LiLT", "full pp 2"): "a layer of which a later stage makes a mask for itself",
+    ("picked loss", "dp 2"): "means over what a mask picks",
+    ("fourier", "tp 2"): "complex numbers that are written into a tensor",
+    ("fourier", "zero-3 2"): "weights that lie channels last",
+    ("steady buffers", "dp 2"): "counts of steps, a power iteration, and a count that is no zero",
+    ("steady buffers", "full pp 2"): "buffers that a layer writes, and finds as they were",
+    ("steady buffers", "tp 2"): "a result that is written into a buffer (out=)",
     ("in place", "pp 2"): "a batch that is written under another name, a roll along a dim",
 }
 

@@ -43,6 +43,19 @@ LOSSES = {
     "(each * mask).sum() / mask.sum()": Follows.MEAN,
     "(each * mask).sum() / mask.sum().clamp(min=1)": Follows.MEAN,
     "F.cross_entropy(out, label, ignore_index=1)": Follows.MEAN,
+    "each[mask].mean()": Follows.MEAN,
+    "each.masked_select(mask).mean()": Follows.MEAN,
+    "F.mse_loss(out[torch.where(mask)[0]], batch['input'][torch.where(mask)[0], :3])":
+        Follows.MEAN,
+    "out[mask].mean(0).sum()": Follows.MEAN,
+    "F.cross_entropy(out[mask], label[mask])": Follows.MEAN,
+    "each[mask].sum()": Follows.SUM,
+    "each[out[:, 0] > 0].mean()": Follows.NEARLY,
+    "each[drawn < 0.5].mean()": Follows.NEARLY,
+    "torch.cat([each[mask], each]).mean()": Follows.NEARLY,
+    "F.cross_entropy(out, label.masked_fill(drawn < 0.5, -100))": Follows.NEARLY,
+    "F.cross_entropy(out, out.argmax(-1))": Follows.MEAN,
+    "(each * (mask / mask.sum())).sum()": Follows.SUM,
     "each.sum()": Follows.SUM,
     "each.sum() / 8 + out.sum()": Follows.SUM,
     "F.cross_entropy(out, label, reduction='sum')": Follows.SUM,
@@ -55,6 +68,9 @@ LOSSES = {
     "each.mean() + out.mean() * out.softmax(-1).mean()": Follows.NEARLY,
     "each.mean().sqrt()": Follows.MEETS,
     "each.amax()": Follows.MEETS,
+    "each.mean().mul_(2).sqrt_()": Follows.MEETS,
+    "(out.T @ out).diagonal().add_(-1).pow_(2).sum()": Follows.MEETS,
+    "each.mean().mul_(2).add_(out.square().mean())": Follows.MEAN,
     "each.sum() / out.exp().sum()": Follows.MEETS,
     "each.sum() + out.square().mean()": Follows.MEETS,
 }  # fmt: skip
@@ -68,7 +84,8 @@ def test_a_loss_follows_from_its_parts(tmp_path: Path, loss: str, follows: Follo
     found = loss_of_parts(graph)
     assert found.follows is follows
     assert found.op is not None
-    assert (meeting_rows(graph) is not None) == (follows is Follows.MEETS)
+    is_shared = "mask / mask.sum()" in loss  # where rows have the count of all
+    assert (meeting_rows(graph) is not None) == (is_shared or follows is Follows.MEETS)
 
 
 @pytest.mark.parametrize("name", ZOO_MODELS)

@@ -72,8 +72,12 @@ class Sharing(nn.Module):
                 x = self.norm(x)
             case "counting":
                 self.mean.add_(1)
-            case "told":  # nothing is learnt of it
+            case "told":  # nothing is learnt of it, and yet it is another for a part
                 x = x / x.detach().abs().amax()
+            case "read":
+                x = x * (ids - ids.double().mean()).unsqueeze(-1)
+            case "mixed":
+                x = self.embed((ids + ids.flip(0)) % 8)
             case "made":  # of the rows' type alone
                 x = x * x.new_ones(4).cumsum(0)
         loss: Tensor = x.square().mean()
@@ -84,8 +88,8 @@ class Sharing(nn.Module):
     ("way", "meet"),
     [
         *((way, True) for way in ("centered", "greatest", "counted", "rolled", "next", "first")),
-        *((way, True) for way in ("along", "kept", "normalised")),
-        *((way, False) for way in ("counting", "within", "told", "made")),
+        *((way, True) for way in ("along", "kept", "normalised", "told", "read", "mixed")),
+        *((way, False) for way in ("counting", "within", "made")),
         *((way, False) for way in ("evaluated", "standardised", "a norm")),
     ],
 )

@@ -208,6 +208,12 @@ def frozen_at_first() -> nn.Sequential:
     return nn.Sequential(nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4))
 
 
+def channels_last() -> nn.Sequential:
+    convolution = nn.Sequential(nn.Unflatten(1, (4, 1, 1)), nn.Conv2d(4, 4, 3, padding=1))
+    model = nn.Sequential(convolution, nn.Linear(1, 4))
+    return model.to(memory_format=torch.channels_last)  # type: ignore[call-overload,no-any-return]
+
+
 def sharded_names(build_model: Callable[[], nn.Sequential]) -> list[str]:
     mesh = start(pipeline=1, data=2, tensor=1)
     model = build_model()
@@ -222,6 +228,11 @@ def test_units_that_share_a_module_are_sharded_with_what_is_around_them() -> Non
 
 def test_layers_that_do_not_learn_are_gathered_one_by_one_as_well() -> None:
     assert run_on_ranks(sharded_names, 2, frozen_at_first) == [["", "0", "1"]] * 2
+
+
+def test_weights_that_lie_in_another_order_are_sharded() -> None:
+    assert not next(channels_last().parameters()).is_contiguous()
+    assert run_on_ranks(sharded_names, 2, channels_last) == [["", "0"]] * 2
 
 
 class Direct(nn.Module):

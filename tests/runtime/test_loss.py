@@ -131,6 +131,21 @@ def test_weights_in_float32_add_up_as_exactly_as_in_float64() -> None:
     torch.testing.assert_close(found, sums / sums.sum(), rtol=0, atol=1e-15)
 
 
+def test_a_number_that_the_loss_adds_to_its_counts_is_added_once() -> None:
+    counts, added = torch.tensor([[3.0, 0.0], [1.0, 2.0]]), (0.5, 1e-6)
+    mesh = start(pipeline=1, data=1, tensor=1)
+    try:
+        rows = iter([{"counts": row} for row in counts])
+        weighed = weighed_ahead(rows, lambda x: x["counts"], mesh, microbatches=2, added=added)
+        found = torch.stack([scale for _, scale in weighed])
+    finally:
+        dist.destroy_process_group()
+    more = torch.tensor(added, dtype=torch.float64)
+    sums = torch.tensor([[7.0, 0.0], [2.0, 5.0]], dtype=torch.float64)  # of what counts
+    means = sums / (counts + more)
+    torch.testing.assert_close((found * means).sum(0), sums.sum(0) / (counts.sum(0) + more))
+
+
 def test_a_mean_over_no_targets_counts_nothing() -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     try:

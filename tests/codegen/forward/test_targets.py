@@ -68,6 +68,41 @@ def test_targets_that_are_written_into_a_tensor_count() -> None:
     assert found({"ids": torch.tensor([[7, 3, 1, 4], [5, 3, 2, 1]])}) == 3
 
 
+class Picking(nn.Module):
+    """Learns from the places alone that a mask picks, one way or another."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.way = way
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        loss = functional.cross_entropy(x[ids > 2], ids[ids > 2])
+        match self.way:
+            case "a mask":
+                loss = x[ids > 2].square().mean()
+            case "places":
+                rows, places = torch.where(ids > 2)
+                loss = functional.l1_loss(x[rows, places], ids[rows, places, None].to(x.dtype))
+            case "no zeros":
+                loss = x[ids.nonzero(as_tuple=True)].mean()
+        return loss
+
+
+@pytest.mark.parametrize(
+    ("way", "count"), [("a mask", 4), ("places", 4), ("no zeros", 5), ("targets", 4)]
+)
+def test_what_a_mask_picks_counts(way: str, count: int) -> None:
+    file = replace(
+        file_of(lambda: Picking(way)),
+        example_batch=lambda rows: {"ids": torch.ones(rows, 3, dtype=torch.int64)},
+    )
+    split = split_graph(trace(file), modules_of(file.build_model()))
+    found = namespace(open_split(split, [len(split.layers.layers)]))["valid_targets"]
+    assert found({"ids": torch.tensor([[7, 3, 0], [5, 3, 2]])}) == count
+
+
 class OfClasses(nn.Module):
     """Predicts the next token, of which some matter more than others."""
 

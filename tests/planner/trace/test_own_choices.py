@@ -89,6 +89,21 @@ def test_a_precision_of_the_models_own_is_told_if_it_is_one(
     assert bool(graph.autocast_at) == is_enabled
 
 
+@pytest.mark.parametrize(
+    ("places", "meet"),
+    [("torch.arange(4.0)", True), ("torch.arange(4.0, device=x.device)", False)],
+)
+def test_tensors_that_a_gpu_would_not_take_are_told(
+    tmp_path: Path, places: str, *, meet: bool
+) -> None:
+    body = f"""for block in self.blocks:
+            x = block(x)
+        x = x + {places}"""
+    place = traced(tmp_path, with_body(body)).devices_meet_at
+    line = line_of(tmp_path / "subject.py", places)
+    assert place.startswith(f"{tmp_path / 'subject.py'}:{line}") if meet else not place
+
+
 def test_flex_attention_is_refused_by_its_name(tmp_path: Path) -> None:
     body = """from torch.nn.attention.flex_attention import flex_attention
         y = x.view(x.shape[0], 1, 2, 2)

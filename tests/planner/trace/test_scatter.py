@@ -48,6 +48,18 @@ def test_a_number_that_is_written_fills_the_slice(tmp_path: Path) -> None:
     assert graph.tensors[source].shape == graph.tensors[scatter.outputs[0]].shape[:1]
 
 
+def test_complex_numbers_are_written_where_they_are(tmp_path: Path) -> None:
+    graph = graph_of(
+        tmp_path,
+        "seen = torch.fft.rfft(self.linear(x))",
+        "out = torch.zeros_like(seen)",
+        "out[:, :2] = seen[:, :2] * 2",
+        "return torch.fft.irfft(out, n=4)",
+    )
+    assert not ops_of(graph, "slice_scatter"), "of which torch has no gradient"
+    assert any(op.writes for op in graph.ops)
+
+
 def test_writes_follow_each_other(tmp_path: Path) -> None:
     graph = graph_of(
         tmp_path,

@@ -123,6 +123,26 @@ def test_ops_that_torch_lacks_in_16_bits_are_refused_there(tmp_path: Path) -> No
     assert graph_of(tmp_path, cast, Precision.BF16).ops
 
 
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x = x + torch.linalg.qr(x[:4])[0].sum()",
+        "x = x + torch.cdist(x[None], x[None])[0].sum()",
+        "x = x + torch.polar(x, x).abs()",
+        "x = x + torch.fft.rfft(x).abs().sum()",
+        "x = x + F.ctc_loss(x[None].log_softmax(-1).expand(6, -1, -1), torch.ones_like(x, "
+        "dtype=int)[:, :2], *torch.tensor([[6], [2]]).expand(-1, x.shape[0]))",
+    ],
+)
+def test_what_tensors_without_memory_let_pass_in_16_bits_is_refused(
+    tmp_path: Path, line: str
+) -> None:
+    with pytest.raises(TraceError, match=r"in bf16, torch does not compute") as told:
+        graph_of(tmp_path, line, Precision.BF16)
+    assert told.value.where.startswith(f"{tmp_path / 'subject.py'}:")
+    assert graph_of(tmp_path, line, Precision.FP32).ops
+
+
 def test_a_model_that_asks_for_the_type_of_its_weights_casts_in_16_bits_alone(
     tmp_path: Path,
 ) -> None:

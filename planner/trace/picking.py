@@ -1,0 +1,63 @@
+"""Reads what entries a tensor has that were picked by a mask: `x[mask]`, `torch.where(mask)`."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, fx
+
+from autopar.planner.errors import TraceError
+from autopar.planner.graph import Tensor as Traced
+from autopar.planner.graph import Value, refs
+from autopar.planner.trace.symbols import depends_on_numbers
+
+_PICKING = frozenset({torch.masked_select, Tensor.masked_select})
+_COUNTING = frozenset(
+    f"aten.{name}.default" for name in ("nonzero", "nonzero_numpy", "argwhere", "where")
+)
+_NUMBERS = frozenset({"add", "sub", "rsub", "mul", "div", "true_divide", "pow", "full", "arange"})
+
+
+def picked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    """Return what `masked_select` gives as an index does, so that torch knows two picks for alike.
+
+    None where another function is called.
+    """
+    if func not in _PICKING:
+        return None
+    whole, mask = (*args, *kwargs.values())
+    if whole.shape != mask.shape:  # broadcast masks are two for torch
+        return None
+    return Tensor.__getitem__(whole, mask)
+
+
+def mask_of(
+    target: str, arguments: Mapping[str, Value], tensors: Mapping[str, Traced]
+) -> str | None:
+    """Return the mask whose true entries an op picks, None where it picks otherwise, or nothing."""
+    if target in _COUNTING:
+        return next(refs(tuple(arguments.values())))
+    if target == "aten.masked_select.default":  # a mask that is broadcast picks all the more
+        return next(refs(arguments["mask"]))
+    if target != "aten.index.Tensor":
+        return None
+    (*indices,) = refs(arguments["indices"])
+    is_mask = len(indices) == 1 and tensors[indices[0]].dtype == "bool"
+    return indices[0] if is_mask else None
+
+
+def refuse_counted(node: fx.Node, target: str, where: str) -> None:
+    """Refuse to compute with how many entries were picked: no plan has that number."""
+    if target.split(".")[1] not in _NUMBERS:
+        return
+    for argument in node.args:
+        value = argument.meta.get("val") if isinstance(argument, fx.Node) else None
+        if depends_on_numbers(value):
+            raise TraceError(
+                "the model computes with the number of entries that a mask picks",
+                where=where,
+                expected="numbers that follow from the shapes of the batch, or tensors",
+                fix="write mask.sum() for it",
+            )
