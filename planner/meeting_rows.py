@@ -44,7 +44,7 @@ def _compares_rows(op: Op, graph: Graph) -> bool:
 def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     """Whether an op gives rows what was made of all of them together."""
     is_shared = any(of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in op.inputs)
-    return is_shared and any(_varying(graph, name) for name in op.outputs)
+    return is_shared and any(_varying(graph, name) for name in (*op.inputs, *op.outputs))
 
 
 def _mixes_rows(op: Op, graph: Graph) -> bool:

@@ -7,11 +7,10 @@ norm) is written once in a step, however many microbatches that has.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
-import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -38,7 +37,7 @@ class WrittenBuffers:
         places = _buffers(self._module) if self._written is None else self._written
         found = [_of(place) for place in places]
         versions = [buffer._version for buffer in found]
-        before.update((place, buffer.clone()) for place, buffer in zip(places, found, strict=True))
+        before.update(zip(places, _copies(found), strict=True))
         yield
         if self._written is None:
             self._written = [
@@ -65,27 +64,28 @@ class WrittenBuffers:
 def update_once(module: nn.Module, names: Collection[str], *, microbatches: int) -> None:
     """Have a module, which runs once for each microbatch, write some of its buffers once in a step.
 
-    Each microbatch finds them as the first one of its step did.
+    Each microbatch finds them as the first one of its step did, in tensors of its own: backwards
+    that are still to come may read what an earlier one wrote.
     """
-    begun: dict[str, Tensor] = {}
+    begun: Kept = {}
     runs = 0
 
     def rewind(*_: Any) -> None:
         nonlocal runs
-        own = {name: one for name, one in module.named_buffers() if is_held(name, names)}
         if runs % microbatches == 0:
-            begun.update({name: one.clone() for name, one in own.items()})
-        else:
-            _set(own, begun)
+            begun.update((place, _of(place)) for place in _buffers(module, names))
+        for (owner, name), fresh in zip(begun, _copies(begun.values()), strict=True):
+            owner._buffers[name] = fresh
         runs += 1
 
     module.register_forward_pre_hook(rewind)
 
 
-@torch.no_grad()
-def _set(buffers: Mapping[str, Tensor], values: Mapping[str, Tensor]) -> None:
-    for name, buffer in buffers.items():
-        buffer.copy_(values[name])
+def _copies(buffers: Iterable[Tensor]) -> list[Tensor]:
+    """Copy buffers, one that several modules share once."""
+    found = list(buffers)
+    copies = {id(buffer): buffer.clone() for buffer in found}
+    return [copies[id(buffer)] for buffer in found]
 
 
 def _is_written(place: Place, before: Tensor, version: int) -> bool:
@@ -97,12 +97,14 @@ def _is_written(place: Place, before: Tensor, version: int) -> bool:
     )
 
 
-def _buffers(module: nn.Module) -> list[Place]:
+def _buffers(module: nn.Module, names: Collection[str] | None = None) -> list[Place]:
+    """Return where a module has its buffers, or those of some names."""
     return [
         (child, name)
-        for child in module.modules()
+        for path, child in module.named_modules(remove_duplicate=False)
         for name, buffer in child._buffers.items()
         if buffer is not None
+        and (names is None or is_held(f"{path}.{name}".removeprefix("."), names))
     ]
 
 

@@ -68,6 +68,8 @@ AS_OPS = frozenset(
 FUNCTIONS: Mapping[str, Function] = MappingProxyType(
     {
         "linear": _function("F.linear", "input weight bias"),
+        "matrix_H": _function("torch.adjoint", "self"),
+        "mH": _function("torch.adjoint", "self"),
         "bilinear": _function("F.bilinear", "input1 input2 weight bias"),
         "layer_norm": _function("F.layer_norm", "input normalized_shape weight bias", "eps"),
         "rms_norm": _function("F.rms_norm", "input normalized_shape weight", "eps"),

@@ -76,6 +76,9 @@ class Sharing(nn.Module):
                 x = x / x.detach().abs().amax()
             case "read":
                 x = x * (ids - ids.double().mean()).unsqueeze(-1)
+            case "weighed":  # by how often the batch has each class
+                weight = torch.bincount(ids.flatten(), minlength=4)[:4].clamp(min=1).reciprocal()
+                return functional.cross_entropy(x.flatten(0, 1), ids.flatten() % 4, weight)
             case "mixed":
                 x = self.embed((ids + ids.flip(0)) % 8)
             case "made":  # of the rows' type alone
@@ -88,7 +91,10 @@ class Sharing(nn.Module):
     ("way", "meet"),
     [
         *((way, True) for way in ("centered", "greatest", "counted", "rolled", "next", "first")),
-        *((way, True) for way in ("along", "kept", "normalised", "told", "read", "mixed")),
+        *(
+            (way, True)
+            for way in ("along", "kept", "normalised", "told", "read", "mixed", "weighed")
+        ),
         *((way, False) for way in ("counting", "within", "made")),
         *((way, False) for way in ("evaluated", "standardised", "a norm")),
     ],
