@@ -41,10 +41,10 @@ def weighed_ahead(
     gloo processes, and had all ranks wait for each other between forward and backward. What comes
     next is read one by one as batches are used, so that loading keeps pace.
     """
+    more = torch.tensor(added, dtype=torch.float64).to(mesh.device)
     steps, read = 1, list(islice(data, microbatches))
     while read:
         counts = torch.stack([valid_targets(_Exact(batch)) for batch in read]).to(mesh.device)
-        more = torch.as_tensor(added, dtype=torch.float64, device=mesh.device)
         shares = _shares(counts, more, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
         coming: list[Batch] = []
