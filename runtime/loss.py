@@ -41,11 +41,10 @@ def weighed_ahead(
     gloo processes, and had all ranks wait for each other between forward and backward. What comes
     next is read one by one as batches are used, so that loading keeps pace.
     """
-    more = torch.tensor(added, dtype=torch.float64).to(mesh.device)
     steps, read = 1, list(islice(data, microbatches))
     while read:
         counts = torch.stack([valid_targets(_Exact(batch)) for batch in read]).to(mesh.device)
-        shares = _shares(counts, more, microbatches, mesh.data).unbind()
+        shares = _shares(counts, added, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
         coming: list[Batch] = []
         for used, weighed in enumerate(zip(read, shares, strict=True), start=1):
@@ -91,14 +90,24 @@ class _Exact(Mapping[str, Any]):
         return len(self._batch)
 
 
-def _shares(counts: Tensor, added: Tensor, microbatches: int, axis: Axis) -> Tensor:
+def _shares(
+    counts: Tensor, added: float | Sequence[float], microbatches: int, axis: Axis
+) -> Tensor:
     """Divide the counts of whole steps' microbatches by the mean over the ranks of a step's sum."""
     by_step = counts.view(-1, microbatches, *counts.shape[1:])
     own = by_step.sum(1, keepdim=True)
-    total = (own if axis.size == 1 else summed(own, axis)) + added
+    total = _with(own if axis.size == 1 else summed(own, axis), added)
     total = total.masked_fill(total == 0, 1)  # counts may be weights, and all less than one
-    shares = (by_step + added) * axis.size / total
+    shares = _with(by_step, added) * axis.size / total
     return shares.flatten(0, 1)
+
+
+def _with(counts: Tensor, added: float | Sequence[float]) -> Tensor:
+    """Add a number to counts, or to those of each mean its own."""
+    if isinstance(added, float):
+        return counts.double() + added
+    means = zip(counts.double().unbind(-1), added, strict=True)
+    return torch.stack([one + more for one, more in means], -1)
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
