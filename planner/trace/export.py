@@ -31,7 +31,7 @@ from autopar.planner.trace.out_arguments import without_outs
 from autopar.planner.trace.own_checkpoints import own_checkpoints_noted
 from autopar.planner.trace.picking import picked
 from autopar.planner.trace.record import Recording, recorded
-from autopar.planner.trace.refused_calls import refuse_call
+from autopar.planner.trace.refused_calls import own_weights_alone, refuse_call
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
 from autopar.planner.trace.unchecked import unchecked
 from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError
@@ -81,6 +81,7 @@ def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exporte
             own_checkpoints_noted() as recomputing,
             ctc_traced(),
             inference_without_gradients(),
+            own_weights_alone(),
             contextlib.nullcontext() if is_noticed else unnoticed(),
             _OnMeta(),
         ):

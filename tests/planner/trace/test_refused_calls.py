@@ -33,6 +33,10 @@ def build_model():
             "y, _ = self.rnn(nn.utils.rnn.pack_padded_sequence(y, torch.ones(7), True, False))",
             "packs sequences by their lengths",
         ),
+        (
+            "y = torch.func.functional_call(self.linear, {'weight': self.rnn.weight_hh_l0[:4]}, y)",
+            "runs a module with other weights",
+        ),
     ],
 )
 def test_a_function_without_a_part_in_a_plan_is_refused(
