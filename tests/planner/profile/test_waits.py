@@ -26,7 +26,7 @@ def sleeping(
 def test_a_call_takes_what_the_slowest_rank_takes_more_with_it_than_without(
     tmp_path: Path,
 ) -> None:
-    cases = [("all-reduce", 2_000), ("all-gather", 6_000)]
+    cases = [("all-reduce", 5_000), ("all-gather", 15_000)]  # far beyond what a machine hesitates
     run_ranks(run_waits, (2, str(tmp_path), sleeping, cases), ranks=2)
     short, long = json.loads((tmp_path / "seconds.json").read_text())
-    assert 0.001 < short < 0.005 < long < 0.020  # the computation of a millisecond left out
+    assert 0.003 < short < 0.010 < long < 0.030  # the computation of a millisecond left out
