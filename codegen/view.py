@@ -112,12 +112,11 @@ def _counting(opened: Opened) -> str:
     """Return the function that counts, and what the loss adds before it divides by a count."""
     if opened.valid_targets is None:
         return ""
-    added = opened.added if opened.weighs_terms else opened.added[:1]
-    shown = ", ".join(map(repr, added))
-    shown = f"({shown},)" if opened.weighs_terms and len(added) == 1 else shown
-    shown = f"({shown})" if len(added) > 1 else shown
-    constant = f"ADDED = {shown}  # by the loss to what it counts, before it divides\n\n\n"
-    return (constant if added else "") + opened.valid_targets.strip("\n")
+    function = opened.valid_targets.strip("\n")
+    if not opened.added:
+        return function
+    added = opened.added if opened.weighs_terms else opened.added[0]
+    return f"ADDED = {added}  # by the loss to what it counts, before it divides\n\n\n{function}"
 
 
 def _sums_rows(plan: Plan) -> bool:

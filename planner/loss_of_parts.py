@@ -47,6 +47,9 @@ _KEEPING = frozenset(
     }
 )  # fmt: skip
 _TYPED = frozenset({"new_ones", "new_zeros", "new_full", "new_empty"})  # read no numbers
+_COLLECTED = frozenset(  # values of all rows, however many those are
+    {"bincount", "histc", "unique_dim", "_unique2", "unique_consecutive", "unique_dim_consecutive"}
+)
 _CONTRACTING = frozenset({"sum", "dot", "matmul", "mm", "bmm", "einsum", "count_nonzero"})
 _MEETING = frozenset(
     {
@@ -111,8 +114,9 @@ class _Reader:
         """Read all ops."""
         for op in self.graph.ops:
             found = None
+            is_collected = op.target.split(".")[1] in _COLLECTED
             for name in op.outputs:
-                kind = self._of_shape(name)
+                kind = None if is_collected else self._of_shape(name)
                 if kind is None:
                     found = kind = found or self._reduced(op)
                 self.follows[name] = kind

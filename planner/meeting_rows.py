@@ -6,8 +6,9 @@ from collections.abc import Mapping
 
 from autopar.planner.costs.norm_statistics import BATCH_NORM
 from autopar.planner.extent import BATCH
-from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.graph import Graph, Op
 from autopar.planner.loss_of_parts import Follows, all_of_parts, loss_of_parts
+from autopar.planner.steady_buffers import written_buffers
 
 _ALONG = frozenset(
     {
@@ -65,9 +66,9 @@ def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     """Whether an op writes to a buffer what it has of the rows: each rank would have its own."""
     if op.target == BATCH_NORM:
         return False
-    storages = {graph.tensors[name].storage for name in op.writes}
-    is_kept = any(graph.tensors[name].origin is Origin.BUFFER for name in storages)
-    return is_kept and any(of_parts[name] is not Follows.ALIKE for name in op.inputs)
+    return bool(written_buffers(op, graph)) and any(
+        of_parts[name] is not Follows.ALIKE for name in op.inputs
+    )
 
 
 def _counts_all(op: Op, graph: Graph) -> bool:

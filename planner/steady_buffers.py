@@ -15,7 +15,7 @@ def steady_buffers(graph: Graph) -> tuple[str, ...]:
     steady = {buffer.name for buffer in graph.buffers}
     written = set[str]()
     for op in graph.ops:
-        own = _written(op, graph)
+        own = written_buffers(op, graph)
         written |= own
         if any(of_parts[name] is not Follows.ALIKE for name in op.inputs):
             steady -= own
@@ -23,11 +23,12 @@ def steady_buffers(graph: Graph) -> tuple[str, ...]:
         graph.tensors[name].storage
         for op in graph.ops
         for name in op.inputs
-        if graph.tensors[name].storage not in _written(op, graph)
+        if graph.tensors[name].storage not in written_buffers(op, graph)
     }
     return tuple(one.name for one in graph.buffers if one.name in steady & written & read)
 
 
-def _written(op: Op, graph: Graph) -> set[str]:
+def written_buffers(op: Op, graph: Graph) -> set[str]:
+    """Return the buffers that an op writes to."""
     storages = {graph.tensors[name].storage for name in op.writes}
     return {name for name in storages if graph.tensors[name].origin is Origin.BUFFER}

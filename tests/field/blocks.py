@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
@@ -31,6 +33,24 @@ class Block(nn.Module):
         y = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
         x = x + self.out(y.transpose(1, 2).flatten(2))
         out: Tensor = x + self.down(functional.gelu(self.up(self.norm_2(x))))
+        return out
+
+
+class Stack(nn.Module):
+    """Tokens embedded, some blocks one after another, scores of the next tokens."""
+
+    def __init__(self, *blocks: Callable[[], nn.Module]) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(VOCAB, WIDTH)
+        self.blocks = nn.ModuleList(block() for block in blocks)
+        self.head = nn.Linear(WIDTH, VOCAB)
+
+    def forward(self, input_ids: Tensor) -> Tensor:
+        """Map tokens to logits."""
+        x = self.embed(input_ids)
+        for block in self.blocks:
+            x = block(x)
+        out: Tensor = self.head(x)
         return out
 
 

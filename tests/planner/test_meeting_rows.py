@@ -77,8 +77,9 @@ class Sharing(nn.Module):
             case "read":
                 x = x * (ids - ids.double().mean()).unsqueeze(-1)
             case "weighed":  # by how often the batch has each class
-                weight = torch.bincount(ids.flatten(), minlength=4)[:4].clamp(min=1).reciprocal()
-                return functional.cross_entropy(x.flatten(0, 1), ids.flatten() % 4, weight)
+                weight = torch.bincount(ids.flatten(), minlength=8).clamp(min=1).reciprocal()
+                scores = x.flatten(0, 1).repeat(1, 2)
+                return functional.cross_entropy(scores, ids.flatten(), weight)
             case "mixed":
                 x = self.embed((ids + ids.flip(0)) % 8)
             case "made":  # of the rows' type alone

@@ -4,32 +4,15 @@ from __future__ import annotations
 
 from torch import Tensor, nn
 
-from tests.field.blocks import VOCAB, WIDTH, Block, token_batch, token_loss
-
-
-class Frozen(nn.Module):
-    """A frozen table and a frozen first block, then blocks that learn."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block(), Block()])
-        self.head = nn.Linear(WIDTH, VOCAB)
-        self.embed.requires_grad_(False)
-        self.blocks[0].requires_grad_(False)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Map tokens to logits."""
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
+from tests.field.blocks import Block, Stack, token_batch, token_loss
 
 
 def build_model() -> nn.Module:
-    """Return the model."""
-    return Frozen()
+    """Return a frozen table and a frozen first block, then blocks that learn."""
+    model = Stack(Block, Block, Block)
+    model.embed.requires_grad_(False)
+    model.blocks[0].requires_grad_(False)
+    return model
 
 
 def example_batch(batch_size: int) -> dict[str, Tensor]:

@@ -2,32 +2,16 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from torch import Tensor, nn
 
-from tests.field.blocks import VOCAB, WIDTH, Block, token_batch, token_loss
-
-
-class OneLarge(nn.Module):
-    """Three blocks, the second with a very wide feed-forward half."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed = nn.Embedding(VOCAB, WIDTH)
-        self.blocks = nn.ModuleList([Block(), Block(ffn=1200), Block()])
-        self.head = nn.Linear(WIDTH, VOCAB)
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Map tokens to logits."""
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
+from tests.field.blocks import Block, Stack, token_batch, token_loss
 
 
 def build_model() -> nn.Module:
-    """Return the model."""
-    return OneLarge()
+    """Return three blocks, the second with a very wide feed-forward half."""
+    return Stack(Block, partial(Block, ffn=1200), Block)
 
 
 def example_batch(batch_size: int) -> dict[str, Tensor]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils.parametrizations import spectral_norm
 
-from tests.field.blocks import VOCAB, WIDTH, Block, token_batch
+from tests.field.blocks import Block, Stack, token_batch
 
 WARM_UP, SMALLEST = 10, 1e-6
 
@@ -29,26 +29,9 @@ class Warming(Block):
         return x + (self.count / WARM_UP).clamp(max=1) * super().forward(x)
 
 
-class Steady(nn.Module):
-    """A few such blocks."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.embed, self.head = nn.Embedding(VOCAB, WIDTH), nn.Linear(WIDTH, VOCAB)
-        self.blocks = nn.ModuleList(Warming() for _ in range(4))
-
-    def forward(self, input_ids: Tensor) -> Tensor:
-        """Return the scores of each token."""
-        x = self.embed(input_ids)
-        for block in self.blocks:
-            x = block(x)
-        out: Tensor = self.head(x)
-        return out
-
-
 def build_model() -> nn.Module:
-    """Return the model."""
-    return Steady()
+    """Return a few such blocks."""
+    return Stack(Warming, Warming, Warming, Warming)
 
 
 def example_batch(batch_size: int) -> dict[str, Tensor]:

@@ -29,6 +29,24 @@ class Stack(nn.Sequential):
         return super().forward(x)
 """
 
+LINEAR = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, x):
+        {body}
+
+def build_model():
+    return Model()
+"""
+
+
+def linear_model(*lines: str) -> str:
+    """Return the source of a model that holds one layer, and does what the lines say."""
+    return LINEAR.format(body="\n        ".join(lines))
+
 
 def written(folder: Path, source: str) -> Path:
     """Write a model file: the header, then what is peculiar to the model."""

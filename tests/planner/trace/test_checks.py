@@ -7,21 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from tests.planner.trace.model_source import ops_of, traced
-
-MODEL = """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        {check}
-        return self.linear(x)
-
-def build_model():
-    return Model()
-"""
+from tests.planner.trace.model_source import linear_model, ops_of, traced
 
 
 @pytest.mark.parametrize(
@@ -37,7 +23,7 @@ def build_model():
     ],
 )
 def test_a_check_is_taken_as_passed(tmp_path: Path, check: str) -> None:
-    assert traced(tmp_path, MODEL.format(check=check)).fixed_batch is None
+    assert traced(tmp_path, linear_model(check, "return self.linear(x)")).fixed_batch is None
 
 
 @pytest.mark.parametrize(
@@ -50,7 +36,7 @@ def test_a_check_is_taken_as_passed(tmp_path: Path, check: str) -> None:
 )
 def test_a_decision_on_values_is_refused(tmp_path: Path, decision: str) -> None:
     with pytest.raises(TraceError, match="decides on the values"):
-        traced(tmp_path, MODEL.format(check=decision))
+        traced(tmp_path, linear_model(decision, "return self.linear(x)"))
 
 
 @pytest.mark.parametrize(
@@ -63,7 +49,7 @@ def test_a_decision_on_values_is_refused(tmp_path: Path, decision: str) -> None:
 )
 def test_a_decision_at_random_is_told_as_such(tmp_path: Path, decision: str) -> None:
     with pytest.raises(TraceError, match="decides by a random number") as told:
-        traced(tmp_path, MODEL.format(check=decision))
+        traced(tmp_path, linear_model(decision, "return self.linear(x)"))
     assert "probability to 0" in told.value.fix
     assert decision.partition(":")[0] in told.value.found
 
@@ -106,5 +92,5 @@ def test_a_mask_that_may_be_another_is_kept(tmp_path: Path, mask: str) -> None:
 
 def test_a_check_passes_where_a_model_cannot_be_traced_without_a_device(tmp_path: Path) -> None:
     at_the_cpu = "x = x.masked_fill(x > 9, torch.tensor(0.0))"
-    source = MODEL.format(check=f"assert (x < 9).all(); {at_the_cpu}")
+    source = linear_model(f"assert (x < 9).all(); {at_the_cpu}", "return self.linear(x)")
     assert len(ops_of(traced(tmp_path, source), "masked_fill")) == 1

@@ -7,24 +7,11 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.graph import Graph
-from tests.planner.trace.model_source import ops_of, traced
-
-MODEL = """
-class Model(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.linear = nn.Linear(4, 4)
-
-    def forward(self, x):
-        {body}
-
-def build_model():
-    return Model()
-"""
+from tests.planner.trace.model_source import linear_model, ops_of, traced
 
 
 def graph_of(folder: Path, *lines: str) -> Graph:
-    return traced(folder, MODEL.format(body="\n        ".join(lines)))
+    return traced(folder, linear_model(*lines))
 
 
 def test_a_write_into_a_slice_makes_a_new_tensor(tmp_path: Path) -> None:
