@@ -6,22 +6,36 @@ from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 
+from autopar.planner.cluster.link import Manner
 from autopar.planner.costs.collective_measured import Collective
 from autopar.runtime import transport
 from autopar.runtime.mesh import Axis
 
 
 def training_call(
-    collective: Collective, payload_bytes: int, rank: int, ranks: int
-) -> Callable[[], object]:
+    manner: Manner, collective: Collective, payload_bytes: int, rank: int, ranks: int
+) -> Callable[[], Tensor]:
     """Return one call on fp32 tensors; the payload is what planner/costs/collectives.py says."""
     axis = Axis(rank=rank, size=ranks, group=dist.group.WORLD, is_gloo=True)
     stack = torch.ones(ranks, max(1, payload_bytes // 4 // ranks))
-    calls: dict[Collective, Callable[[], object]] = {
+    flat = stack.view(-1)
+    waited: dict[Collective, Callable[[], Tensor]] = {
         Collective.ALL_REDUCE: lambda: transport.summed(stack, axis),
         Collective.ALL_GATHER: lambda: transport.gathered(stack[rank], axis),
         Collective.REDUCE_SCATTER: lambda: transport.sum_scattered(stack, axis),
         Collective.ALL_TO_ALL: lambda: transport.exchanged(stack, axis),
     }
-    return calls[collective]
+    of_a_bucket: dict[Collective, Callable[[], Tensor]] = {
+        Collective.ALL_REDUCE: lambda: transport.ComingSum(flat, axis).value(),
+        Collective.ALL_GATHER: lambda: _gathered(flat, axis),
+        Collective.REDUCE_SCATTER: lambda: transport.ComingPart(flat, axis).value(),
+    }
+    return {Manner.WAITED: waited, Manner.BUCKET: of_a_bucket}[manner][collective]
+
+
+def _gathered(flat: Tensor, axis: Axis) -> Tensor:
+    for work in transport.started_gather(flat, axis):
+        work.wait()
+    return flat

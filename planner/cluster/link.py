@@ -21,20 +21,24 @@ class Backend(StrEnum):
     GLOO = "gloo"
 
 
+class Manner(StrEnum):
+    """How ranks come to call a collective; over gloo scripts make some of theirs of others."""
+
+    IN_A_ROW = "in a row"  # the library's own, one after another
+    WAITED = "waited for"  # as scripts make it: they compute, call, and go on with what it makes
+    BUCKET = "of a bucket"  # as they move a bucket of gradients or parameters, after computing
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCollective:
-    """One collective over a link as `autopar profile` measured it, and the line fitted to that.
-
-    It is waited for where ranks compute before it and go on with what it makes; otherwise calls
-    followed each other.
-    """
+    """One collective over a link as `autopar profile` measured it, and the line fitted to that."""
 
     collective: str
     ranks: int
     alpha_seconds: float  # of one hop
     bytes_per_second: float
     points: tuple[tuple[int, float], ...]  # payload bytes, seconds; both rise
-    is_waited: bool = False
+    manner: Manner = Manner.IN_A_ROW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from autopar.planner.cluster.link import MeasuredCollective, Topology
+from autopar.planner.cluster.link import Manner, MeasuredCollective, Topology
 from autopar.planner.cluster.shape import Crossing, GroupShape
 from autopar.planner.costs import collectives
 from autopar.planner.costs.collective_measured import (
@@ -34,11 +34,11 @@ class Priced:
 __all__ = [
     "Collective",
     "Priced",
+    "called_seconds",
     "cheapest",
     "collective_seconds",
     "least_seconds",
     "ring_hops",
-    "waited_seconds",
     "ways",
 ]
 
@@ -57,25 +57,29 @@ def collective_seconds(
 
 
 @lru_cache(maxsize=65536)
-def waited_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
-    """Return the time of a collective for which ranks wait between computations.
+def called_seconds(
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    manner: Manner = Manner.IN_A_ROW,
+) -> float:
+    """Return the time of a collective that is called in some manner, remembered.
 
-    Where CPUs compute, a thread that must be woken takes longer than the message; a profile knows.
+    Where CPUs compute, a thread that must be woken takes longer than the message, and scripts move
+    buckets by quicker collectives than gloo's own; a profile knows.
     """
-    measured = _measured(collective, shape, is_waited=True)
-    if measured is None or shape.ranks == 1 or not payload_bytes:
-        return collective_seconds(collective, payload_bytes, shape)
-    known, crossing = measured
-    return measured_seconds(known, payload_bytes, shape.ranks, shared=crossing.shared)
+    return cheapest(collective, payload_bytes, shape, manner=manner).seconds
 
 
 @lru_cache(maxsize=65536)
-def least_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
+def least_seconds(
+    collective: Collective, payload_bytes: float, shape: GroupShape, manner: Manner
+) -> float:
     """Return what a payload takes at least, in however many collectives.
 
     By the formulas one is the least, since they grow by less and less; measurements may not.
     """
-    measured = _measured(collective, shape)
+    measured = _measured(collective, shape, manner)
     if measured is None or shape.ranks == 1:
         return collective_seconds(collective, payload_bytes, shape)
     known, crossing = measured
@@ -87,11 +91,14 @@ def cheapest(
     payload_bytes: float,
     shape: GroupShape,
     constants: CollectiveConstants | None = None,
+    *,
+    manner: Manner = Manner.IN_A_ROW,
 ) -> Priced:
     """Return the cheapest way that the topology allows; ties go to the first one listed."""
     if shape.ranks == 1 or not payload_bytes:
         return FREE
-    return min(ways(collective, payload_bytes, shape, constants), key=lambda way: way.seconds)
+    found = ways(collective, payload_bytes, shape, constants, manner=manner)
+    return min(found, key=lambda way: way.seconds)
 
 
 def ways(
@@ -99,9 +106,11 @@ def ways(
     payload_bytes: float,
     shape: GroupShape,
     constants: CollectiveConstants | None = None,
+    *,
+    manner: Manner = Manner.IN_A_ROW,
 ) -> tuple[Priced, ...]:
     """Return every way that the topology allows, with its time."""
-    measured = _as_measured(collective, payload_bytes, shape)
+    measured = _as_measured(collective, payload_bytes, shape, manner)
     if measured is not None:
         return (measured,)
     known = constants or read_collective_constants()
@@ -114,9 +123,11 @@ def ways(
     )
 
 
-def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape) -> Priced | None:
+def _as_measured(
+    collective: Collective, payload_bytes: float, shape: GroupShape, manner: Manner
+) -> Priced | None:
     """Return the time that a profile knows."""
-    measured = _measured(collective, shape)
+    measured = _measured(collective, shape, manner)
     if measured is None:
         return None
     known, crossing = measured
@@ -125,16 +136,18 @@ def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape
 
 
 def _measured(
-    collective: Collective, shape: GroupShape, *, is_waited: bool = False
+    collective: Collective, shape: GroupShape, manner: Manner
 ) -> tuple[MeasuredCollective, Crossing] | None:
-    """Return what a profile knows; groups over several levels are left to the formulas."""
+    """Return what a profile knows of a collective, at least of the library's own.
+
+    Groups over several levels are left to the formulas.
+    """
     if len(shape.crossings) != 1:
         return None
     crossing = shape.crossings[0]
-    for known in crossing.collectives:
-        if known.collective == collective and known.is_waited == is_waited:
-            return known, crossing
-    return None
+    own = {one.manner: one for one in crossing.collectives if one.collective == collective}
+    known = own.get(manner, own.get(Manner.IN_A_ROW))
+    return None if known is None else (known, crossing)
 
 
 def _priced(

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collective_choice import Collective, waited_seconds
+from autopar.planner.costs.collective_choice import Collective, called_seconds
 from autopar.planner.costs.compute import Throughput
 from autopar.planner.costs.elementwise import memory_seconds
 from autopar.planner.layouts import Conversion, Kind, Layout, Local
@@ -70,7 +71,7 @@ def _seconds(
         payload = part
     else:
         payload = part * degree  # what does not divide is padded
-    wire = waited_seconds(step, payload, shape)
+    wire = called_seconds(step, payload, shape, Manner.WAITED)
     if tensor.is_contiguous or step is Collective.ALL_REDUCE:
         return wire, wire
     return wire + memory_seconds(2 * payload, rates=rates), wire

@@ -1,9 +1,9 @@
 """Turns a stage and the ranks that share its data into seconds of gathering and reducing.
 
     ZeRO 0      all-reduce of the gradients, by the bucket, beside the last backward
-    ZeRO 1      reduce-scatter likewise; the updated parameters are gathered beside the next forward
-    ZeRO 2      as 1, but layer by layer, and every microbatch scatters, since no rank keeps whole
-                gradients
+    ZeRO 1      reduce-scatter likewise; the updated parameters are gathered before all else
+    ZeRO 2      as 1, but layer by layer, the gathers beside the first forward, and every microbatch
+                scatters, since no rank keeps whole gradients
     ZeRO 3      every microbatch gathers each layer for its forward and again for its backward, and
                 scatters its gradients
 
@@ -15,12 +15,13 @@ over the copies. One bucket that holds everything is a reduction which nothing o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
+from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collective_choice import Collective, collective_seconds
+from autopar.planner.costs.collective_choice import Collective, called_seconds
 from autopar.planner.costs.measurements import UnitTimes
 from autopar.planner.costs.norm_statistics import NO_WAIT, Synchronising, synchronising
 from autopar.planner.costs.overlap import (
@@ -28,7 +29,9 @@ from autopar.planner.costs.overlap import (
     Overlapped,
     Seconds,
     bucketed_reduction,
+    buckets,
     forward_during_gather,
+    gathered_after_optimizer_seconds,
     hierarchical_reduction_seconds,
     sharded_backward,
     sharded_forward,
@@ -61,6 +64,8 @@ class DataSeconds:
     first_forward: float  # more, before the first microbatch
     gathers_alone: float  # of one step, with m microbatches
     reductions_alone: float
+    gathers: int  # collectives of one step
+    reductions: int
     synchronising: Synchronising = NO_WAIT  # of one microbatch; not in the above
 
     @property
@@ -81,13 +86,9 @@ NOTHING = DataSeconds(
     first_forward=0.0,
     gathers_alone=0.0,
     reductions_alone=0.0,
+    gathers=0,
+    reductions=0,
 )
-
-
-@lru_cache(maxsize=65536)
-def priced(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
-    """Return the seconds of a collective, remembered."""
-    return collective_seconds(collective, payload_bytes, shape)
 
 
 @lru_cache(maxsize=65536)
@@ -113,26 +114,33 @@ def _loads(layers: Sequence[Repeated], gradient_share: float) -> tuple[LayerLoad
     )
 
 
+def manner_of(zero: Zero) -> Manner:
+    """Return how parameters and gradients are moved: the library's own way by fully_shard alone."""
+    return Manner.BUCKET if zero <= Zero.OPTIMIZER else Manner.IN_A_ROW
+
+
 def _gathering(groups: DataGroups) -> Seconds:
-    return _remembered(lambda size: priced(Collective.ALL_GATHER, size, groups.shard))
+    return _seconds(Collective.ALL_GATHER, groups.shard, groups.zero)
 
 
 def _reducing(groups: DataGroups) -> Seconds:
     """Return the seconds of the reduction of so many bytes of gradient."""
     if groups.zero is Zero.NONE:
-        return _remembered(lambda size: priced(Collective.ALL_REDUCE, size, groups.shard))
-    scatter = _remembered(lambda size: priced(Collective.REDUCE_SCATTER, size, groups.shard))
+        return _seconds(Collective.ALL_REDUCE, groups.shard, groups.zero)
+    scatter = _seconds(Collective.REDUCE_SCATTER, groups.shard, groups.zero)
     if groups.replicas.ranks == 1:
         return scatter
     return hierarchical_reduction_seconds(
         scatter,
-        _remembered(lambda size: priced(Collective.ALL_REDUCE, size, groups.replicas)),
+        _seconds(Collective.ALL_REDUCE, groups.replicas, groups.zero),
         shard_degree=groups.shard.ranks,
     )
 
 
-def _remembered(seconds: Callable[[float], float]) -> Seconds:
-    return lru_cache(maxsize=256)(seconds)
+def _seconds(collective: Collective, shape: GroupShape, zero: Zero) -> Seconds:
+    """Return what so many bytes take, remembered by the size alone."""
+    manner = manner_of(zero)
+    return lru_cache(maxsize=256)(lambda size: called_seconds(collective, size, shape, manner))
 
 
 def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
@@ -161,6 +169,8 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
         first_forward=0.0,
         gathers_alone=2 * microbatches * gathers,
         reductions_alone=microbatches * reductions,
+        gathers=2 * microbatches * _gathers(loads),
+        reductions=microbatches * _reductions(loads),
     )
 
 
@@ -182,31 +192,43 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     backward = bucketed_reduction(
         loads, _reducing(groups), bucket_bytes=bucket, slowdown=groups.slowdown
     )
-    first = gathers = 0.0
-    if groups.zero is not Zero.NONE:
-        forward = forward_during_gather(
-            loads, _gathering(groups), bucket_bytes=bucket, slowdown=groups.slowdown
+    if not scatters_each:
+        gathers = (
+            gathered_after_optimizer_seconds(loads, _gathering(groups), bucket_bytes=bucket)
+            if groups.zero is Zero.OPTIMIZER
+            else 0.0
         )
-        first, gathers = _added(forward), forward.communication_seconds
-    if scatters_each:
-        first += sum(_gathering_host(load, groups.unit) for load in loads)
-        scattering = sum(_scattering_host(load, groups.unit) for load in loads)
         return DataSeconds(
             each_forward=0.0,
-            each_backward=_added(backward) + scattering,
-            last_backward=0.0,
-            first_forward=first,
+            each_backward=0.0,
+            last_backward=_added(backward),
+            first_forward=gathers,
             gathers_alone=gathers,
-            reductions_alone=microbatches * backward.communication_seconds,
+            reductions_alone=backward.communication_seconds,
+            gathers=_gathers(loads, bucket) if groups.zero is Zero.OPTIMIZER else 0,
+            reductions=_reductions(loads, bucket),
         )
+    forward = forward_during_gather(loads, _gathering(groups), slowdown=groups.slowdown)
+    gathering = sum(_gathering_host(load, groups.unit) for load in loads)
+    scattering = sum(_scattering_host(load, groups.unit) for load in loads)
     return DataSeconds(
         each_forward=0.0,
-        each_backward=0.0,
-        last_backward=_added(backward),
-        first_forward=first,
-        gathers_alone=gathers,
-        reductions_alone=backward.communication_seconds,
+        each_backward=_added(backward) + scattering,
+        last_backward=0.0,
+        first_forward=_added(forward) + gathering,
+        gathers_alone=forward.communication_seconds,
+        reductions_alone=microbatches * backward.communication_seconds,
+        gathers=_gathers(loads),
+        reductions=microbatches * _reductions(loads),
     )
+
+
+def _gathers(loads: Sequence[LayerLoad], bucket_bytes: int = 0) -> int:
+    return len(list(buckets((one.parameter_bytes for one in loads), bucket_bytes)))
+
+
+def _reductions(loads: Sequence[LayerLoad], bucket_bytes: int = 0) -> int:
+    return len(list(buckets((one.gradient_bytes for one in reversed(loads)), bucket_bytes)))
 
 
 def _added(overlapped: Overlapped) -> float:

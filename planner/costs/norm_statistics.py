@@ -13,8 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
+from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collective_choice import Collective, waited_seconds
+from autopar.planner.costs.collective_choice import Collective, called_seconds
 
 BATCH_NORM = "aten.batch_norm.default"
 _ELEMENT_BYTES = 4  # statistics travel in fp32
@@ -83,4 +84,4 @@ def _gathered_bytes(channels: int, group: GroupShape) -> int:
 
 
 def _seconds(collective: Collective, payloads: Iterable[int], group: GroupShape) -> float:
-    return sum(waited_seconds(collective, size, group) for size in payloads)
+    return sum(called_seconds(collective, size, group, Manner.WAITED) for size in payloads)

@@ -12,7 +12,7 @@ Left out everywhere: collectives that computing slows down, and two collectives 
 between nodes beside a gather within one).
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.planner.errors import InputError
@@ -89,6 +89,18 @@ def bucketed_reduction(
     return streams.joined().result()
 
 
+def buckets(layers_bytes: Iterable[float], bucket_bytes: float) -> Iterator[float]:
+    """Yield the bytes of each bucket that layers fill in this order; each layer goes into one."""
+    filled_bytes = 0.0
+    for size in layers_bytes:
+        filled_bytes += size
+        if filled_bytes >= max(bucket_bytes, 1):
+            yield filled_bytes
+            filled_bytes = 0.0
+    if filled_bytes:
+        yield filled_bytes
+
+
 def best_bucket_bytes(
     layers: Sequence[LayerLoad],
     reduction_seconds: Seconds,
@@ -160,49 +172,32 @@ def sharded_backward(
 def gathered_after_optimizer_seconds(
     layers: Sequence[LayerLoad], gather_seconds: Seconds, *, bucket_bytes: float
 ) -> float:
-    """Return Σ G(bucket): ZeRO-1/2 gathers what the optimizer updated, and nothing overlaps it."""
+    """Return Σ G(bucket): ZeRO-1 gathers what the optimizer updated, and nothing overlaps it."""
     _require_layers(layers)
-    return sum(gather_seconds(size) for size, _ in _parameter_buckets(layers, bucket_bytes))
+    return sum(map(gather_seconds, buckets((one.parameter_bytes for one in layers), bucket_bytes)))
 
 
 def forward_during_gather(
-    layers: Sequence[LayerLoad], gather_seconds: Seconds, *, bucket_bytes: float, slowdown: float
+    layers: Sequence[LayerLoad], gather_seconds: Seconds, *, slowdown: float
 ) -> Overlapped:
-    """Return the forward of ZeRO-1/2 that begins while updated parameters are still gathered.
+    """Return the forward of ZeRO-2 that begins while updated parameters are still gathered.
 
-    All buckets are gathered one after another from the start, in the order of the forward:
+    All layers are gathered one after another from the start, in the order of the forward:
 
-        start(layer) = max(end of the layer before, Σ G of the buckets up to its own)
+        start(layer) = max(end of the layer before, Σ G of the layers up to its own)
 
     That of the first microbatch of a step; the others find their parameters whole. Left out: a
     limit on gathers issued ahead.
     """
     _require_layers(layers)
     streams = _Streams.idle()
-    gathered: list[tuple[float, Sequence[LayerLoad]]] = []
-    for size, members in _parameter_buckets(layers, bucket_bytes):
-        streams = streams.communicate(gather_seconds(size))
-        gathered.append((streams.communication_end_seconds, members))
-    for end_seconds, bucket in gathered:
-        streams = streams.waiting_until(end_seconds)
-        for layer in bucket:
-            streams = streams.compute(layer.forward_seconds, slowdown)
+    gathered: list[float] = []
+    for layer in layers:
+        streams = streams.communicate(gather_seconds(layer.parameter_bytes))
+        gathered.append(streams.communication_end_seconds)
+    for layer, end_seconds in zip(layers, gathered, strict=True):
+        streams = streams.waiting_until(end_seconds).compute(layer.forward_seconds, slowdown)
     return streams.joined().result()
-
-
-def _parameter_buckets(
-    layers: Sequence[LayerLoad], bucket_bytes: float
-) -> list[tuple[float, list[LayerLoad]]]:
-    """Return the bytes and the layers of each bucket, in the order of the forward."""
-    buckets: list[tuple[float, list[LayerLoad]]] = []
-    members: list[LayerLoad] = []
-    for index, layer in enumerate(layers):
-        members.append(layer)
-        size = sum(member.parameter_bytes for member in members)
-        if size >= bucket_bytes or index == len(layers) - 1:
-            buckets.append((size, members))
-            members = []
-    return buckets
 
 
 def _require_layers(layers: Sequence[LayerLoad]) -> None:

@@ -8,9 +8,8 @@ from functools import lru_cache
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.shape import GroupShape, ends_shape, group_shape, neighbour_shape
-from autopar.planner.costs.collective_choice import Collective
+from autopar.planner.costs.collective_choice import Collective, called_seconds
 from autopar.planner.costs.compute import Throughput
-from autopar.planner.costs.data_parallel import priced
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.rates import rates_of
 from autopar.planner.precision import Precision
@@ -31,12 +30,12 @@ class RankGroups:
 
     def transfer_seconds(self, size_bytes: int) -> float:
         """Return the seconds of one tensor from a stage to the next."""
-        return priced(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
+        return called_seconds(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
 
 
 def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
     """Return the seconds to sum so many bytes over a group."""
-    return priced(Collective.ALL_REDUCE, size_bytes, shape)
+    return called_seconds(Collective.ALL_REDUCE, size_bytes, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

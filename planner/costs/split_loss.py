@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collective_choice import Collective, waited_seconds
+from autopar.planner.costs.collective_choice import Collective, called_seconds
 from autopar.planner.costs.op_shapes import LocalShapes
 
 CROSS_ENTROPY = "aten.cross_entropy_loss.default"
@@ -20,7 +21,7 @@ def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
         return 0.0
     rows = shapes.numel(shapes.op.inputs[0]) // max(1, shapes.letters(("v",)))
     return sum(
-        waited_seconds(Collective.ALL_REDUCE, figures * rows * _ROW_BYTES, shape)
+        called_seconds(Collective.ALL_REDUCE, figures * rows * _ROW_BYTES, shape, Manner.WAITED)
         for figures in (1, 2)
     )
 

@@ -188,7 +188,7 @@ def _tensor_term(step: Step, busiest: Busiest) -> CommunicationTerm:
 
 
 def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
-    """Yield gathers and reductions; what is exposed of both is told with the reductions' share."""
+    """Yield gathers and reductions; what a backward waits for of both is told with the latter."""
     arrangement = step.arrangement
     own = [step.data[stage] for stage in busiest.stages]
     loads = [step.loads[stage] for stage in busiest.stages]
@@ -196,13 +196,12 @@ def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
     reductions = sum(one.reductions_alone for one in own)
     each = arrangement.microbatches
     is_sharded = arrangement.zero is Zero.PARAMETERS
-    layers = sum(run.count for load in loads for run in load.layers)
     waited = each * sum(one.each_forward for one in own) + step.first_gather_seconds
     yield _term(
         "parameters gathered from the ranks that share them",
         Collective.ALL_GATHER,
         ranks=arrangement.shard,
-        count=2 * each * layers if is_sharded else layers,
+        count=sum(one.gathers for one in own),
         payload_bytes=(2 * each if is_sharded else 1) * sum(load.parameter_bytes for load in loads),
         seconds=gathers,
         exposed_seconds=min(waited, gathers),
@@ -213,10 +212,10 @@ def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
         "gradients summed over the ranks that share the data",
         Collective.ALL_REDUCE if arrangement.zero is Zero.NONE else Collective.REDUCE_SCATTER,
         ranks=arrangement.data,
-        count=rounds * layers,
+        count=sum(one.reductions for one in own),
         payload_bytes=rounds * sum(load.gradient_bytes for load in loads),
         seconds=reductions,
-        exposed_seconds=min(exposed, gathers + reductions),
+        exposed_seconds=min(exposed, reductions + (gathers if is_sharded else 0.0)),
     )
     statistics = sum((one.synchronising for one in own), NO_WAIT)
     seconds = each * (statistics.forward_seconds + statistics.backward_seconds)

@@ -9,16 +9,18 @@ ZeRO-3 gathers its first layer before it computes anything, and scatters its las
 has computed everything.
 
 ZeRO-3 gathers in every pass and scatters in every backward, ZeRO-2 scatters in every backward, and
-ZeRO-1 and 0 reduce in the last one; ZeRO-1 and 2 gather in the first forward. What every pass waits
-for has a collective for each layer; the rest is taken at the least of every way to divide its bytes
-among layers and buckets.
+ZeRO-1 and 0 reduce in the last one; ZeRO-1 gathers before the first forward, ZeRO-2 in it. What
+every pass waits for has a collective for each layer; the rest is taken at the least of every way to
+divide its bytes among layers and buckets.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collective_choice import Collective, least_seconds
+from autopar.planner.costs.data_parallel import manner_of
 from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rank_groups import RankGroups
@@ -60,6 +62,7 @@ class DataBound:
     ) -> None:
         self.arrangement, self.groups = arrangement, groups
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
+        self.manner = manner_of(arrangement.zero)
         self.unit = constants.unit_on(groups.stage_rates[0])
 
     @property
@@ -125,10 +128,11 @@ class DataBound:
         is_gathered = arrangement.zero in (Zero.OPTIMIZER, Zero.GRADIENTS)
         if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
             return 0.0
-        more = self._overlapped(computing_seconds, self._gather(parameter_bytes))
-        if arrangement.zero is Zero.GRADIENTS:
-            more += self._copied_out(parameter_bytes)
-        return more - computing_seconds
+        gather = self._gather(parameter_bytes)
+        if arrangement.zero is Zero.OPTIMIZER:
+            return gather
+        more = self._overlapped(computing_seconds, gather) - computing_seconds
+        return more + self._copied_out(parameter_bytes)
 
     def last_backward_more(self, computing_seconds: float, gradient_bytes: int) -> float:
         """Return what reducing adds to the last backward of the only stage, if only to that."""
@@ -158,13 +162,15 @@ class DataBound:
         return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)
 
     def _gather(self, parameter_bytes: int) -> float:
-        return least_seconds(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
+        return self._least(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
 
     def _reduced(self, gradient_bytes: int) -> float:
         sent, shard = self._sent(gradient_bytes), self.groups.shard
         if self.arrangement.zero is Zero.NONE:
-            return least_seconds(Collective.ALL_REDUCE, sent, self.groups.data)
-        summed = least_seconds(
-            Collective.ALL_REDUCE, sent / self.arrangement.shard, self.groups.replicas
-        )
-        return least_seconds(Collective.REDUCE_SCATTER, sent, shard) + summed
+            return self._least(Collective.ALL_REDUCE, sent, self.groups.data)
+        share = sent / self.arrangement.shard
+        summed = self._least(Collective.ALL_REDUCE, share, self.groups.replicas)
+        return self._least(Collective.REDUCE_SCATTER, sent, shard) + summed
+
+    def _least(self, collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
+        return least_seconds(collective, payload_bytes, shape, self.manner)

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from autopar.planner.cluster.link import Backend, MeasuredCollective
+from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
 from autopar.planner.costs.collective_choice import Collective
 from autopar.planner.costs.measurements import (
     ActionTimes,
@@ -85,7 +85,7 @@ class _Collective(_Rows):
     collective: str
     alpha_seconds: Positive
     bytes_per_second: Positive
-    is_waited: bool = False
+    manner: str
     payload_bytes: Annotated[list[Count], Field(min_length=1)]
     seconds: list[Positive]
 
@@ -126,7 +126,7 @@ class _Field:
     """A value whose text must be one of some words."""
 
     value: str
-    words: type[Backend] | type[Precision] | type[Collective]
+    words: type[Backend] | type[Precision] | type[Collective] | type[Manner]
     where: str
 
 
@@ -198,9 +198,10 @@ def _faults(rows: _File) -> Iterator[str]:
         *(_Field(value=one.backend, words=Backend, where="net") for one in rows.net),
         *(_Field(value=one.precision, words=Precision, where="op") for one in rows.op),
         *(
-            _Field(value=one.collective, words=Collective, where="net.collectives")
+            _Field(value=value, words=words, where="net.collectives")
             for net in rows.net
             for one in net.collectives
+            for value, words in ((one.collective, Collective), (one.manner, Manner))
         ),
     ]
     for net in rows.net:
@@ -252,7 +253,7 @@ def _net(row: _Net) -> MeasuredNet:
                 alpha_seconds=one.alpha_seconds,
                 bytes_per_second=one.bytes_per_second,
                 points=tuple(zip(one.payload_bytes, one.seconds, strict=True)),
-                is_waited=one.is_waited,
+                manner=Manner(one.manner),
             )
             for one in row.collectives
         ),

@@ -17,16 +17,19 @@ from statistics import fmean
 
 import torch
 
-from autopar.planner.cluster.link import Backend, MeasuredCollective
+from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
 from autopar.planner.costs.collective_measured import Collective, hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredNet
 from autopar.planner.profile.net_rank import run
 from autopar.planner.profile.ranks import run_ranks
-from autopar.planner.profile.waits import WAITED, TrainingCalls, run_waits
+from autopar.planner.profile.waits import OF_SCRIPTS, TrainingCalls, run_waits
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB … 64 MiB
-_MOST_WAITED_BYTES = 4 * 2**20  # of activations and statistics, not of parameters
+_BYTES = {
+    Manner.WAITED: range(4 * 2**20 + 1),  # activations and statistics
+    Manner.BUCKET: range(2**14, 2**30),  # gradients and parameters
+}
 _LEAST_ALPHA_SECONDS = 1e-7
 _MOST_BYTES_PER_SECOND = 1e13
 
@@ -60,7 +63,7 @@ def measure_net(
 ) -> MeasuredNet:
     """Return the link among ranks on "cpu" or "cuda" devices.
 
-    Over gloo the collectives that ranks wait for are measured as `training_calls` makes them, too.
+    Over gloo collectives are measured as scripts make them, too: `training_calls` does.
     """
     backend = Backend.NCCL if device == "cuda" else Backend.GLOO
     if ranks < 2 or (device == "cuda" and ranks > torch.cuda.device_count()):
@@ -72,11 +75,13 @@ def measure_net(
     net = net_of(samples, device_name=device_name, backend=backend, ranks=ranks)
     if backend is not Backend.GLOO:
         return net
-    sizes = [size for size in sizes_bytes if size <= _MOST_WAITED_BYTES]
-    cases = tuple((one, size) for size in sizes for one in WAITED)
-    waits = _sampled(run_waits, (training_calls,), cases, ranks, timeout_seconds)
-    waited = tuple(replace(_alone(one, waits, ranks), is_waited=True) for one in WAITED)
-    return replace(net, collectives=net.collectives + waited)
+    for manner, called in OF_SCRIPTS.items():
+        sizes = [size for size in sizes_bytes if size in _BYTES[manner]]
+        cases = tuple((one, size) for size in sizes for one in called)
+        found = _sampled(run_waits, (training_calls, manner), cases, ranks, timeout_seconds)
+        own = tuple(replace(_alone(one, found, ranks), manner=manner) for one in called)
+        net = replace(net, collectives=net.collectives + own)
+    return net
 
 
 def link_cases(sizes_bytes: Sequence[int] = SIZES_BYTES) -> tuple[tuple[Collective, int], ...]:

@@ -11,7 +11,7 @@ from autopar.planner.cluster.link import MeasuredCollective
 from autopar.planner.costs.measurements import ActionTimes, Operand, PassTimes, UnitTimes
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
 
-FORMAT = 4
+FORMAT = 5
 
 
 def content_hash(measured: MeasuredFile) -> str:
@@ -78,7 +78,7 @@ def _collective_lines(one: MeasuredCollective) -> list[str]:
         "",
         "[[net.collectives]]",
         f"collective = {_quoted(one.collective)}",
-        *(["is_waited = true"] if one.is_waited else []),
+        f"manner = {_quoted(one.manner.value)}",
         f"alpha_seconds = {one.alpha_seconds!r}",
         f"bytes_per_second = {one.bytes_per_second!r}",
         f"payload_bytes = [{sizes}]",

@@ -3,30 +3,31 @@
 from __future__ import annotations
 
 import pytest
-import torch
 import torch.distributed as dist
 
+from autopar.planner.cluster.link import Manner
 from autopar.planner.costs.collective_measured import Collective
-from autopar.planner.profile.waits import WAITED
+from autopar.planner.profile.waits import OF_SCRIPTS
 from autopar.training_calls import training_call
 from tests.runtime.ranks import run_on_ranks
 
 PAYLOAD_BYTES = 4096
 
 
-def _made(name: str) -> tuple[int, float]:
+def _made(manner: str, name: str) -> tuple[int, float]:
     rank, ranks = dist.get_rank(), dist.get_world_size()
-    made = training_call(Collective(name), PAYLOAD_BYTES, rank, ranks)()
-    assert isinstance(made, torch.Tensor)
+    made = training_call(Manner(manner), Collective(name), PAYLOAD_BYTES, rank, ranks)()
     return made.nbytes, made.mean().item()
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-@pytest.mark.parametrize("collective", WAITED)
+@pytest.mark.parametrize(
+    ("manner", "collective"), [(manner, one) for manner, own in OF_SCRIPTS.items() for one in own]
+)
 def test_a_call_moves_its_payload_and_sums_where_it_should(
-    collective: Collective, ranks: int
+    manner: Manner, collective: Collective, ranks: int
 ) -> None:
     sums = collective in (Collective.ALL_REDUCE, Collective.REDUCE_SCATTER)
     part = ranks if collective is Collective.REDUCE_SCATTER else 1
-    for found in run_on_ranks(_made, ranks, collective.value):
+    for found in run_on_ranks(_made, ranks, manner.value, collective.value):
         assert found == (PAYLOAD_BYTES // part, ranks if sums else 1)

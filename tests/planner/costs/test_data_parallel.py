@@ -8,12 +8,13 @@ import pytest
 
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.collective_choice import Collective, collective_seconds
-from autopar.planner.costs.data_parallel import NOTHING, DataGroups, data_seconds
+from autopar.planner.costs.collective_choice import Collective, called_seconds, collective_seconds
+from autopar.planner.costs.data_parallel import NOTHING, DataGroups, data_seconds, manner_of
 from autopar.planner.costs.measurements import UnitTimes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.stage_load import stage_load
 from tests.planner.costs.step_factories import LAYER, layer
+from tests.planner.profile.measurements import everything
 
 CLUSTER = choose_cluster(8, "h100-sxm")
 ALL = group_shape(CLUSTER, 8, 1)
@@ -51,6 +52,46 @@ def test_scattered_gradients_and_gathered_parameters_stand_for_zero_1() -> None:
     gather = collective_seconds(Collective.ALL_GATHER, 4 * LAYER.parameter_bytes, ALL)
     assert found.last_backward == pytest.approx(scatter)
     assert found.first_forward == pytest.approx(gather)
+
+
+def test_nothing_is_computed_beside_the_gathers_of_zero_1() -> None:
+    slow = stage_load([layer(forward_seconds=0.1)] * 4).layers
+    by_layer = replace(GROUPS, zero=Zero.OPTIMIZER, bucket_bytes=LAYER.parameter_bytes)
+    found = data_seconds(slow, by_layer, microbatches=3)
+    gather = collective_seconds(Collective.ALL_GATHER, LAYER.parameter_bytes, ALL)
+    assert found.first_forward == pytest.approx(4 * gather)
+    beside = data_seconds(slow, replace(by_layer, zero=Zero.GRADIENTS), microbatches=3)
+    assert beside.first_forward == pytest.approx(gather)
+
+
+@pytest.mark.parametrize(
+    ("zero", "bucket_layers", "gathers", "reductions"),
+    [
+        (Zero.NONE, 4, 0, 1),
+        (Zero.NONE, 3, 0, 2),
+        (Zero.OPTIMIZER, 2, 2, 2),
+        (Zero.GRADIENTS, 4, 4, 3 * 4),
+        (Zero.PARAMETERS, 4, 3 * 8, 3 * 4),
+    ],
+)
+def test_collectives_are_counted_by_the_bucket_or_by_the_layer(
+    zero: Zero, bucket_layers: int, gathers: int, reductions: int
+) -> None:
+    filled = layer(parameter_bytes=1000, gradient_bytes=1000)
+    groups = replace(GROUPS, zero=zero, bucket_bytes=1000 * bucket_layers)
+    found = data_seconds(stage_load([filled] * 4).layers, groups, microbatches=3)
+    assert (found.gathers, found.reductions) == (gathers, reductions)
+
+
+def test_scripts_move_buckets_their_own_way_and_fully_shard_the_librarys() -> None:
+    pair = group_shape(everything().on(choose_cluster(2, "cpu")), 2, 1)
+    small = stage_load([layer(gradient_bytes=1_000)]).layers  # 2 ms of a bucket, 1 ms in a row
+    groups = replace(GROUPS, data=pair, shard=pair, bucket_bytes=1)
+    assert data_seconds(small, groups, microbatches=1).last_backward == pytest.approx(2e-3)
+    found = {
+        zero: called_seconds(Collective.ALL_REDUCE, 1_000, pair, manner_of(zero)) for zero in Zero
+    }
+    assert list(found.values()) == [2e-3, 2e-3, 1e-3, 1e-3]
 
 
 def test_zero_2_scatters_in_every_microbatch() -> None:

@@ -60,7 +60,7 @@ def all_overlaps(layers: list[LayerLoad], slowdown: float) -> list[Overlapped]:
         bucketed_reduction(layers, wire, bucket_bytes=5, slowdown=slowdown),
         sharded_forward(layers, wire, slowdown=slowdown),
         sharded_backward(layers, wire, wire, slowdown=slowdown),
-        forward_during_gather(layers, wire, bucket_bytes=5, slowdown=slowdown),
+        forward_during_gather(layers, wire, slowdown=slowdown),
     ]
 
 
@@ -188,14 +188,14 @@ def test_parameters_gathered_after_the_optimizer_are_exposed_by_the_bucket() -> 
     assert gathered_after_optimizer_seconds(layers, wire, bucket_bytes=4) == 8
 
 
-def test_a_forward_during_the_gather_waits_for_its_own_bucket() -> None:
-    # buckets {3, 2} until 5 and {1} until 6; forwards 0.25 and 0.25 from 5, the third waits: 6-8
+def test_a_forward_during_the_gather_waits_for_its_own_layer() -> None:
+    # gathers until 3, 5 and 6; forwards 3-3.25, 5-5.25 and 6-8
     layers = [
         layer(forward=0.25, parameters=3),
         layer(forward=0.25, parameters=2),
         layer(forward=2, parameters=1),
     ]
-    result = forward_during_gather(layers, one_second_per_byte, bucket_bytes=4, slowdown=0)
+    result = forward_during_gather(layers, one_second_per_byte, slowdown=0)
     assert result.total_seconds == 8
     assert result.exposed_seconds == 5.5
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.planner.cluster.link import Backend, MeasuredCollective
+from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
 from autopar.planner.costs.collective_measured import Collective
 from autopar.planner.costs.measurements import (
     ActionTimes,
@@ -71,7 +71,8 @@ def host(*, threads: int = 1, torch: str = "2.13.0+cpu") -> MeasuredHost:
 def net() -> MeasuredNet:
     """Return a measured link of two ranks.
 
-    An all-reduce of 1 KB takes 1 ms, of 1 MB 3 ms; one that is waited for 5 ms, up to 2 KB.
+    An all-reduce of 1 KB takes 1 ms, of 1 MB 3 ms; one waited for 5 ms, up to 2 KB; one of a
+    bucket 2 and 9 ms.
     """
     collective = MeasuredCollective(
         collective=Collective.ALL_REDUCE.value,
@@ -80,7 +81,8 @@ def net() -> MeasuredNet:
         bytes_per_second=5e8,
         points=((1_000, 1e-3), (1_000_000, 3e-3)),
     )
-    waited = replace(collective, points=((2_000, 5e-3), (2_000_000, 7e-3)), is_waited=True)
+    waited = replace(collective, points=((2_000, 5e-3), (2_000_000, 7e-3)), manner=Manner.WAITED)
+    bucket = replace(collective, points=((1_000, 2e-3), (1_000_000, 9e-3)), manner=Manner.BUCKET)
     return MeasuredNet(
         device="cpu",
         backend=Backend.GLOO,
@@ -88,7 +90,7 @@ def net() -> MeasuredNet:
         torch="2.13.0+cpu",
         alpha_seconds=1e-4,
         bytes_per_second=2e9,
-        collectives=(collective, waited),
+        collectives=(collective, waited, bucket),
     )
 
 

@@ -42,6 +42,7 @@ def test_the_date_is_no_part_of_the_hash() -> None:
         (TEXT.replace('precision = "fp32"', 'precision = "fp31"'), "none of fp32, bf16"),
         (TEXT.replace('"gloo"', '"mpi"'), "none of nccl, gloo"),
         (TEXT.replace('"all-reduce"', '"all-out"'), "'all-out' is none of"),
+        (TEXT.replace('"waited for"', '"slowly"'), "'slowly' is none of"),
         (TEXT.replace("step_seconds = 6e-05", "step_seconds = nan"), "host.0.step_seconds"),
         (TEXT.replace("[1000, 1000000]", "[1000, 100]"), "do not rise"),
         (TEXT.replace("[1000, 1000000]", "[1000]"), "lacks payloads or seconds"),

@@ -3,12 +3,13 @@ import pytest
 from autopar.planner.axes.terms import leaves
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import content_hash
+from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collective_choice import (
     Collective,
+    called_seconds,
     cheapest,
     collective_seconds,
-    waited_seconds,
 )
 from autopar.planner.costs.norm_statistics import Statistics, synchronising
 from autopar.planner.costs.op_shapes import OpSplit
@@ -62,19 +63,19 @@ def test_a_collective_that_is_waited_for_takes_what_it_took_after_a_computation(
     alone, joined = choose_cluster(2, "cpu"), everything().on(choose_cluster(2, "cpu"))
     shape = group_shape(joined, 2, 1)
     assert collective_seconds(Collective.ALL_REDUCE, 1_000, shape) == 1e-3
-    assert waited_seconds(Collective.ALL_REDUCE, 1_000, shape) == 5e-3
-    assert waited_seconds(Collective.ALL_REDUCE, 0, shape) == 0.0
+    assert called_seconds(Collective.ALL_REDUCE, 1_000, shape, Manner.WAITED) == 5e-3
+    assert called_seconds(Collective.ALL_REDUCE, 0, shape, Manner.WAITED) == 0.0
     for unknown, where in (
         (Collective.ALL_GATHER, shape),
         (Collective.ALL_REDUCE, group_shape(alone, 2, 1)),
     ):
         expected = collective_seconds(unknown, 1_000, where)
-        assert waited_seconds(unknown, 1_000, where) == expected
+        assert called_seconds(unknown, 1_000, where, Manner.WAITED) == expected
 
 
 def test_tensor_ranks_and_batch_norms_wait_for_their_collectives() -> None:
     shape = group_shape(everything().on(choose_cluster(2, "cpu")), 2, 1)
-    assert waited_seconds(Collective.ALL_REDUCE, 2_000, shape) == 5e-3
+    assert called_seconds(Collective.ALL_REDUCE, 2_000, shape, Manner.WAITED) == 5e-3
     norms = synchronising(Statistics(norms=(64,)), shape)
     assert norms.backward_seconds == 5e-3
 
