@@ -78,6 +78,8 @@ def record(factory: Callable[[], nn.Module], *, seed: int) -> tuple[nn.Module, R
     try:
         with _seeded(seed), recorded(recording):
             model = factory()
+        if recording.failure is not None:  # a constructor that goes on has done something else
+            raise recording.failure
     except Exception as error:  # whatever a constructor does that meta tensors cannot
         return _built_for_real(factory, seed, error)
     values = {place.name: recording.value(place.tensor) for place in _tensors(model)}

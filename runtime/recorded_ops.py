@@ -67,6 +67,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.seed = seed
         self.ops: list[RecordedOp] = []
         self.constants: dict[int, Tensor] = {}
+        self.failure: Exception | None = None  # which the constructor may have caught
         self._storages: dict[int, torch.UntypedStorage] = {}  # kept, lest an address is used again
         self._stand_ins: dict[tuple[int, int], tuple[Tensor, Tensor]] = {}
 
@@ -78,7 +79,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         """Run an op on the meta device and record it, or answer a question about values."""
-        kwargs = kwargs or {}
+        try:
+            return self._recorded(func, args, kwargs or {})
+        except Exception as error:
+            self.failure = error
+            raise
+
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         given = [leaf for leaf in tree_flatten((args, kwargs))[0] if isinstance(leaf, Tensor)]
         if given and not any(is_recorded(tensor) for tensor in given):
             return func(*args, **kwargs)  # real numbers from elsewhere, among themselves
@@ -89,8 +96,13 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return func(*self.real(args), **self.real(kwargs))
         if "device" in kwargs or (not given and _takes_a_device(func)):
             kwargs = {**kwargs, "device": META}
-        outputs = func(*args, **kwargs)
         written = list(_written(func, args, kwargs))
+        try:
+            outputs = func(*args, **kwargs)
+        except NotImplementedError:  # torch knows its results by computing them alone
+            if written:
+                raise
+            outputs = tree_map(_stand_in, func(*self.real(args), **_on_cpu(self.real(kwargs))))
         self._write_down(func, args, kwargs, outputs=outputs, written=written)
         return outputs
 
@@ -226,6 +238,12 @@ def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
         return tensor
     fresh = torch.empty_strided(value.size, value.stride, dtype=value.dtype)
     return fresh.copy_(tensor)
+
+
+def _stand_in(result: Any) -> Any:
+    if not isinstance(result, Tensor):
+        return result
+    return torch.empty_strided(result.shape, result.stride(), dtype=result.dtype, device=META)
 
 
 def _on_cpu(kwargs: dict[str, Any]) -> dict[str, Any]:

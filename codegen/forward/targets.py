@@ -43,6 +43,8 @@ _MOVES = frozenset(
         "clone", "t", "to", "_unsafe_view",
     }
 )  # fmt: skip
+_OF_EACH = frozenset({"ne", "eq", "gt", "ge", "lt", "le", "logical_not", "bitwise_not"})
+_OF_ALL = frozenset({"sum", "count_nonzero"})
 
 
 def valid_targets(split: Split, tree: CallTree) -> str | None:
@@ -61,8 +63,9 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
     opening = open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))
     read = {name for op in steps for name in op.inputs}.union(*counted.values())
     builder = _CountBuilder(opening, frozenset(read))
+    unplaced = _unplaced(graph, steps)
     for op in steps:
-        if base_name(op.target) in _MOVES:
+        if base_name(op.target) in _MOVES and unplaced.issuperset(op.outputs):
             builder.alias(op)
         else:
             builder.add(op)
@@ -80,6 +83,21 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
         )
         + "\n"
     )
+
+
+def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
+    """Return the tensors of which nothing that reads them asks which entry lies where."""
+    steps = tuple(steps)
+    unplaced = {name for op in steps for name in (*op.inputs, *op.outputs)}
+    for op in reversed(steps):
+        name = base_name(op.target)
+        (made, *_) = op.outputs
+        keeps = name in _MOVES or name in _OF_EACH
+        if len(op.inputs) > 1 or not (
+            (keeps and made in unplaced) or (name in _OF_ALL and not graph.tensors[made].shape)
+        ):
+            unplaced -= set(op.inputs)
+    return unplaced
 
 
 def added_to_counts(split: Split) -> tuple[float, ...]:

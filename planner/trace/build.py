@@ -218,12 +218,17 @@ def _check_entry(key: object, value: object, batch_size: int, where: str) -> Non
 def _accepted(
     model: nn.Module, batch: Mapping[str, Any], *, has_loss: bool, path: Path
 ) -> frozenset[str]:
-    """Return the keys that the model's forward takes; the others must be for the loss."""
+    """Return the keys that the model's forward takes; the others must be for the loss.
+
+    A forward of `**batch` takes all, unless it names some and there is a loss for the others.
+    """
     parameters = inspect.signature(model.forward).parameters.values()
-    if any(p.kind is p.VAR_KEYWORD for p in parameters) and not has_loss:
-        return frozenset(batch)
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    unused = [key for key in batch if key not in named]
+    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
+    taken = (
+        set(batch) if takes_all and not (has_loss and named & set(batch)) else named & set(batch)
+    )
+    unused = [key for key in batch if key not in taken]
     where = f"{path} and {type(model).__name__}.forward"
     if unused and not has_loss:
         found = f"forward does not take {', '.join(unused)} of the batch, and there is no loss"
@@ -237,7 +242,7 @@ def _accepted(
     if missing:
         found = f"forward needs {', '.join(missing)}, which the batch does not have"
         raise InputError(found, where=where, expected=f"the batch has {sorted(batch)}")
-    return frozenset(key for key in batch if key in named)
+    return frozenset(taken)
 
 
 def _has_float64(batch: Mapping[str, Any]) -> bool:

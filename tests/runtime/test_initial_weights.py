@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
+from torch.nn.utils import parametrizations
 
 from autopar.runtime.chunks import chunks_by_name
 from autopar.runtime.initial_weights import build, record
@@ -199,10 +200,13 @@ def test_recording_leaves_the_generator_alone() -> None:
     assert torch.equal(torch.rand(2), expected)
 
 
+OTHERS = torch.zeros(3)
+
+
 class _Unrecordable(nn.Linear):
     def __init__(self) -> None:
         super().__init__(3, 3)
-        self.kept = torch.arange(3).nonzero()  # its shape depends on values
+        OTHERS.add_(self.weight[0].detach())  # what no op of the constructor made
 
 
 def test_a_constructor_that_cannot_be_recorded_is_run_in_full() -> None:
@@ -212,6 +216,38 @@ def test_a_constructor_that_cannot_be_recorded_is_run_in_full() -> None:
     recipe.materialise(model, {"weight": Split(0, ((3, 1),))}, Axis(1, 3, None), CPU)
     torch.manual_seed(4)
     assert torch.equal(model.get_parameter("weight"), nn.Linear(3, 3).weight[1:2])
+
+
+class _GoesOn(nn.Linear):
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.is_noted = True
+        try:
+            OTHERS.add_(self.weight[0].detach())
+        except Exception:  # as libraries catch what they can do without
+            self.is_noted = False
+
+
+def test_a_constructor_that_goes_on_where_it_cannot_be_recorded_is_run_in_full() -> None:
+    with pytest.warns(UserWarning, match="built in full"):
+        model, _ = record(_GoesOn, seed=4)
+    assert model.is_noted
+
+
+class _Places(nn.Linear):
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs)
+        self.register_buffer("places", torch.arange(3).nonzero())
+
+
+@pytest.mark.filterwarnings("error:the model is built in full")
+def test_what_torch_computes_without_knowing_its_shape_before_is_recorded() -> None:
+    model = build(lambda: parametrizations.orthogonal(_Places(6, 4)), seed=0)
+    assert model.get_buffer("places").tolist() == [[1], [2]]
+    with torch.no_grad():
+        weight = torch.as_tensor(model.weight)
+    torch.testing.assert_close(weight @ weight.T, torch.eye(4))
+    assert not torch.equal(weight, torch.eye(4, 6))
 
 
 def test_a_constructor_that_fails_tells_its_own_error() -> None:

@@ -103,6 +103,42 @@ def test_what_a_mask_picks_counts(way: str, count: int) -> None:
     assert found({"ids": torch.tensor([[7, 3, 0], [5, 3, 2]])}) == count
 
 
+class Moving(nn.Module):
+    """Asks where its targets lie before it counts them."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 2)
+        self.way = way
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x: Tensor = self.embed(ids)
+        match self.way:
+            case "masked by place":
+                counts = (ids > 2).unsqueeze(-1) * (torch.stack([ids, ids % 4], -1) > 0)
+                return (x * counts).sum() / counts.sum()
+            case "in pairs":
+                counts = ids.unsqueeze(2) > ids.unsqueeze(1)
+                return (x.sum(-1).unsqueeze(1) * counts).sum() / counts.sum()
+            case "behind a slice":
+                scores = x.transpose(0, 1)[1:].repeat(1, 1, 4).flatten(0, 1)
+                return functional.cross_entropy(scores, ids.t()[1:].flatten(), ignore_index=0)
+        raise ValueError(self.way)
+
+
+@pytest.mark.parametrize(
+    ("way", "count"), [("masked by place", 7), ("in pairs", 6), ("behind a slice", 3)]
+)
+def test_targets_count_where_they_lie(way: str, count: int) -> None:
+    file = replace(
+        file_of(lambda: Moving(way)),
+        example_batch=lambda rows: {"ids": torch.ones(rows, 3, dtype=torch.int64)},
+    )
+    split = split_graph(trace(file), modules_of(file.build_model()))
+    found = namespace(open_split(split, [len(split.layers.layers)]))["valid_targets"]
+    assert found({"ids": torch.tensor([[7, 3, 0], [5, 4, 2]])}) == count
+
+
 class OfClasses(nn.Module):
     """Predicts the next token, of which some matter more than others."""
 
