@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import Any, TypeGuard
@@ -59,6 +60,8 @@ def wrap(
         widen_batch_norms(module)
     if zero >= 2 and mesh.data.size > 1:
         _lay_in_order(module)
+        # Planning has found who writes into what layers return, and has these return no views.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire_dtype or _wide(half))
         _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
         object.__setattr__(module, "gathers_once", zero == 2)

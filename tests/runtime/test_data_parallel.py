@@ -1,5 +1,6 @@
 """Data parallelism of every kind trains as one process does."""
 
+import warnings
 from collections.abc import Callable, Sequence
 
 import pytest
@@ -302,3 +303,15 @@ def test_a_model_that_was_built_in_16_bits_trains_in_fp32_where_that_is_asked() 
     mesh = start(pipeline=1, data=1, tensor=1)
     made = wrap(nn.Linear(2, 2).half(), mesh, zero=0, compute_dtype=torch.float32)
     assert {parameter.dtype for parameter in made.parameters()} == {torch.float32}
+
+
+def warnings_of_views() -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        module = wrap(nn.Sequential(nn.Linear(4, 4)), start(pipeline=1, data=2, tensor=1), zero=3)
+        module(torch.ones(2, 3, 4)).sum().backward()
+    return [str(one.message) for one in caught if "view" in str(one.message)]
+
+
+def test_nobody_is_warned_of_views_that_nothing_writes_to() -> None:
+    assert run_on_ranks(warnings_of_views, 2) == [[], []]
