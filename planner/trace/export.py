@@ -232,6 +232,11 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "compute with dense tensors, or with an index and values",
     ),
     (
+        r"UnsupportedOperator",
+        "torch does not know what {summary} makes before it has numbers ({line})",
+        "write it with other ops; for an op of your own: torch.library.register_fake",
+    ),
+    (
         r"numpy",
         "the model leaves torch for numpy ({summary})",
         "compute with torch in the forward, or with numpy in the data set",

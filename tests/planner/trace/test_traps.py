@@ -278,10 +278,16 @@ def test_what_is_read_by_data_comes_from_its_tensor(tmp_path: Path) -> None:
     ("change", "told"),
     [
         ("x = x.to_sparse().to_dense()", "makes a sparse tensor"),
+        (
+            "x = torch.fake_quantize_per_tensor_affine(x, 0.1, 0, -128, 127)",
+            "does not know what aten.fake_quantize_per_tensor_affine_cachemask.default makes",
+        ),
         ("x = F.embedding(x.long(), self.linear.weight, sparse=True)[:, 0]", "sparse gradients"),
     ],
 )
-def test_sparse_tensors_are_refused_with_their_line(tmp_path: Path, change: str, told: str) -> None:
+def test_what_torch_cannot_trace_is_refused_with_its_line(
+    tmp_path: Path, change: str, told: str
+) -> None:
     with pytest.raises(TraceError, match=told) as error:
         traced(tmp_path, CHANGING.format(change=change, linear="nn.Linear(4, 4)"))
     line = line_of(tmp_path / "subject.py", change[:20])
