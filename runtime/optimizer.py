@@ -171,7 +171,9 @@ def _exchange(
             else:
                 parameter.grad.zero_()
 
-    optimizer.register_step_pre_hook(take_gradients)
+    first = optimizer.register_step_pre_hook(take_gradients)
+    # The user's own hooks are to find gradients: ours comes before them.
+    optimizer._optimizer_step_pre_hooks.move_to_end(first.id, last=False)  # type: ignore[attr-defined]
     optimizer.register_step_post_hook(give_values)
     # The gradients that a step leaves behind are the parameters', not the pieces'.
     optimizer.zero_grad = zero_grad  # type: ignore[method-assign]

@@ -27,6 +27,7 @@ from autopar.planner.plan.constraints_options import gathered_constraints
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
+from autopar.planner.plan.optimizer_limits import with_optimizer
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.whole_batch import rows_at_once
 from autopar.planner.precision import Precision
@@ -153,6 +154,8 @@ def make_plan(
         note_rows(graph, constraints)
         if constraints.precision is Precision.FP16:
             check_constants(graph)
+        report("trying its optimizer")
+        constraints = with_optimizer(constraints, model_file, graph)
         report("searching")
         found = search(
             graph,

@@ -28,6 +28,7 @@ from autopar.planner.plan.constraints_options import gathered_constraints
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import parse_plan, plan_text
 from autopar.planner.plan.model_facts import model_facts
+from autopar.planner.plan.optimizer_limits import with_optimizer
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search import search
 from autopar.planner.plan.whole_batch import rows_at_once
@@ -160,7 +161,7 @@ def plan_of(subject: Subject, kind: Kind) -> Plan:
     file, graph, axes, layers = _parts(subject, _rows(subject, kind), kind.precision)
     spec = str(subject.path)
     facts = model_facts(file, graph, spec=spec, arguments=subject.arguments)
-    constraints = constraints_of(subject, kind)
+    constraints = with_optimizer(constraints_of(subject, kind), file, graph)
     fixed, fixed_at = graph.fixed_batch, graph.fixed_at
     check_degrees(kind.ranks, constraints, fixed_batch=fixed, fixed_at=fixed_at)
     plan = search(graph, axes, layers, facts, cluster_of(kind), constraints)

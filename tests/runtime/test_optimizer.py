@@ -17,10 +17,26 @@ from autopar.runtime.optimizer import build_optimizer
 from tests.runtime.ranks import run_on_ranks
 from tests.runtime.small_training import whole
 
+
+def clamping(parameters: Iterable[nn.Parameter]) -> Optimizer:
+    """Return one with hooks of the user's own, before and after a step."""
+    optimizer = SGD(parameters, lr=0.1)
+
+    def clamp(given: Optimizer, gradients: bool) -> None:
+        for group in given.param_groups:
+            for one in group["params"]:
+                (one.grad if gradients else one.detach()).clamp_(-0.1, 0.1)
+
+    optimizer.register_step_pre_hook(lambda given, *_: clamp(given, True))
+    optimizer.register_step_post_hook(lambda given, *_: clamp(given, False))
+    return optimizer
+
+
 OPTIMIZERS = {
     "sgd with momentum": lambda p: SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adagrad": lambda p: Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
+    "hooks of the user's": clamping,
 }
 
 SGD_OF_TENTHS = partial(SGD, lr=0.1)
@@ -60,7 +76,7 @@ def train(name: str, zero: int) -> tuple[list[torch.Tensor], list[float]]:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_any_elementwise_optimizer_and_its_scheduler_work_sharded(name: str, zero: int) -> None:
     model = build()
-    optimizer = OPTIMIZERS[name](model.parameters())  # type: ignore[no-untyped-call]
+    optimizer = OPTIMIZERS[name](model.parameters())
     scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
     for _ in range(5):
         step(model, optimizer, data())

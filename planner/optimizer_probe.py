@@ -1,0 +1,165 @@
+"""Tries a model's optimizer on small stand-ins, to know what of a model a rank has to hold for it.
+
+An optimizer steps what its rank holds: parts of parameters under ZeRO and on tensor ranks, those of
+some layers in a pipeline. Where an update asks for more than the number that it updates (Muon's for
+a matrix, another's for the norm of a parameter), or where groups are made by places in the list of
+parameters, that trains otherwise, without an error.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.graph import Graph
+from autopar.planner.model_file import ModelFile
+
+_LARGEST_DIM = 4  # of a stand-in
+_STEPS = 3
+_APART = 1e-3  # of the largest update, by which two are not the same
+
+Make = Callable[[Sequence[nn.Parameter]], Any]
+
+
+class Reach(IntEnum):
+    """What the update of a number depends on, beside its own gradients."""
+
+    NUMBER = 0
+    PARAMETER = 1  # others of its parameter
+    MODEL = 2  # other parameters
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OptimizerTraits:
+    """What is known of an optimizer by trying it."""
+
+    name: str
+    reach: Reach
+    groups_by_place: bool  # a part of the parameters would be grouped otherwise
+
+
+def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
+    """Return what the model's optimizer is like, None where it has none or cannot be tried here.
+
+    One that a script cannot call, or whose scheduler it cannot call, is refused.
+    """
+    make = model_file.build_optimizer
+    if make is None:
+        return None
+    tensors = (graph.tensors[one.name] for one in graph.parameters)
+    shapes = [one.shape for one in tensors if one.requires_grad]
+    sizes = [tuple(min(_LARGEST_DIM, size.at(1)) for size in shape) for shape in shapes]
+    try:
+        optimizer = make(_stand_ins(sizes))
+        scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
+    except AutoparError:
+        return None  # it may want sizes, or a device, that stand-ins have not
+    for called, fix in (
+        (optimizer, "AdamW, SGD or another that is stepped without the loss"),
+        (scheduler, "a schedule of steps alone, as LambdaLR has"),
+    ):
+        if called is not None:
+            _check_step(called, fix, where=str(model_file.path))
+    try:
+        reach = _reach(make, sizes)
+    except Exception:  # whatever a step does that works on other devices alone
+        return None
+    return OptimizerTraits(
+        name=type(optimizer).__name__, reach=reach, groups_by_place=_groups_by_place(make, sizes)
+    )
+
+
+def _check_step(called: Any, fix: str, *, where: str) -> None:
+    kind = type(called)  # schedulers wrap the step of the optimizer itself
+    name = kind.__name__
+    try:
+        inspect.signature(kind.step).bind(called)
+    except TypeError as error:
+        raise InputError(
+            f"{name}.step cannot be called without arguments: {error}",
+            where=where,
+            expected=f"{name}.step(), once after each step's gradients",
+            fix=fix,
+        ) from None
+
+
+def _stand_ins(sizes: Sequence[tuple[int, ...]], *, scale: float = 1.0) -> list[nn.Parameter]:
+    made = torch.Generator().manual_seed(0)
+    return [nn.Parameter(scale * torch.randn(size, generator=made)) for size in sizes]
+
+
+def _reach(make: Make, sizes: Sequence[tuple[int, ...]]) -> Reach:
+    """Change some numbers and their gradients, and see whether others are updated otherwise."""
+    second_halves = [torch.arange(_count(size)) >= (_count(size) + 1) // 2 for size in sizes]
+    second_ones = [torch.full((_count(size),), bool(n % 2)) for n, size in enumerate(sizes)]
+    if not _same_where_unchanged(make, sizes, second_ones):
+        return Reach.MODEL
+    if not _same_where_unchanged(make, sizes, second_halves):
+        return Reach.PARAMETER
+    return Reach.NUMBER
+
+
+def _same_where_unchanged(
+    make: Make, sizes: Sequence[tuple[int, ...]], changed: Sequence[Tensor]
+) -> bool:
+    nothing = [torch.zeros_like(one) for one in changed]
+    plain, other = _updates(make, sizes, nothing), _updates(make, sizes, changed)
+    largest = max((float(one.abs().max()) for one in plain), default=0.0)
+    return all(
+        float((own - new).abs().mul(~is_changed).max()) <= _APART * largest
+        for own, new, is_changed in zip(plain, other, changed, strict=True)
+    )
+
+
+def _updates(
+    make: Make, sizes: Sequence[tuple[int, ...]], changed: Sequence[Tensor]
+) -> list[Tensor]:
+    """Return by what each number changes in some steps, those that `changed` names being others."""
+    parameters = _stand_ins(sizes)
+    factors = [
+        1 + 9 * is_changed.view(size) for is_changed, size in zip(changed, sizes, strict=True)
+    ]
+    with torch.no_grad():
+        for parameter, factor in zip(parameters, factors, strict=True):
+            parameter.mul_(factor)
+    before = [one.detach().clone() for one in parameters]
+    optimizer = make(parameters)
+    drawn = torch.Generator().manual_seed(1)
+    for _ in range(_STEPS):
+        for parameter, factor in zip(parameters, factors, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=drawn) * factor
+        optimizer.step()
+    return [(one.detach() - was).flatten() for one, was in zip(parameters, before, strict=True)]
+
+
+def _count(size: tuple[int, ...]) -> int:
+    return torch.Size(size).numel()
+
+
+def _groups_by_place(make: Make, sizes: Sequence[tuple[int, ...]]) -> bool:
+    """Whether halves of the list are given other settings than they have in the whole."""
+    parameters = _stand_ins(sizes)
+    middle = len(parameters) // 2
+    if not middle:
+        return False
+    try:
+        halves = _settings(make(parameters[:middle])) | _settings(make(parameters[middle:]))
+    except AutoparError:
+        return True
+    return halves != _settings(make(parameters))
+
+
+def _settings(optimizer: Any) -> dict[int, str]:
+    """Return the settings of each parameter, by its identity."""
+    return {
+        id(parameter): repr(sorted((key, repr(group[key])) for key in group if key != "params"))
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
