@@ -68,19 +68,20 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
         if called is not None:
             _check_step(called, fix, where=str(model_file.path))
     try:
-        reach = _reach(make, sizes)
+        return OptimizerTraits(
+            name=type(optimizer).__name__,
+            reach=_reach(make, sizes),
+            groups_by_place=_groups_by_place(make, sizes),
+        )
     except Exception:  # whatever a step does that works on other devices alone
         return None
-    return OptimizerTraits(
-        name=type(optimizer).__name__, reach=reach, groups_by_place=_groups_by_place(make, sizes)
-    )
 
 
 def _check_step(called: Any, fix: str, *, where: str) -> None:
     kind = type(called)  # schedulers wrap the step of the optimizer itself
-    name = kind.__name__
+    name, step = kind.__name__, getattr(kind, "step", None)
     try:
-        inspect.signature(kind.step).bind(called)
+        inspect.signature(step).bind(called)  # type: ignore[arg-type]  # None is told as well
     except TypeError as error:
         raise InputError(
             f"{name}.step cannot be called without arguments: {error}",
@@ -90,9 +91,9 @@ def _check_step(called: Any, fix: str, *, where: str) -> None:
         ) from None
 
 
-def _stand_ins(sizes: Sequence[tuple[int, ...]], *, scale: float = 1.0) -> list[nn.Parameter]:
+def _stand_ins(sizes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
     made = torch.Generator().manual_seed(0)
-    return [nn.Parameter(scale * torch.randn(size, generator=made)) for size in sizes]
+    return [nn.Parameter(torch.randn(size, generator=made)) for size in sizes]
 
 
 def _reach(make: Make, sizes: Sequence[tuple[int, ...]]) -> Reach:
@@ -111,6 +112,8 @@ def _same_where_unchanged(
 ) -> bool:
     nothing = [torch.zeros_like(one) for one in changed]
     plain, other = _updates(make, sizes, nothing), _updates(make, sizes, changed)
+    if not all(bool(one.isfinite().all()) for one in (*plain, *other)):
+        raise ArithmeticError("updates of stand-ins tell nothing")
     largest = max((float(one.abs().max()) for one in plain), default=0.0)
     return all(
         float((own - new).abs().mul(~is_changed).max()) <= _APART * largest
@@ -131,11 +134,12 @@ def _updates(
             parameter.mul_(factor)
     before = [one.detach().clone() for one in parameters]
     optimizer = make(parameters)
-    drawn = torch.Generator().manual_seed(1)
-    for _ in range(_STEPS):
-        for parameter, factor in zip(parameters, factors, strict=True):
-            parameter.grad = torch.randn(parameter.shape, generator=drawn) * factor
-        optimizer.step()
+    with torch.random.fork_rng(devices=[]):  # an optimizer may draw noise
+        torch.manual_seed(1)
+        for _ in range(_STEPS):
+            for parameter, factor in zip(parameters, factors, strict=True):
+                parameter.grad = torch.randn(parameter.shape) * factor
+            optimizer.step()
     return [(one.detach() - was).flatten() for one, was in zip(parameters, before, strict=True)]
 
 

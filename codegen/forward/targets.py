@@ -91,7 +91,7 @@ def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
     unplaced = {name for op in steps for name in (*op.inputs, *op.outputs)}
     for op in reversed(steps):
         name = base_name(op.target)
-        (made, *_) = op.outputs
+        made = next(iter(op.outputs), "")
         keeps = name in _MOVES or name in _OF_EACH
         if len(op.inputs) > 1 or not (
             (keeps and made in unplaced) or (name in _OF_ALL and not graph.tensors[made].shape)

@@ -39,6 +39,16 @@ class Clipped(optim.SGD):
         return super().step(closure)
 
 
+class Noisy(optim.SGD):
+    """Adds noise of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.grad.add_(torch.randn_like(one))
+        return super().step(closure)
+
+
 def file_with(make: Callable[[list[nn.Parameter]], Any]) -> ModelFile:
     def build(parameters: Iterable[nn.Parameter]) -> Any:
         return make(list(parameters))
@@ -67,6 +77,7 @@ def by_place(parameters: list[nn.Parameter]) -> optim.Optimizer:
         (optim.AdamW, Reach.NUMBER, False),
         (optim.Adagrad, Reach.NUMBER, False),
         (optim.Rprop, Reach.NUMBER, False),
+        (lambda own: Noisy(own, lr=0.1), Reach.NUMBER, False),
         (by_dim, Reach.NUMBER, False),
         (by_place, Reach.NUMBER, True),
         (matrices, Reach.PARAMETER, False),
