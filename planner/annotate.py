@@ -16,8 +16,8 @@ from autopar.planner.precision import (
     GRADIENT_BYTES,
     Kernels,
     Precision,
-    adamw_bytes,
     item_bytes,
+    optimizer_bytes,
 )
 from autopar.planner.rules.rule import Rule, Traffic
 from autopar.planner.rules.table import rule_of
@@ -57,7 +57,7 @@ class Work:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class State:
-    """What parameters occupy between steps, with AdamW."""
+    """What parameters occupy between steps."""
 
     parameter_bytes: int
     gradient_bytes: int
@@ -78,10 +78,11 @@ class Annotation:
 
 
 def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
-    """Return what parameters, gradients and AdamW occupy.
+    """Return what parameters, gradients and the optimizer occupy.
 
-    fp32: 4 bytes, 4 of gradient, 8 of moments. bf16, fp16: 2 bytes, 4 of fp32 gradient, 4 of
-    master weight and 8 of moments. Frozen parameters have neither gradient nor optimizer state.
+    With AdamW in fp32: 4 bytes, 4 of gradient, 8 of moments. bf16, fp16: 2 bytes, 4 of fp32
+    gradient, 4 of master weight and 8 of moments. Frozen parameters have neither gradient nor
+    optimizer state.
     """
     weights = gradients = optimizer = 0
     for parameter in parameters:
@@ -89,7 +90,7 @@ def state_of(parameters: Iterable[Parameter], precision: Precision) -> State:
         weights += count * item_bytes(parameter.dtype, precision)
         if parameter.trainable:
             gradients += GRADIENT_BYTES * count
-            optimizer += adamw_bytes(precision) * count
+            optimizer += round(optimizer_bytes(precision, parameter.moments) * count)
     return State(parameter_bytes=weights, gradient_bytes=gradients, optimizer_bytes=optimizer)
 
 

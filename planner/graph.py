@@ -95,6 +95,7 @@ class Parameter:
     shape: tuple[Extent, ...]
     dtype: str
     trainable: bool
+    moments: float = 2.0  # fp32 numbers that the optimizer keeps for each of its own, as AdamW does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

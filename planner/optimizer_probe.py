@@ -22,6 +22,7 @@ from autopar.planner.graph import Graph
 from autopar.planner.model_file import ModelFile
 
 _LARGEST_DIM = 4  # of a stand-in
+_FP32_BYTES = 4
 _STEPS = 3
 _APART = 1e-3  # of the largest update, by which two are not the same
 
@@ -43,6 +44,7 @@ class OptimizerTraits:
     name: str
     reach: Reach
     groups_by_place: bool  # a part of the parameters would be grouped otherwise
+    moments: tuple[float, ...]  # of each parameter that learns: see Parameter.moments
 
 
 def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
@@ -53,8 +55,7 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
     make = model_file.build_optimizer
     if make is None:
         return None
-    tensors = (graph.tensors[one.name] for one in graph.parameters)
-    shapes = [one.shape for one in tensors if one.requires_grad]
+    shapes = [one.shape for one in graph.parameters if one.trainable]
     sizes = [tuple(min(_LARGEST_DIM, size.at(1)) for size in shape) for shape in shapes]
     try:
         optimizer = make(_stand_ins(sizes))
@@ -72,6 +73,7 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
             name=type(optimizer).__name__,
             reach=_reach(make, sizes),
             groups_by_place=_groups_by_place(make, sizes),
+            moments=_moments(make, sizes),
         )
     except Exception:  # whatever a step does that works on other devices alone
         return None
@@ -133,6 +135,12 @@ def _updates(
         for parameter, factor in zip(parameters, factors, strict=True):
             parameter.mul_(factor)
     before = [one.detach().clone() for one in parameters]
+    _stepped(make, parameters, factors)
+    return [(one.detach() - was).flatten() for one, was in zip(parameters, before, strict=True)]
+
+
+def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> Any:
+    """Return an optimizer that has taken some steps, with gradients times these factors."""
     optimizer = make(parameters)
     with torch.random.fork_rng(devices=[]):  # an optimizer may draw noise
         torch.manual_seed(1)
@@ -140,7 +148,21 @@ def _updates(
             for parameter, factor in zip(parameters, factors, strict=True):
                 parameter.grad = torch.randn(parameter.shape) * factor
             optimizer.step()
-    return [(one.detach() - was).flatten() for one, was in zip(parameters, before, strict=True)]
+    return optimizer
+
+
+def _moments(make: Make, sizes: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+    """Return what is kept of each parameter in its own shape, in fp32 numbers for each of its."""
+    parameters = _stand_ins(sizes)
+    state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).state
+    return tuple(
+        sum(
+            kept.element_size() / _FP32_BYTES
+            for kept in state.get(parameter, {}).values()
+            if isinstance(kept, Tensor) and kept.shape == parameter.shape and kept.dim()
+        )
+        for parameter in parameters
+    )
 
 
 def _count(size: tuple[int, ...]) -> int:

@@ -49,9 +49,9 @@ def item_bytes(dtype: str, precision: Precision) -> int:
     return ITEM_BYTES[dtype]
 
 
-def adamw_bytes(precision: Precision) -> int:
-    """Return AdamW's bytes per element: two fp32 moments, and a master weight beside 16 bits."""
-    return 12 if precision.is_half else 8
+def optimizer_bytes(precision: Precision, moments: float) -> float:
+    """Return an optimizer's bytes per element: fp32 moments, and a master weight beside 16 bits."""
+    return 4 * (moments + precision.is_half)
 
 
 def copy_bytes(precision: Precision) -> int:

@@ -21,13 +21,14 @@ from autopar.planner.graph import Graph
 from autopar.planner.half_range import check_constants, check_means
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model_file import load_model_file, model_path
+from autopar.planner.optimizer_probe import optimizer_traits
 from autopar.planner.plan.constraint_names import check_names
 from autopar.planner.plan.constraints import Constraints, without_recompute
 from autopar.planner.plan.constraints_options import gathered_constraints
 from autopar.planner.plan.degrees import check_degrees
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.optimizer_limits import with_optimizer
+from autopar.planner.plan.optimizer_limits import with_moments, with_optimizer
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.whole_batch import rows_at_once
 from autopar.planner.precision import Precision
@@ -143,6 +144,8 @@ def make_plan(
     model_file = load_model_file(spec, arguments)
     with reported("tracing the model") as report:
         graph = trace_for_rows(model_file, rows_at_once(constraints), constraints.precision)
+        optimizer = optimizer_traits(model_file, graph)
+        graph, constraints = with_moments(graph, optimizer), with_optimizer(constraints, optimizer)
         report("finding its axes and layers")
         axes = infer_axes(graph)
         layers = find_layers(graph, axes)
@@ -154,8 +157,6 @@ def make_plan(
         note_rows(graph, constraints)
         if constraints.precision is Precision.FP16:
             check_constants(graph)
-        report("trying its optimizer")
-        constraints = with_optimizer(constraints, model_file, graph)
         report("searching")
         found = search(
             graph,

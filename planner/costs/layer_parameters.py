@@ -1,4 +1,4 @@
-"""Says what a layer's parameters occupy on one rank, with gradients and AdamW's state."""
+"""Says what a layer's parameters occupy on one rank, with gradients and the optimizer's state."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from autopar.planner.costs.layer_flow import LayerFlow
 from autopar.planner.layouts import WHOLE, Kind, Layout
-from autopar.planner.precision import GRADIENT_BYTES, adamw_bytes
+from autopar.planner.precision import GRADIENT_BYTES, optimizer_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,6 +43,10 @@ def layer_parameters(
             pricer.tensor_bytes(name, layouts[name], flow.degree) for name in names
         ),
         gradient_bytes=GRADIENT_BYTES * trainable,
-        optimizer_bytes=adamw_bytes(pricer.precision) * trainable,
+        optimizer_bytes=sum(
+            round(optimizer_bytes(pricer.precision, known.moments) * elements[name])
+            for name in learned
+            for known in (pricer.parameters[name],)
+        ),
         replicated_gradient_bytes=GRADIENT_BYTES * sum(elements[name] for name in replicated),
     )

@@ -70,6 +70,7 @@ class ParameterRow(NamedTuple):
     shape: tuple[SizeRow, ...]
     dtype: str
     trainable: bool
+    moments: float = 2.0
 
 
 class BufferRow(NamedTuple):
@@ -190,7 +191,7 @@ def graph_document(graph: Graph) -> GraphDocument:
         ops=tuple(map(_op_row, graph.ops)),
         tensors=tuple(map(_tensor_row, graph.tensors.values())),
         parameters=tuple(
-            ParameterRow(p.name, p.aliases, _shape_row(p.shape), p.dtype, p.trainable)
+            ParameterRow(p.name, p.aliases, _shape_row(p.shape), p.dtype, p.trainable, p.moments)
             for p in graph.parameters
         ),
         buffers=tuple(

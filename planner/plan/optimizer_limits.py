@@ -1,20 +1,30 @@
-"""Keeps plans from what would have a model's optimizer train otherwise (optimizer_probe.py)."""
+"""Lets a plan hold what a model's optimizer keeps and needs, as trying it has shown."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.graph import Graph
-from autopar.planner.model_file import ModelFile
-from autopar.planner.optimizer_probe import OptimizerTraits, Reach, optimizer_traits
+from autopar.planner.optimizer_probe import OptimizerTraits, Reach
 from autopar.planner.plan.constraints import Constraints, Declared, constraints_of
 
 
-def with_optimizer(constraints: Constraints, model_file: ModelFile, graph: Graph) -> Constraints:
-    """Return the constraints with what the model's optimizer demands of a plan."""
-    traits = optimizer_traits(model_file, graph)
+def with_moments(graph: Graph, traits: OptimizerTraits | None) -> Graph:
+    """Return the graph with what the optimizer keeps of each parameter."""
+    if traits is None:
+        return graph
+    moments = iter(traits.moments)
+    parameters = tuple(
+        replace(one, moments=next(moments)) if one.trainable else one for one in graph.parameters
+    )
+    return replace(graph, parameters=parameters)
+
+
+def with_optimizer(constraints: Constraints, traits: OptimizerTraits | None) -> Constraints:
+    """Return the constraints with what would have the optimizer train otherwise ruled out."""
     own = () if traits is None else tuple(_demands(traits))
     return constraints_of((*constraints.declared, *own)) if own else constraints
 

@@ -21,6 +21,7 @@ from autopar.planner.costs.op_shapes import LocalShapes
 from autopar.planner.errors import AutoparError
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model_file import load_model_file
+from autopar.planner.optimizer_probe import optimizer_traits
 from autopar.planner.plan.constraints import Constraints
 from autopar.planner.plan.constraints import constraints_of as given_constraints
 from autopar.planner.plan.constraints_file import parse_constraints
@@ -161,7 +162,7 @@ def plan_of(subject: Subject, kind: Kind) -> Plan:
     file, graph, axes, layers = _parts(subject, _rows(subject, kind), kind.precision)
     spec = str(subject.path)
     facts = model_facts(file, graph, spec=spec, arguments=subject.arguments)
-    constraints = with_optimizer(constraints_of(subject, kind), file, graph)
+    constraints = with_optimizer(constraints_of(subject, kind), optimizer_traits(file, graph))
     fixed, fixed_at = graph.fixed_batch, graph.fixed_at
     check_degrees(kind.ranks, constraints, fixed_batch=fixed, fixed_at=fixed_at)
     plan = search(graph, axes, layers, facts, cluster_of(kind), constraints)

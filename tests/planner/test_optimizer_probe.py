@@ -11,10 +11,12 @@ import torch
 from torch import nn, optim
 from torch.optim import lr_scheduler
 
+from autopar.planner.annotate import state_of
 from autopar.planner.errors import InputError
 from autopar.planner.model_file import ModelFile
 from autopar.planner.optimizer_probe import Reach, optimizer_traits
-from autopar.planner.plan.optimizer_limits import with_optimizer
+from autopar.planner.plan.optimizer_limits import with_moments, with_optimizer
+from autopar.planner.precision import Precision
 from tests.planner.plan.searches import declared
 from tests.planner.subjects import zoo_file, zoo_graph
 
@@ -96,7 +98,9 @@ def test_an_optimizer_is_known_by_what_changes_its_updates(
 
 def test_the_optimizers_of_the_zoo_leave_every_plan() -> None:
     constraints = declared(global_batch=8)
-    assert with_optimizer(constraints, zoo_file("gpt2.py"), GRAPH) is constraints
+    traits = optimizer_traits(zoo_file("gpt2.py"), GRAPH)
+    assert with_optimizer(constraints, traits) is constraints
+    assert with_moments(GRAPH, traits) == GRAPH
 
 
 @pytest.mark.parametrize(
@@ -110,8 +114,27 @@ def test_the_optimizers_of_the_zoo_leave_every_plan() -> None:
 def test_a_plan_holds_what_the_optimizer_needs(
     make: Callable[[list[nn.Parameter]], Any], limits: tuple[int | None, int | None, Any]
 ) -> None:
-    found = with_optimizer(declared(global_batch=8), file_with(make), GRAPH)
+    traits = optimizer_traits(file_with(make), GRAPH)
+    found = with_optimizer(declared(global_batch=8), traits)
     assert (found.max_tensor, found.max_pipeline, found.zero_levels) == limits
+
+
+@pytest.mark.parametrize(
+    ("make", "moments"),
+    [
+        (lambda own: optim.SGD(own, lr=0.1), 0.0),
+        (lambda own: optim.SGD(own, lr=0.1, momentum=0.9), 1.0),
+        (lambda own: optim.Adam(own, amsgrad=True), 3.0),
+    ],
+)
+def test_a_plan_has_room_for_what_the_optimizer_keeps(
+    make: Callable[[list[nn.Parameter]], Any], moments: float
+) -> None:
+    graph = with_moments(GRAPH, optimizer_traits(file_with(make), GRAPH))
+    assert {one.moments for one in graph.parameters} == {moments}
+    plain, found = (state_of(one.parameters, Precision.BF16) for one in (GRAPH, graph))
+    assert found.optimizer_bytes == plain.optimizer_bytes * (1 + moments) / 3
+    assert found.gradient_bytes == plain.gradient_bytes
 
 
 def test_one_that_wants_the_loss_again_is_refused() -> None:
