@@ -63,6 +63,11 @@ def _check_rows(dataset: Dataset[Any]) -> None:
         refuse(f"{name} has no length", fix="give it __len__ and __getitem__: ranks take rows")
     if len(dataset) == 0:
         refuse(f"{name} is empty", fix="look where build_dataset reads from")
+    if isinstance(dataset, Mapping) or not hasattr(dataset, "__getitem__"):
+        refuse(
+            f"{name} gives no row for a number",
+            fix="give it __getitem__, or return one part of it: the script makes its own loader",
+        )
     row = dataset[0]
     if not isinstance(row, Mapping):
         refuse(
@@ -97,10 +102,14 @@ def synthetic_batches(
 
 
 def placed(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
-    """Return a batch on this process' device, in fp64 or fp32 what a training in those needs so."""
+    """Return a batch on this process' device, in fp64 or fp32 what a training in those needs so.
+
+    What a loader leaves as it is, names of rows, no model takes.
+    """
     return {
         key: value.to(mesh.device, _wide_enough(value.dtype, dtype), non_blocking=True)
         for key, value in batch.items()
+        if isinstance(value, Tensor)
     }
 
 

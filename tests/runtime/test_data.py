@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from autopar.runtime.data import dataset_batches, placed, synthetic_batches
 from autopar.runtime.mesh import Mesh, start
@@ -64,7 +64,8 @@ def refusal(dataset: Dataset[Any]) -> str:
 
 def widened() -> list[torch.dtype]:
     mesh: Mesh = start(pipeline=1, data=1, tensor=1)
-    batch = {"x": torch.zeros(1), "n": torch.zeros(1, dtype=torch.int64)}
+    batch: dict[str, Any] = {"x": torch.zeros(1), "n": torch.zeros(1, dtype=torch.int64)}
+    batch["name"] = ["first"]
     return [v.dtype for dtype in (torch.float64, torch.bfloat16)
             for v in placed(batch, mesh, dtype).values()]  # fmt: skip
 
@@ -105,6 +106,8 @@ def test_what_a_model_writes_into_a_batch_stays_in_it() -> None:
         (Numbers(0), "the dataset (Numbers) is empty"),
         (Pairs(), "a row of the dataset (Pairs) is a tuple"),
         (Stream(), "the dataset (Stream) has no length"),
+        (DataLoader(Numbers(4)), "the dataset (DataLoader) gives no row for a number"),
+        ({"train": Numbers(4)}, "the dataset (dict) gives no row for a number"),
     ],
 )
 def test_a_dataset_that_makes_no_batches_is_refused(dataset: Dataset[Any], telling: str) -> None:
