@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.optim import AdamW
 
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.graph import Graph
@@ -48,13 +49,11 @@ class OptimizerTraits:
 
 
 def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
-    """Return what the model's optimizer is like, None where it has none or cannot be tried here.
+    """Return what the model's optimizer, or AdamW, is like, None where it cannot be tried here.
 
     One that a script cannot call, or whose scheduler it cannot call, is refused.
     """
-    make = model_file.build_optimizer
-    if make is None:
-        return None
+    make = model_file.build_optimizer or AdamW
     shapes = [one.shape for one in graph.parameters if one.trainable]
     sizes = [tuple(min(_LARGEST_DIM, size.at(1)) for size in shape) for shape in shapes]
     try:

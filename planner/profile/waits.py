@@ -6,7 +6,8 @@ other one's computation holds. So every call follows a computation, whose time i
 one that takes 0.25, 1 and 4 ms, a swap takes 0.5, 0.8 and 1.2 ms there.
 
 Buckets of gradients and parameters move otherwise than gloo's own collectives move them: 5.6 MB are
-scattered to two ranks and gathered again in 3.4 and 3.1 ms, by gloo's own in 7.2 and 4.5 ms.
+scattered to two ranks and gathered again in 3.4 and 3.1 ms after 10 ms of computing, by gloo's own
+in 7.2 and 4.5 ms; after one millisecond in 2.2 and 2.2 ms, and 5.8 and 3.3.
 """
 
 from __future__ import annotations

@@ -224,10 +224,9 @@ def _accepted(
     """
     parameters = inspect.signature(model.forward).parameters.values()
     named = {p.name for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    takes_all = any(p.kind is p.VAR_KEYWORD for p in parameters)
-    taken = (
-        set(batch) if takes_all and not (has_loss and named & set(batch)) else named & set(batch)
-    )
+    taken = named & set(batch)
+    if any(p.kind is p.VAR_KEYWORD for p in parameters) and not (has_loss and taken):
+        taken = set(batch)
     unused = [key for key in batch if key not in taken]
     where = f"{path} and {type(model).__name__}.forward"
     if unused and not has_loss:

@@ -142,8 +142,11 @@ def test_one_that_wants_the_loss_again_is_refused() -> None:
         optimizer_traits(file_with(optim.LBFGS), GRAPH)
 
 
-def test_a_scheduler_that_wants_a_measure_is_refused() -> None:
-    file = replace(file_with(optim.AdamW), build_scheduler=lr_scheduler.ReduceLROnPlateau)
+@pytest.mark.parametrize(
+    "file", [file_with(optim.AdamW), replace(zoo_file("gpt2.py"), build_optimizer=None)]
+)
+def test_a_scheduler_that_wants_a_measure_is_refused(file: ModelFile) -> None:
+    file = replace(file, build_scheduler=lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(InputError, match=r"ReduceLROnPlateau\.step cannot be called"):
         optimizer_traits(file, GRAPH)
 
@@ -154,4 +157,3 @@ def test_one_that_cannot_be_tried_here_is_left_to_the_script() -> None:
             raise RuntimeError("wants a GPU")
 
     assert optimizer_traits(file_with(lambda own: Elsewhere(own, lr=0.1)), GRAPH) is None
-    assert torch.is_grad_enabled()

@@ -19,11 +19,24 @@ from tests.codegen.forward.running import namespace, take_classes, zoo_modules
 from tests.codegen.forward.small_models import Shifted, file_of
 from tests.planner.subjects import zoo_graph
 
+Count = Callable[[Mapping[str, Tensor]], Tensor]
 
-def counting(name: str) -> Callable[[Mapping[str, Tensor]], Tensor]:
+
+def counting(name: str) -> Count:
     split = split_graph(zoo_graph(name), zoo_modules(name))
     found = namespace(open_split(split, [len(split.layers.layers)]))
-    count: Callable[[Mapping[str, Tensor]], Tensor] = found["valid_targets"]
+    count: Count = found["valid_targets"]
+    return count
+
+
+def counting_in(make: Callable[[], nn.Module], *, width: int) -> Count:
+    """Return what counts in a model of rows of so many tokens."""
+    file = replace(
+        file_of(make),
+        example_batch=lambda rows: {"ids": torch.ones(rows, width, dtype=torch.int64)},
+    )
+    split = split_graph(trace(file), modules_of(file.build_model()))
+    count: Count = namespace(open_split(split, [len(split.layers.layers)]))["valid_targets"]
     return count
 
 
@@ -61,11 +74,7 @@ class Written(nn.Module):
 
 
 def test_targets_that_are_written_into_a_tensor_count() -> None:
-    file = file_of(Written)
-    file = replace(file, example_batch=lambda rows: {"ids": torch.ones(rows, 4, dtype=torch.int64)})
-    split = split_graph(trace(file), modules_of(file.build_model()))
-    found = namespace(open_split(split, [len(split.layers.layers)]))["valid_targets"]
-    assert found({"ids": torch.tensor([[7, 3, 1, 4], [5, 3, 2, 1]])}) == 3
+    assert counting_in(Written, width=4)({"ids": torch.tensor([[7, 3, 1, 4], [5, 3, 2, 1]])}) == 3
 
 
 class Picking(nn.Module):
@@ -94,13 +103,10 @@ class Picking(nn.Module):
     ("way", "count"), [("a mask", 4), ("places", 4), ("no zeros", 5), ("targets", 4)]
 )
 def test_what_a_mask_picks_counts(way: str, count: int) -> None:
-    file = replace(
-        file_of(lambda: Picking(way)),
-        example_batch=lambda rows: {"ids": torch.ones(rows, 3, dtype=torch.int64)},
+    assert (
+        counting_in(lambda: Picking(way), width=3)({"ids": torch.tensor([[7, 3, 0], [5, 3, 2]])})
+        == count
     )
-    split = split_graph(trace(file), modules_of(file.build_model()))
-    found = namespace(open_split(split, [len(split.layers.layers)]))["valid_targets"]
-    assert found({"ids": torch.tensor([[7, 3, 0], [5, 3, 2]])}) == count
 
 
 class Moving(nn.Module):
@@ -130,13 +136,10 @@ class Moving(nn.Module):
     ("way", "count"), [("masked by place", 5), ("in pairs", 6), ("behind a slice", 3)]
 )
 def test_targets_count_where_they_lie(way: str, count: int) -> None:
-    file = replace(
-        file_of(lambda: Moving(way)),
-        example_batch=lambda rows: {"ids": torch.ones(rows, 3, dtype=torch.int64)},
+    assert (
+        counting_in(lambda: Moving(way), width=3)({"ids": torch.tensor([[7, 3, 0], [0, 4, 2]])})
+        == count
     )
-    split = split_graph(trace(file), modules_of(file.build_model()))
-    found = namespace(open_split(split, [len(split.layers.layers)]))["valid_targets"]
-    assert found({"ids": torch.tensor([[7, 3, 0], [0, 4, 2]])}) == count
 
 
 class OfClasses(nn.Module):
