@@ -11,7 +11,10 @@ from autopar.planner.costs.compute import launch_bound_seconds
 from autopar.planner.costs.measurements import HostTimes, PassTimes
 
 NO_PASSES = PassTimes(
-    checkpoint_seconds=0.0, selective_seconds=0.0, split_seconds=0.0, split_byte_seconds=0.0
+    checkpoint_seconds=0.0,
+    selective_seconds=0.0,
+    split_input_seconds=0.0,
+    split_weight_seconds=0.0,
 )
 
 
@@ -61,8 +64,8 @@ def read_host(architecture: str) -> Host:
         else PassTimes(
             checkpoint_seconds=seconds("checkpoint"),
             selective_seconds=seconds("selective"),
-            split_seconds=seconds("split"),
-            split_byte_seconds=seconds("split_mebibyte") / 2**20,
+            split_input_seconds=seconds("split_input"),
+            split_weight_seconds=seconds("split_weight"),
         ),
         runs_ahead=kind == "gpu",
     )

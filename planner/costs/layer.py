@@ -10,7 +10,7 @@ from autopar.planner.costs.conversions import DISPATCHES
 from autopar.planner.costs.layer_flow import Conversion, LayerFlow, PlacedOp, layer_flow
 from autopar.planner.costs.layer_memory import LayerMemory, layer_memory
 from autopar.planner.costs.layer_parameters import Held, layer_parameters
-from autopar.planner.costs.layer_recompute import Again, run_again
+from autopar.planner.costs.layer_recompute import Again, called_again, run_again
 from autopar.planner.costs.norm_statistics import BATCH_NORM, Statistics
 from autopar.planner.costs.ops import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
@@ -74,8 +74,9 @@ def _cost(
     again = run_again(flow, mode)
     recompute = _recompute(flow, again, mode)
     whole, host = Again(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
+    learned = sum(one.is_differentiable for one in flow.ops)
     return LayerCost(
-        forward_seconds=_forward(flow, whole) + _watching(flow, mode),
+        forward_seconds=_forward(flow, whole) + _watching(flow, whole, mode),
         backward_seconds=_backward(flow) + recompute,
         weight_gradient_seconds=sum(one.cost.weight_gradient_seconds for one in flow.ops),
         communication_seconds=_forward_wire(flow.ops, flow.conversions)
@@ -101,8 +102,8 @@ def _cost(
             dispatch_seconds=0.0 if host.runs_ahead else host.forward_seconds,
             watched_seconds=host.passes.selective_seconds if mode is Recompute.SELECTIVE else 0.0,
         ),
-        split_seconds=host.passes.split_seconds * sum(one.is_differentiable for one in flow.ops)
-        + host.passes.split_byte_seconds * memory.deferred_bytes,
+        split_input_seconds=host.passes.split_input_seconds * learned,
+        split_weight_seconds=host.passes.split_weight_seconds * learned,
     )
 
 
@@ -115,34 +116,36 @@ def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
 
 def _forward(flow: LayerFlow, run: Again) -> float:
     """Return the seconds of a forward: the device's, or the host's where it takes longer."""
-    dispatches = len(run.ops) + DISPATCHES * len(run.conversions)
-    return flow.pricer.host.forward_region_seconds(_device_forward(run), dispatches)
+    return flow.pricer.host.forward_region_seconds(_device_forward(run), _dispatches(run))
 
 
 def _recompute(flow: LayerFlow, again: Again, mode: Recompute) -> float:
     """Return the seconds of what runs again.
 
-    Under selective recompute a host that does not run ahead calls every op of the layer; what was
-    kept is handed out.
+    Under selective recompute a host that does not run ahead calls what would run under full; what
+    was kept is handed out.
     """
     if mode is Recompute.NONE:
         return 0.0
-    host = flow.pricer.host
+    host, called = flow.pricer.host, called_again(flow)
+    watching = _watching(flow, called, mode)
     if mode is Recompute.FULL or host.runs_ahead:
-        return _forward(flow, again) + _watching(flow, mode)
-    dispatches = len(flow.ops) + DISPATCHES * len(flow.conversions)
-    called = host.forward_region_seconds(_device_forward(again), dispatches)
-    return called + _watching(flow, mode)
+        return _forward(flow, again) + watching
+    return host.forward_region_seconds(_device_forward(again), _dispatches(called)) + watching
 
 
-def _watching(flow: LayerFlow, mode: Recompute) -> float:
+def _watching(flow: LayerFlow, run: Again, mode: Recompute) -> float:
     """Return what either forward of a layer that runs again takes the host more."""
     if mode is Recompute.NONE:
         return 0.0
     passes = flow.pricer.host.passes
-    seen = sum(one.parts for one in flow.ops) + DISPATCHES * len(flow.conversions)
+    seen = sum(one.parts for one in run.ops) + DISPATCHES * len(run.conversions)
     selective = passes.selective_seconds * seen if mode is Recompute.SELECTIVE else 0.0
     return passes.checkpoint_seconds + selective
+
+
+def _dispatches(run: Again) -> int:
+    return len(run.ops) + DISPATCHES * len(run.conversions)
 
 
 def _device_forward(run: Again) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 from autopar.planner.costs.layer_flow import Conversion, LayerFlow, PlacedOp
@@ -18,16 +19,36 @@ class Again:
 
 
 def run_again(flow: LayerFlow, mode: Recompute) -> Again:
-    """Return what runs again: nothing, what is cheap and needed, or the whole layer.
-
-    Full recompute runs the layer to its end, as most frameworks do; PyTorch stops at the last
-    tensor that is needed, which spares the last product.
-    """
+    """Return what runs again: nothing, what is cheap and needed, or the layer up to that."""
     if mode is Recompute.NONE:
         return Again()
     if mode is Recompute.FULL:
-        return Again(ops=flow.ops, conversions=flow.conversions)
+        return called_again(flow)
     return _cheap(flow)
+
+
+def called_again(flow: LayerFlow) -> Again:
+    """Return what is called once more: PyTorch stops at the last tensor that the backward needs.
+
+    An op keeps its operands before it runs, so the last product is spared, and what joins its
+    parts. Other frameworks run a layer to its end.
+    """
+    if not flow.pricer.stops_early:
+        return Again(ops=flow.ops, conversions=flow.conversions)
+    keeping = [place for place, one in enumerate(flow.ops) if one.kept.seen or one.kept.made]
+    if not keeping:
+        return Again()
+    last = flow.ops[keeping[-1]]
+    keeps_result = last.kept.made or any(name in last.op.outputs for name in last.kept.seen)
+    needed = {
+        pair
+        for one in flow.ops[: keeping[-1] + 1]
+        for pair in zip(one.op.inputs, one.layout.needs, strict=True)
+    }
+    return Again(
+        ops=flow.ops[: keeping[-1] + bool(keeps_result)],
+        conversions=_of(flow, needed),
+    )
 
 
 def _cheap(flow: LayerFlow) -> Again:
@@ -45,5 +66,9 @@ def _cheap(flow: LayerFlow) -> Again:
         names.update(one.op.inputs)
     return Again(
         ops=tuple(reversed(again)),
-        conversions=tuple(c for c in flow.conversions if (c.tensor, c.needed) in needed),
+        conversions=_of(flow, needed),
     )
+
+
+def _of(flow: LayerFlow, needed: Collection[tuple[str, Layout]]) -> tuple[Conversion, ...]:
+    return tuple(c for c in flow.conversions if (c.tensor, c.needed) in needed)

@@ -55,8 +55,8 @@ class PassTimes:
 
     checkpoint_seconds: float  # of a layer that runs again: in its forward, and then again
     selective_seconds: float  # of an op of it under selective recompute, likewise
-    split_seconds: float  # of an op whose backward is made in two halves
-    split_byte_seconds: float  # beside that, of each byte held from the first half to the second
+    split_input_seconds: float  # of an op whose backward is made in two halves, in the first
+    split_weight_seconds: float  # in the second
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

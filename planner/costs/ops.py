@@ -49,6 +49,8 @@ class Pricer:
     `layers` saves finding them again where the caller has them.
     """
 
+    stops_early = True  # running a layer again, once the backward has what it needs
+
     def __init__(
         self,
         graph: Graph,

@@ -136,8 +136,11 @@ def _idle(
     Idle seconds between the ends are slack: a rank that is the slowest uses it up in later rounds.
     """
     own = [0.0] * shape.ranks
+    splits = SCHEDULES[kind].splits_backward
     for number, stage in enumerate(stages):
-        own[rank_of(kind, number, shape.ranks)] += stage.forward_seconds + stage.backward_seconds
+        more = stage.split_seconds if splits else 0.0
+        seconds = stage.forward_seconds + stage.backward_seconds + more
+        own[rank_of(kind, number, shape.ranks)] += seconds
     for rank, seconds in enumerate(own):
         at_ends = (
             settled.rank_starts_seconds[rank]

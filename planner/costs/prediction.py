@@ -92,7 +92,8 @@ class LayerCost:
     trainable_tensors: int = 0  # that the elements with optimizer state lie in
     learning_bytes: int = 0  # as transient, while ops with weights run
     deferred_bytes: int = 0  # that a split backward holds from its first half to its second
-    split_seconds: float = 0.0  # that the backward takes longer in two halves
+    split_input_seconds: float = 0.0  # more for the inputs' half of a backward in two
+    split_weight_seconds: float = 0.0  # more for the weights' half
     statistics: Statistics = NO_STATISTICS  # of batch norms, which data ranks share
 
 

@@ -7,12 +7,15 @@ from functools import lru_cache
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import GroupShape, ends_shape, group_shape, neighbour_shape
 from autopar.planner.costs.collective_choice import Collective, called_seconds
 from autopar.planner.costs.compute import Throughput
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.rates import rates_of
 from autopar.planner.precision import Precision
+
+_NORM_BYTES = 8
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -25,12 +28,22 @@ class RankGroups:
     replicas: GroupShape
     neighbours: GroupShape  # of two stages in a row
     ends: GroupShape  # of the first and the last stage
+    stages: GroupShape  # all of a pipeline
     stage_rates: tuple[Throughput, ...]  # of the device of each pipeline rank
     peak_flops_per_second: float
 
     def transfer_seconds(self, size_bytes: int) -> float:
         """Return the seconds of one tensor from a stage to the next."""
         return called_seconds(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
+
+
+def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
+    """Return the seconds to sum a norm, axis by axis, over the ranks with different gradients."""
+    is_sharded = arrangement.zero is not Zero.NONE
+    shapes = (groups.tensor, *((groups.shard,) if is_sharded else ()), groups.stages)
+    return sum(
+        called_seconds(Collective.ALL_REDUCE, _NORM_BYTES, shape, Manner.WAITED) for shape in shapes
+    )
 
 
 def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
@@ -77,6 +90,7 @@ def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
         replicas=group_shape(cluster, data // shard, tensor * shard),
         neighbours=neighbour_shape(cluster, pipeline, width),
         ends=ends_shape(cluster, (pipeline - 1) * width),
+        stages=group_shape(cluster, pipeline, width),
         stage_rates=tuple(
             _rates(devices[rank * width], degrees.precision) for rank in range(pipeline)
         ),

@@ -20,6 +20,12 @@ class StageSeconds:
     input_gradient_seconds: float
     weight_gradient_seconds: float
 
+    @property
+    def split_seconds(self) -> float:
+        """What the backward takes longer in two halves."""
+        halves = self.input_gradient_seconds + self.weight_gradient_seconds
+        return halves - self.backward_seconds
+
 
 class Transfer(Enum):
     """Who pays while a tensor travels from one stage to the next."""

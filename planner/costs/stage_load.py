@@ -48,7 +48,8 @@ class StageLoad:
     optimizer_bytes: int
     replicated_gradient_bytes: int
     deferred_bytes: int
-    split_seconds: float  # that the backward takes longer in two halves
+    split_input_seconds: float  # more for the inputs' half of a backward in two
+    split_weight_seconds: float  # more for the weights' half
     works: tuple[Work, ...]  # of the layers that differ
     layers: tuple[Repeated, ...]
 
@@ -62,22 +63,31 @@ class StageLoad:
         """Whether a schedule may make it in two halves, which would compute again twice."""
         return not self.recompute_seconds
 
-    def slower(self, forward_seconds: float, backward_seconds: float) -> StageLoad:
-        """Return the stage with this much more to wait for in its forward and its backward."""
-        return replace(
-            self,
-            forward_seconds=self.forward_seconds + forward_seconds,
-            backward_seconds=self.backward_seconds + backward_seconds,
-        )
+    def stage_seconds(
+        self, *, forward_more: float, backward_more: float, action_seconds: float, is_first: bool
+    ) -> StageSeconds:
+        """Return what a schedule needs to know, with what passes wait for and actions take.
 
-    @property
-    def stage_seconds(self) -> StageSeconds:
-        """What a schedule needs to know."""
-        return StageSeconds(
-            forward_seconds=self.forward_seconds,
-            backward_seconds=self.backward_seconds,
-            input_gradient_seconds=self.backward_seconds - self.weight_gradient_seconds,
-            weight_gradient_seconds=self.weight_gradient_seconds,
+        The first stage has weights alone to make gradients for: it does that at once. So does one
+        that computes activations again, but it is called for both halves.
+        """
+        backward = self.backward_seconds + backward_more + action_seconds
+        whole = StageSeconds(
+            forward_seconds=self.forward_seconds + forward_more + action_seconds,
+            backward_seconds=backward,
+            input_gradient_seconds=backward,
+            weight_gradient_seconds=0.0 if is_first else action_seconds,
+        )
+        if is_first or not self.splits_backward:
+            return whole
+        return replace(
+            whole,
+            input_gradient_seconds=backward
+            - self.weight_gradient_seconds
+            + self.split_input_seconds,
+            weight_gradient_seconds=self.weight_gradient_seconds
+            + self.split_weight_seconds
+            + action_seconds,
         )
 
 
@@ -107,7 +117,8 @@ def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
         optimizer_bytes=total("optimizer_bytes"),
         replicated_gradient_bytes=total("replicated_gradient_bytes"),
         deferred_bytes=total("deferred_bytes"),
-        split_seconds=seconds("split_seconds"),
+        split_input_seconds=seconds("split_input_seconds"),
+        split_weight_seconds=seconds("split_weight_seconds"),
         works=tuple(_works(runs)),
         layers=tuple(
             Repeated(load=_load(cost), statistics=cost.statistics, count=count)

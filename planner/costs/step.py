@@ -9,7 +9,7 @@ layers are priced for the device of its rank, so unequal devices need nothing mo
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.data_parallel import DataGroups, DataSeconds, data_seconds
@@ -24,7 +24,12 @@ from autopar.planner.costs.prediction import (
     StagePrediction,
     Zero,
 )
-from autopar.planner.costs.rank_groups import RankGroups, rank_groups, summed_seconds
+from autopar.planner.costs.rank_groups import (
+    RankGroups,
+    norm_seconds,
+    rank_groups,
+    summed_seconds,
+)
 from autopar.planner.costs.schedule import SCHEDULES, PipelineShape, in_flight_microbatches
 from autopar.planner.costs.schedule_moments import rank_moments
 from autopar.planner.costs.stage_load import StageLoad, stage_load
@@ -57,14 +62,15 @@ def predict(
         for load in loads
     )
     shape = pipeline_shape(arrangement)
-    splitting = tuple(_splitting_seconds(loads, arrangement))
     action_seconds = constants.action_on(arrangement)
-    slowed = tuple(
-        load.slower(
-            one.forward_wait + action_seconds,
-            one.backward_wait + action_seconds + more,
+    scheduled = tuple(
+        load.stage_seconds(
+            forward_more=one.forward_wait,
+            backward_more=one.backward_wait,
+            action_seconds=action_seconds,
+            is_first=stage == 0,
         )
-        for load, one, more in zip(loads, data, splitting, strict=True)
+        for stage, (load, one) in enumerate(zip(loads, data, strict=True))
     )
     transfers = [
         groups.transfer_seconds(load.output_bytes) if arrangement.pipeline > 1 else 0.0
@@ -73,7 +79,7 @@ def predict(
     pipeline = pipeline_seconds(
         arrangement.schedule,
         shape,
-        tuple(load.stage_seconds for load in slowed),
+        scheduled,
         transfer_seconds=transfers,
     )
     step = Step(
@@ -87,10 +93,13 @@ def predict(
         tied_seconds=summed_seconds(groups.ends, tied_gradient_bytes * _sent_share(arrangement))
         if arrangement.pipeline > 1
         else 0.0,
-        optimizer_seconds=_optimizer_seconds(loads, groups, arrangement, constants),
+        optimizer_seconds=_optimizer_seconds(loads, groups, arrangement, constants)
+        + norm_seconds(groups, arrangement),
         framework_step_seconds=constants.step_seconds,
         framework_action_seconds=action_seconds,
-        splitting_seconds=splitting,
+        splitting_seconds=tuple(
+            one.split_seconds if _splits(arrangement) else 0.0 for one in scheduled
+        ),
         is_host_measured=constants.is_measured,
         is_net_measured=_is_net_measured(cluster),
     )
@@ -104,14 +113,8 @@ def predict(
     )
 
 
-def _splitting_seconds(loads: Sequence[StageLoad], arrangement: Arrangement) -> Iterator[float]:
-    """Yield what each stage's backward takes longer for being made in two halves.
-
-    The first stage has weights alone to make gradients for; one that recomputes does not split.
-    """
-    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
-    for stage, load in enumerate(loads):
-        yield load.split_seconds if splits and stage and load.splits_backward else 0.0
+def _splits(arrangement: Arrangement) -> bool:
+    return arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
 
 
 def _is_net_measured(cluster: Cluster) -> bool:

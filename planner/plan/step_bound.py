@@ -13,7 +13,7 @@ from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.optimizer import optimizer_seconds
 from autopar.planner.costs.pipeline import rank_of
 from autopar.planner.costs.prediction import Arrangement, Zero
-from autopar.planner.costs.rank_groups import RankGroups
+from autopar.planner.costs.rank_groups import RankGroups, norm_seconds
 from autopar.planner.costs.schedule import ScheduleKind
 from autopar.planner.plan.bottleneck import Block, Places
 from autopar.planner.plan.data_bound import DataBound, Shared
@@ -286,7 +286,8 @@ class StepBound:
     def _updating(self) -> float:
         arrangement, constants = self.arrangement, self.constants
         share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
-        return min(
+        norm = norm_seconds(self.groups, arrangement)
+        return norm + min(
             optimizer_seconds(
                 self.totals.trainable / (arrangement.pipeline * share),
                 gradient_bytes=4,

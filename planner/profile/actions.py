@@ -1,14 +1,12 @@
 """Measures what torch's pipeline schedules take their host for an action.
 
 An action is a forward or a backward of one microbatch on one stage. Around it the schedule makes
-and waits for messages, keeps inputs and outputs, and calls the module and autograd. Stages that
-sweep the cache tell that, as cold as it is after the computing of a real stage.
+and waits for messages, keeps inputs and outputs, and calls the module and autograd. Measured is
+what a step takes the thread that runs it beyond the same forwards and backwards without a schedule.
+Waiting is not counted: that is of messages and of other ranks, which a plan's schedule tells. The
+stages sweep the cache, so it is as cold as after the computing of a real one.
 
-Schedules for one stage per rank: what a step takes the thread beyond the same forwards and
-backwards without a schedule, by the number of actions; waiting is not counted. Those for several:
-there every action needs a message of the one before it, and who sends it computes on already, on
-the core that the sending thread needs. So waiting counts: what a step takes beyond the forwards and
-backwards that the closed form of the schedule has in a row. One stage waits less than several.
+Schedules for several stages per rank are longer lists, in which torch looks for what comes next.
 """
 
 from __future__ import annotations
@@ -27,7 +25,6 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
 from autopar.planner.costs.measurements import ActionTimes
-from autopar.planner.costs.schedule_closed_forms import interleaved_step_seconds
 from autopar.planner.profile.net_rank import slowest
 from autopar.planner.profile.ranks import gloo, run_ranks
 
@@ -110,29 +107,21 @@ def _action_seconds(rank: int, ranks: int, per_rank: int, *, is_plain: bool) -> 
             for row in x.split(1):
                 _loss(module(row), row).backward()
 
-    own = microbatches * per_rank
-    in_a_row, clock = float(own), time.thread_time
-    if not is_plain:
-        clock = time.perf_counter
-        in_a_row = interleaved_step_seconds(
-            1.0, 0.0, ranks=ranks, stages_per_rank=per_rank, microbatches=microbatches
-        )
-    scheduled = _seconds(lambda: schedule.step(*arguments, **given), clock)
-    pairs = zip(scheduled, _seconds(alone, clock), strict=True)
-    added = median(step - bare * in_a_row / own for step, bare in pairs)
-    return slowest(max(0.0, added) / (2 * in_a_row), "cpu")
+    pairs = zip(_seconds(lambda: schedule.step(*arguments, **given)), _seconds(alone), strict=True)
+    added = median(step - bare for step, bare in pairs)
+    return slowest(max(0.0, added) / (2 * microbatches * per_rank), "cpu")
 
 
 def _loss(output: Tensor, _: Tensor) -> Any:
     return output.mean()
 
 
-def _seconds(step: Callable[[], object], clock: Callable[[], float]) -> list[float]:
-    """Return what some steps take, by a clock of the thread that runs them or of the wall."""
+def _seconds(step: Callable[[], object]) -> list[float]:
+    """Return what some steps take the thread that runs them."""
     found = []
     for _ in range(_WARM_UP + _REPEATS):
         dist.barrier()
-        began = clock()
+        began = time.thread_time()
         step()
-        found.append(clock() - began)
+        found.append(time.thread_time() - began)
     return found[_WARM_UP:]

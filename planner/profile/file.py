@@ -56,8 +56,8 @@ class _Unit(_Rows):
 class _Passes(_Rows):
     checkpoint_seconds: Seconds
     selective_seconds: Seconds
-    split_seconds: Seconds
-    split_byte_seconds: Seconds
+    split_input_seconds: Seconds
+    split_weight_seconds: Seconds
 
 
 class _Pipeline(_Rows):

@@ -1,4 +1,4 @@
-"""Measures what the host of a device adds: dispatch of ops, calls of a step, the optimizer."""
+"""Measures what the host of a device adds: dispatch of ops, calls of a step, the update."""
 
 from __future__ import annotations
 
@@ -119,29 +119,34 @@ def _frame(device: str) -> tuple[float, float]:
 
 
 def _optimizer(graph: Graph, device: str) -> tuple[float, float]:
-    """Return the seconds of fused AdamW for one tensor and for one element, on fp32 state.
+    """Return the seconds of clipping and fused AdamW for a tensor and for an element, all fp32.
 
     Time is a·tensors + b·elements: many tensors of a few elements tell a, then few tensors with as
     many elements as the model has (within limits) tell b.
     """
-    small = _adamw_seconds([_SMALL_ELEMENTS] * _SMALL_TENSORS, device)
+    small = _update_seconds([_SMALL_ELEMENTS] * _SMALL_TENSORS, device)
     learned = (one for one in graph.parameters if one.trainable)
     model = sum(graph.tensors[one.name].numel.at(1) for one in learned)
     each = min(max(model, _FEWEST_PARAMETERS), _MOST_PARAMETERS) // _LARGE_TENSORS
-    large = _adamw_seconds([each] * _LARGE_TENSORS, device)
+    large = _update_seconds([each] * _LARGE_TENSORS, device)
     tensor = small / _SMALL_TENSORS
     return tensor, max(large - _LARGE_TENSORS * tensor, 0.5 * large) / (_LARGE_TENSORS * each)
 
 
-def _adamw_seconds(sizes: Sequence[int], device: str) -> float:
-    """Return the seconds of one step on parameters of these sizes, caches cold."""
+def _update_seconds(sizes: Sequence[int], device: str) -> float:
+    """Return the seconds of one update of parameters of these sizes, caches cold."""
     parameters = [torch.zeros(size, device=device, requires_grad=True) for size in sizes]
     for parameter in parameters:
         parameter.grad = torch.full_like(parameter, 1e-3)
     optimizer = torch.optim.AdamW(parameters, fused=True)
     scratch = torch.zeros(EVICTED_BYTES // 4, device=device)
-    optimizer.step()
-    return median(_timed(optimizer.step, scratch, device) for _ in range(_OPTIMIZER_REPEATS))
+
+    def update() -> None:
+        torch.nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
+        optimizer.step()
+
+    update()
+    return median(_timed(update, scratch, device) for _ in range(_OPTIMIZER_REPEATS))
 
 
 def _timed(work: Callable[[], object], scratch: Tensor, device: str) -> float:

@@ -1,9 +1,9 @@
 """Measures what the host takes beside ops: for a layer that runs again, or a backward in halves.
 
 Nearly all of it is Python of torch, so it depends on how many ops a layer has, not on their sizes:
-the blocks that are measured are too small to compute anything to speak of. A backward in halves
-also holds gradients where a whole one writes into memory that it has just freed. A host gets other
-pages for them, which it has to clear; larger blocks tell what that takes for each byte.
+the blocks that are measured are too small to compute anything to speak of. Left out: a backward in
+halves holds gradients where a whole one writes into memory that it has just freed. Whether a host
+has to clear other pages for them depends on what its process freed before.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractCo
 Clock: TypeAlias = Callable[[], float]
 _BLOCKS = 6
 _HEADS = 2
-_SMALL = (1, 2, 8)  # rows of how many positions of which width
-_LARGE = (8, 64, 128)
+_SIZES = (1, 2, 8)  # rows of how many positions of which width
 _OPS = 21  # of a block, as a traced graph counts them
 _REPEATS = 24
 
@@ -66,48 +65,32 @@ class _Block(nn.Module):
 
 def pass_times(device: str, now: Clock) -> PassTimes:
     """Return the host's times, which differ from those of the same passes done plainly."""
-    blocks, x = _blocks(_SMALL, device)
-    forward, plain, full, selective, whole, halves = _in_turns(
+    blocks, x = _blocks(device)
+    forward, plain, full, selective, whole, inputs, weights = _in_turns(
         partial(_forward_seconds, blocks, x, now),
         partial(_both_seconds, blocks, x, now, None),
         partial(_both_seconds, blocks, x, now, _plain),
         partial(_both_seconds, blocks, x, now, _selective),
-        partial(_backward_seconds, blocks, x, now, _whole),
-        partial(_backward_seconds, blocks, x, now, _halves),
-    )
-    split_seconds = max(0.0, halves - whole)
-    blocks, x = _blocks(_LARGE, device)
-    whole, halves = _in_turns(
-        partial(_backward_seconds, blocks, x, now, _whole),
-        partial(_backward_seconds, blocks, x, now, _halves),
+        partial(_whole_seconds, blocks, x, now),
+        partial(_halves_seconds, blocks, x, now),
     )
     return PassTimes(
         checkpoint_seconds=max(0.0, full - plain - forward) / (2 * _BLOCKS),
         selective_seconds=max(0.0, selective - full) / (2 * _BLOCKS * _OPS),
-        split_seconds=split_seconds / (_BLOCKS * _OPS),
-        split_byte_seconds=max(0.0, halves - whole - split_seconds) / _held_bytes(blocks, x),
+        split_input_seconds=max(0.0, inputs - whole) / (_BLOCKS * _OPS),
+        split_weight_seconds=weights / (_BLOCKS * _OPS),
     )
 
 
-def _blocks(sizes: tuple[int, int, int], device: str) -> tuple[list[nn.Module], Tensor]:
+def _blocks(device: str) -> tuple[list[nn.Module], Tensor]:
     """Return some blocks, and what the first one gets."""
-    blocks: list[nn.Module] = [_Block(sizes[-1], device) for _ in range(_BLOCKS)]
-    return blocks, torch.zeros(sizes, device=device, requires_grad=True)
+    blocks: list[nn.Module] = [_Block(_SIZES[-1], device) for _ in range(_BLOCKS)]
+    return blocks, torch.zeros(_SIZES, device=device, requires_grad=True)
 
 
-def _in_turns(*ways: Callable[[], float]) -> list[float]:
-    rounds = [[way() for way in ways] for _ in range(_REPEATS)]
+def _in_turns(*ways: Callable[[], tuple[float, ...]]) -> list[float]:
+    rounds = [[seconds for way in ways for seconds in way()] for _ in range(_REPEATS)]
     return list(map(_calm, zip(*rounds, strict=True)))
-
-
-def _held_bytes(blocks: Sequence[nn.Module], x: Tensor) -> int:
-    """Return the bytes of what has weights, whose gradients wait for the second half."""
-    sizes: list[int] = []
-    for block in blocks:
-        for module in block.children():
-            module.register_forward_hook(lambda _, __, out: sizes.append(out.nbytes))
-    _run(blocks, x)
-    return sum(sizes)
 
 
 def _calm(seconds: Sequence[float]) -> float:
@@ -115,15 +98,15 @@ def _calm(seconds: Sequence[float]) -> float:
     return sorted(seconds)[len(seconds) // 4]
 
 
-def _forward_seconds(blocks: list[nn.Module], x: Tensor, now: Clock) -> float:
+def _forward_seconds(blocks: list[nn.Module], x: Tensor, now: Clock) -> tuple[float]:
     began = now()
     _run(blocks, x)
-    return now() - began
+    return (now() - began,)
 
 
 def _both_seconds(
     blocks: list[nn.Module], x: Tensor, now: Clock, contexts: Contexts | None
-) -> float:
+) -> tuple[float]:
     began = now()
     if contexts is None:
         y = _run(blocks, x)
@@ -132,37 +115,31 @@ def _both_seconds(
         for block in blocks:
             y = checkpoint(block, y, use_reentrant=False, context_fn=contexts)
     y.sum().backward()  # type: ignore[no-untyped-call]
-    return now() - began
+    return (now() - began,)
 
 
-def _backward_seconds(
-    blocks: list[nn.Module],
-    x: Tensor,
-    now: Clock,
-    backward: Callable[[Tensor, Tensor, list[nn.Parameter]], None],
-) -> float:
+def _whole_seconds(blocks: list[nn.Module], x: Tensor, now: Clock) -> tuple[float]:
+    y = _run(blocks, x)
+    began = now()
+    stage_backward((y,), (torch.ones_like(y),), [x])
+    return (now() - began,)
+
+
+def _halves_seconds(blocks: list[nn.Module], x: Tensor, now: Clock) -> tuple[float, float]:
     parameters = [parameter for block in blocks for parameter in block.parameters()]
     y = _run(blocks, x)
     began = now()
-    backward(x, y, parameters)
-    return now() - began
+    gradients: Any = [torch.ones_like(y)]
+    _, groups = stage_backward_input([y], gradients, [x], iter(parameters))
+    middle = now()
+    stage_backward_weight(iter(parameters), groups)
+    return middle - began, now() - middle
 
 
 def _run(blocks: Sequence[nn.Module], x: Tensor) -> Tensor:
     for block in blocks:
         x = block(x)
     return x
-
-
-def _whole(x: Tensor, y: Tensor, parameters: list[nn.Parameter]) -> None:
-    del parameters
-    stage_backward((y,), (torch.ones_like(y),), [x])
-
-
-def _halves(x: Tensor, y: Tensor, parameters: list[nn.Parameter]) -> None:
-    gradients: Any = [torch.ones_like(y)]
-    _, groups = stage_backward_input([y], gradients, [x], iter(parameters))
-    stage_backward_weight(iter(parameters), groups)
 
 
 def _plain() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:

@@ -11,7 +11,7 @@ from autopar.planner.cluster.link import MeasuredCollective
 from autopar.planner.costs.measurements import ActionTimes, Operand, PassTimes, UnitTimes
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
 
-FORMAT = 5
+FORMAT = 6
 
 
 def content_hash(measured: MeasuredFile) -> str:

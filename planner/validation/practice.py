@@ -54,6 +54,8 @@ class Practice:
 class PracticePricer(Pricer):
     """A pricer of device seconds alone, with the kernels of a run; the host is added by layer."""
 
+    stops_early = False
+
     def __init__(
         self,
         graph: Graph,

@@ -12,15 +12,15 @@ from autopar.planner.costs.schedule_simulation import StageSeconds, simulate
 
 
 def uneven(stages: int, seed: int) -> tuple[StageSeconds, ...]:
-    """Stages that differ by up to a fifth."""
+    """Stages that differ by up to a fifth; halves of a backward take longer than the whole."""
     generator = random.Random(seed)
     times = [generator.uniform(0.8, 1.2) for _ in range(stages)]
     return tuple(
         StageSeconds(
             forward_seconds=t,
             backward_seconds=2 * t,
-            input_gradient_seconds=t,
-            weight_gradient_seconds=t,
+            input_gradient_seconds=1.1 * t,
+            weight_gradient_seconds=1.4 * t,
         )
         for t in times
     )

@@ -33,8 +33,8 @@ TIMES = HostTimes(
     passes=PassTimes(
         checkpoint_seconds=3e-4,
         selective_seconds=2e-5,
-        split_seconds=3e-5,
-        split_byte_seconds=4e-10,
+        split_input_seconds=3e-6,
+        split_weight_seconds=2e-5,
     ),
     unit=UnitTimes(
         gather_seconds=1e-4,
