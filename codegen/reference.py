@@ -88,7 +88,9 @@ def train_alone(task: Task) -> Trained:
     mesh = start(pipeline=1, data=1, tensor=1)
     if file.build_dataset is not None and task.uses_dataset:
         torch.manual_seed(SEED)
-        batches = dataset_batches(file.build_dataset(), mesh, microbatch=task.block, seed=SEED)
+        batches = dataset_batches(
+            file.build_dataset(), file.example_batch, mesh, microbatch=task.block, seed=SEED
+        )
     else:
         batches = synthetic_batches(
             file.example_batch, mesh, rows=(task.blocks, task.block), seed=SEED

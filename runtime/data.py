@@ -7,18 +7,19 @@ one block of it, so a plan with d data ranks trains on what one process would wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sized
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
+from autopar.runtime.dataset_rows import rows_like
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.randomness import mixed_seed
-from autopar.runtime.refusal import refuse
 
 Batch = dict[str, Tensor]
+Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 
 
 class RankRows(Sampler[list[int]]):
@@ -48,36 +49,16 @@ class RankRows(Sampler[list[int]]):
 
 
 def dataset_batches(
-    dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, seed: int
+    dataset: Dataset[Any], example_batch: Example, mesh: Mesh, *, microbatch: int, seed: int
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches of a dataset, without end."""
-    _check_rows(dataset)
-    rows = RankRows(dataset, mesh, microbatch=microbatch, seed=seed)
-    return iter(DataLoader(dataset, batch_sampler=rows, pin_memory=mesh.device.type == "cuda"))
-
-
-def _check_rows(dataset: Dataset[Any]) -> None:
-    """Leave where no batch can be made of a dataset, and say what it should be."""
-    name = f"the dataset ({type(dataset).__name__})"
-    if not isinstance(dataset, Sized):
-        refuse(f"{name} has no length", fix="give it __len__ and __getitem__: ranks take rows")
-    if len(dataset) == 0:
-        refuse(f"{name} is empty", fix="look where build_dataset reads from")
-    if isinstance(dataset, Mapping) or not hasattr(dataset, "__getitem__"):
-        refuse(
-            f"{name} gives no row for a number",
-            fix="give it __getitem__, or return one part of it: the script makes its own loader",
-        )
-    row = dataset[0]
-    if not isinstance(row, Mapping):
-        refuse(
-            f"a row of {name} is a {type(row).__name__}",
-            fix="let __getitem__ return a dict with the keys of example_batch",
-        )
+    """Yield this rank's microbatches of a dataset, without end, with the keys of the example."""
+    rows = rows_like(dataset, _example(example_batch, microbatch, seed), mesh)
+    numbers = RankRows(rows, mesh, microbatch=microbatch, seed=seed)
+    return iter(DataLoader(rows, batch_sampler=numbers, pin_memory=mesh.device.type == "cuda"))
 
 
 def synthetic_batches(
-    example_batch: Callable[[int], Mapping[str, Any]],
+    example_batch: Example,
     mesh: Mesh,
     *,
     rows: tuple[int, int],
@@ -90,26 +71,27 @@ def synthetic_batches(
     """
     data = mesh.data
     microbatches, microbatch = rows
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        whole = example_batch(microbatch * microbatches * data.size)
-    found = {key: value for key, value in whole.items() if isinstance(value, Tensor)}
-    tensors = {key: value.contiguous() for key, value in found.items()}  # as loaders lay rows out
+    whole = _example(example_batch, microbatch * microbatches * data.size, seed)
+    tensors = {key: value.contiguous() for key, value in whole.items()}  # as loaders lay rows out
     starts = [(m * data.size + data.rank) * microbatch for m in range(microbatches)]
     own = [{k: v[start : start + microbatch] for k, v in tensors.items()} for start in starts]
     while True:
         yield from ({key: value.clone() for key, value in one.items()} for one in own)
 
 
-def placed(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
-    """Return a batch on this process' device, in fp64 or fp32 what a training in those needs so.
+def _example(example_batch: Example, rows: int, seed: int) -> Batch:
+    """Return the tensors of an example batch, and leave torch's numbers as they were."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        whole = example_batch(rows)
+    return {key: value for key, value in whole.items() if isinstance(value, Tensor)}
 
-    What a loader leaves as it is, names of rows, no model takes.
-    """
+
+def placed(batch: Batch, mesh: Mesh, dtype: torch.dtype) -> Batch:
+    """Return a batch on this process' device, in fp64 or fp32 what a training in those needs so."""
     return {
         key: value.to(mesh.device, _wide_enough(value.dtype, dtype), non_blocking=True)
         for key, value in batch.items()
-        if isinstance(value, Tensor)
     }
 
 

@@ -31,7 +31,7 @@ class Numbers(Dataset[dict[str, Tensor]]):
 
 def rows(data: int, microbatch: int, count: int) -> list[list[int]]:
     mesh = start(pipeline=1, data=data, tensor=1)
-    batches = dataset_batches(Numbers(), mesh, microbatch=microbatch, seed=0)
+    batches = dataset_batches(Numbers(), _example, mesh, microbatch=microbatch, seed=0)
     return [batch["x"].int().tolist() for batch in islice(batches, count)]
 
 
@@ -58,14 +58,13 @@ class Stream(IterableDataset[dict[str, Tensor]]):
 def refusal(dataset: Dataset[Any]) -> str:
     mesh, told = start(pipeline=1, data=1, tensor=1), io.StringIO()
     with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
-        dataset_batches(dataset, mesh, microbatch=1, seed=0)
+        dataset_batches(dataset, _example, mesh, microbatch=1, seed=0)
     return told.getvalue()
 
 
 def widened() -> list[torch.dtype]:
     mesh: Mesh = start(pipeline=1, data=1, tensor=1)
     batch: dict[str, Any] = {"x": torch.zeros(1), "n": torch.zeros(1, dtype=torch.int64)}
-    batch["name"] = ["first"]
     return [v.dtype for dtype in (torch.float64, torch.bfloat16)
             for v in placed(batch, mesh, dtype).values()]  # fmt: skip
 

@@ -1,0 +1,126 @@
+"""Gives of a dataset's rows what a plan was made for, or says what they lack."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping, Sized
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.refusal import refuse
+
+Row = dict[str, Tensor]
+
+
+class Rows(Dataset[Row]):
+    """The rows of a dataset as tensors, with some of their columns: others need make no batch.
+
+    What is a list or a number becomes a tensor, since torch makes a batch of a row's list
+    otherwise. Widths of numbers become those of the columns.
+    """
+
+    def __init__(self, dataset: Any, columns: Mapping[str, torch.dtype]) -> None:
+        self.dataset, self.columns = dataset, dict(columns)
+
+    def __len__(self) -> int:
+        """Return how many there are."""
+        return len(self.dataset)
+
+    def __getitem__(self, index: int) -> Row:
+        """Return one."""
+        return self._of(self.dataset[index])
+
+    def __getitems__(self, indices: list[int]) -> list[Row]:
+        """Return several, at once where the dataset can."""
+        if hasattr(self.dataset, "__getitems__"):
+            return list(map(self._of, self.dataset.__getitems__(indices)))
+        return [self[index] for index in indices]
+
+    def _of(self, row: Mapping[str, Any]) -> Row:
+        return {name: _tensor(row[name], dtype) for name, dtype in self.columns.items()}
+
+
+def rows_like(dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh) -> Rows:
+    """Return the rows of a dataset with the keys of an example batch.
+
+    Leaves where there are none, or no such keys, and says what the dataset should be. What else a
+    row has no model is given; numbers among it are told, and so are other shapes and kinds.
+    """
+    name = f"the dataset ({type(dataset).__name__})"
+    _check_kind(dataset, name)
+    row = dataset[0]
+    _check_row(row, name, example)
+    for note in _notes(row, example) if mesh.rank == 0 else ():
+        print(f"note: {note}", file=sys.stderr, flush=True)
+    return Rows(dataset, {key: value.dtype for key, value in example.items()})
+
+
+def _check_kind(dataset: Dataset[Any], name: str) -> None:
+    if not isinstance(dataset, Sized):
+        refuse(f"{name} has no length", fix="give it __len__ and __getitem__: ranks take rows")
+    if len(dataset) == 0:
+        refuse(f"{name} is empty", fix="look where build_dataset reads from")
+    if isinstance(dataset, Mapping) or not hasattr(dataset, "__getitem__"):
+        refuse(
+            f"{name} gives no row for a number",
+            fix="give it __getitem__, or return one part of it: the script makes its own loader",
+        )
+
+
+def _check_row(row: Any, name: str, example: Mapping[str, Tensor]) -> None:
+    fix = f"let __getitem__ return a dict with the keys of example_batch: {', '.join(example)}"
+    if not isinstance(row, Mapping):
+        refuse(f"a row of {name} is a {type(row).__name__}", fix=fix)
+    missing = [key for key in example if key not in row]
+    if missing:
+        refuse(f"a row of {name} has {', '.join(row)}, but no {', '.join(missing)}", fix=fix)
+    for key in example:
+        if not _is_number(row[key]):
+            refuse(
+                f"{key!r} in a row of {name} is a {type(row[key]).__name__}, which is no tensor",
+                fix="let __getitem__ return tensors, arrays or numbers, of one shape in all rows",
+            )
+
+
+def _notes(row: Mapping[str, Any], example: Mapping[str, Tensor]) -> Iterator[str]:
+    for key, value in example.items():
+        found, planned = torch.as_tensor(row[key]), value[0]
+        if found.shape != planned.shape or not _is_same_kind(found, planned.dtype):
+            yield (
+                f"{key!r} is {_words(found)} in the dataset's rows, and the plan was made for "
+                f"{_words(planned)}\n  fix: let example_batch return such rows, and plan again"
+            )
+    left = [key for key in row if key not in example and _is_number(row[key])]
+    if left:
+        yield (
+            f"the model is not given {', '.join(left)} of the dataset's rows, which example_batch "
+            "does not have\n  fix: add them to example_batch if it should be, and plan again"
+        )
+
+
+def _tensor(value: Any, dtype: torch.dtype) -> Tensor:
+    tensor = torch.as_tensor(value)
+    return tensor.to(dtype) if _is_same_kind(tensor, dtype) else tensor
+
+
+def _is_same_kind(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether both are floating, or both whole numbers, or both true and false."""
+    is_bool = (tensor.dtype is torch.bool) == (dtype is torch.bool)
+    return is_bool and tensor.is_floating_point() == dtype.is_floating_point
+
+
+def _is_number(value: Any) -> bool:
+    """Whether a tensor can be made of something."""
+    try:
+        torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True
+
+
+def _words(tensor: Tensor) -> str:
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

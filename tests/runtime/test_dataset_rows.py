@@ -1,0 +1,106 @@
+"""Rows of datasets as people have them: lists, names beside numbers, other widths, what lacks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset
+
+from autopar.runtime.data import dataset_batches
+from autopar.runtime.mesh import start
+
+
+class Same(Dataset[Any]):
+    """One row, again and again."""
+
+    def __init__(self, row: Mapping[str, Any]) -> None:
+        self.row = row
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, _: int) -> Mapping[str, Any]:
+        return self.row
+
+
+class AtOnce(Same):
+    """Rows that are read several at a time."""
+
+    def __getitems__(self, indices: list[int]) -> list[Mapping[str, Any]]:
+        return [{**self.row, "ids": [index] * 3} for index in indices]
+
+
+def example(rows: int) -> dict[str, Tensor]:
+    return {"ids": torch.ones(rows, 3, dtype=torch.int64), "score": torch.ones(rows)}
+
+
+def batch_of(dataset: Dataset[Any]) -> dict[str, Tensor]:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    (batch,) = islice(dataset_batches(dataset, example, mesh, microbatch=2, seed=0), 1)
+    return batch
+
+
+@pytest.mark.parametrize(
+    "row",
+    [
+        {"ids": torch.tensor([1, 2, 3]), "score": torch.tensor(0.5)},
+        {"ids": [1, 2, 3], "score": 0.5},
+        {"ids": np.array([1, 2, 3], dtype=np.int32), "score": np.float64(0.5)},
+        {"ids": [1, 2, 3], "score": 0.5, "text": "a name", "words": ["of", "any", "length"]},
+    ],
+    ids=["tensors", "lists", "arrays", "with names"],
+)
+def test_rows_become_tensors_like_the_examples(
+    capsys: pytest.CaptureFixture[str], row: dict[str, Any]
+) -> None:
+    batch = batch_of(Same(row))
+    assert list(batch) == ["ids", "score"]
+    assert torch.equal(batch["ids"], torch.tensor([[1, 2, 3]] * 2))
+    assert torch.equal(batch["score"], torch.tensor([0.5, 0.5]))
+    assert batch["score"].dtype is torch.float32
+    assert capsys.readouterr().err == ""
+
+
+def test_rows_that_are_read_at_once_are() -> None:
+    batch = batch_of(AtOnce({"ids": [9, 9, 9], "score": 1.0}))
+    assert sorted(set(batch["ids"].flatten().tolist())) != [9]
+
+
+@pytest.mark.parametrize(
+    ("row", "telling"),
+    [
+        ({"ids": [1, 2, 3]}, "a row of the dataset (Same) has ids, but no score"),
+        ({"ids": "one two", "score": 0.5}, "'ids' in a row of the dataset (Same) is a str"),
+        ({"ids": None, "score": 0.5}, "'ids' in a row of the dataset (Same) is a NoneType"),
+    ],
+)
+def test_rows_without_what_the_model_reads_are_refused(
+    capsys: pytest.CaptureFixture[str], row: dict[str, Any], telling: str
+) -> None:
+    with pytest.raises(SystemExit, match="6"):
+        batch_of(Same(row))
+    assert telling in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("row", "telling"),
+    [
+        (
+            {"ids": [1, 2], "score": 0.5},
+            "'ids' is int64[2] in the dataset's rows, and the plan was",
+        ),
+        ({"ids": [0.1, 1, 1], "score": 0.5}, "'ids' is float32[3] in the dataset's rows"),
+        ({"ids": [1, 1, 1], "score": 0.5, "mask": [1, 1, 1]}, "the model is not given mask of"),
+    ],
+)
+def test_rows_that_are_not_what_the_plan_was_made_for_are_told(
+    capsys: pytest.CaptureFixture[str], row: dict[str, Any], telling: str
+) -> None:
+    assert list(batch_of(Same(row))) == ["ids", "score"]
+    assert telling in capsys.readouterr().err
