@@ -110,7 +110,7 @@ def _parameters(inspection: Inspection) -> Table:
 
 def _memory(inspection: Inspection) -> Table:
     table = _table(
-        "Memory on one device, unsplit, with AdamW",
+        f"Memory on one device, unsplit, with {inspection.optimizer}",
         "precision", "parameters", "gradients", "optimizer", "saved activations", "total",
     )  # fmt: skip
     saved = {"fp32": inspection.saved_bytes.fp32, "bf16": inspection.saved_bytes.bf16}

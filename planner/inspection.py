@@ -70,7 +70,7 @@ class OpLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class StateLine:
-    """What the parameters occupy at one precision, with AdamW."""
+    """What the parameters and the optimizer occupy at one precision."""
 
     precision: str
     parameter_bytes: int
@@ -100,12 +100,13 @@ class Inspection:
     forward_flops: int
     backward_flops: int
     saved_bytes: Both
+    optimizer: str
     states: tuple[StateLine, ...]
     ops: int
     ops_without_rule: tuple[OpLine, ...]
 
 
-def inspect_graph(graph: Graph, *, model: str, batch: int) -> Inspection:
+def inspect_graph(graph: Graph, *, model: str, batch: int, optimizer: str) -> Inspection:
     """Return what is worth telling of a traced model."""
     axes = infer_axes(graph)
     layers = find_layers(graph, axes)
@@ -133,6 +134,7 @@ def inspect_graph(graph: Graph, *, model: str, batch: int) -> Inspection:
         forward_flops=total.forward_flops,
         backward_flops=total.backward_flops,
         saved_bytes=Both(fp32=total.saved_bytes, bf16=total_bf16.saved_bytes),
+        optimizer=optimizer,
         states=tuple(_state(graph, precision) for precision in SHOWN),
         ops=len(graph.ops),
         ops_without_rule=_without_rule(graph),

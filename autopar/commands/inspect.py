@@ -12,6 +12,8 @@ from autopar.console import progress, results
 from autopar.inspection_page import page
 from autopar.planner.inspection import inspect_graph
 from autopar.planner.model_file import load_model_file
+from autopar.planner.optimizer_probe import optimizer_traits
+from autopar.planner.plan.optimizer_limits import with_moments
 from autopar.planner.trace import trace
 
 
@@ -31,7 +33,13 @@ def inspect(
     model_file = load_model_file(model, arg or ())
     with progress("tracing the model"):
         graph = trace(model_file)
-        inspection = inspect_graph(graph, model=model_file.name, batch=batch)
+        optimizer = optimizer_traits(model_file, graph)
+        inspection = inspect_graph(
+            with_moments(graph, optimizer),
+            model=model_file.name,
+            batch=batch,
+            optimizer=optimizer.name if optimizer else "AdamW",
+        )
     if as_json:
         print(json.dumps(asdict(inspection), indent=2))
         return
