@@ -52,6 +52,7 @@ class DataGroups:
     gradient_share: float  # of the gradient's bytes that travel: a half when sent in 16 bits
     slowdown: float
     unit: UnitTimes  # what fully_shard takes beside computing and communicating
+    gathers_ahead: bool = False  # of ZeRO-1: beside the next forward
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -193,16 +194,17 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
         loads, _reducing(groups), bucket_bytes=bucket, slowdown=groups.slowdown
     )
     if not scatters_each:
-        gathers = (
-            gathered_after_optimizer_seconds(loads, _gathering(groups), bucket_bytes=bucket)
-            if groups.zero is Zero.OPTIMIZER
-            else 0.0
-        )
+        first = gathers = 0.0
+        if groups.zero is Zero.OPTIMIZER:
+            gathers = gathered_after_optimizer_seconds(
+                loads, _gathering(groups), bucket_bytes=bucket
+            )
+            first = _first_forward_more(loads, groups) if groups.gathers_ahead else gathers
         return DataSeconds(
             each_forward=0.0,
             each_backward=0.0,
             last_backward=_added(backward),
-            first_forward=gathers,
+            first_forward=first,
             gathers_alone=gathers,
             reductions_alone=backward.communication_seconds,
             gathers=_gathers(loads, bucket) if groups.zero is Zero.OPTIMIZER else 0,
@@ -221,6 +223,10 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
         gathers=_gathers(loads),
         reductions=microbatches * _reductions(loads),
     )
+
+
+def _first_forward_more(loads: Sequence[LayerLoad], groups: DataGroups) -> float:
+    return _added(forward_during_gather(loads, _gathering(groups), slowdown=groups.slowdown))
 
 
 def _gathers(loads: Sequence[LayerLoad], bucket_bytes: int = 0) -> int:

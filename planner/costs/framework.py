@@ -48,6 +48,7 @@ class FrameworkConstants:
     optimizer_tensor_seconds: float = 0.0  # of each parameter however small, as measured
     unit: UnitTimes | None = None  # as measured; see unit_on where None
     pipeline: ActionTimes | None = None  # as measured, besides action_seconds
+    gathers_ahead: bool = False  # ZeRO-1, beside the next forward; emitted scripts wait before it
 
     @property
     def is_measured(self) -> bool:

@@ -148,6 +148,7 @@ def _data_groups(
         gradient_share=_sent_share(arrangement),
         slowdown=constants.overlap_slowdown,
         unit=constants.unit_on(groups.stage_rates[0]),
+        gathers_ahead=constants.gathers_ahead,
     )
 
 

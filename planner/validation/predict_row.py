@@ -52,7 +52,7 @@ def predict_row(row: Row, zoo: Path, constants: FrameworkConstants) -> Predicted
         ),
         arrangement,
         cluster,
-        constants=constants,
+        constants=replace(constants, gathers_ahead=True),
         model_flops=0,
         tied_gradient_bytes=costs.tied_gradient_bytes,
     )

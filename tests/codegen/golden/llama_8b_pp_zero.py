@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: e5a5599e084f1a8e.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 3266078fd78c3791.
 
 from __future__ import annotations
 
@@ -192,7 +192,7 @@ def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
         data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
         torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
-        data = dataset_batches(new_dataset(), mesh, microbatch=MICROBATCH, seed=SEED)
+        data = dataset_batches(new_dataset(), new_batch, mesh, microbatch=MICROBATCH, seed=SEED)
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
     return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)

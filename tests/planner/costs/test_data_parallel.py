@@ -54,6 +54,14 @@ def test_scattered_gradients_and_gathered_parameters_stand_for_zero_1() -> None:
     assert found.first_forward == pytest.approx(gather)
 
 
+def test_published_frameworks_gather_beside_the_forward_all_but_the_first_layer() -> None:
+    slow = stage_load([layer(forward_seconds=0.1)] * 4).layers
+    ahead = replace(GROUPS, zero=Zero.OPTIMIZER, gathers_ahead=True)
+    found = data_seconds(slow, ahead, microbatches=3)
+    one = collective_seconds(Collective.ALL_GATHER, LAYER.parameter_bytes, ALL)
+    assert found.first_forward == pytest.approx(one)
+
+
 def test_nothing_is_computed_beside_the_gathers_of_zero_1() -> None:
     slow = stage_load([layer(forward_seconds=0.1)] * 4).layers
     by_layer = replace(GROUPS, zero=Zero.OPTIMIZER, bucket_bytes=LAYER.parameter_bytes)
