@@ -84,6 +84,13 @@ def test_a_layer_runs_again_up_to_what_its_backward_needs_as_torch_runs_it(
     assert {name: found[name] for name in WEIGHTY} == {name: calls[name] for name in WEIGHTY}
 
 
+def test_an_op_that_keeps_what_it_makes_runs_again_and_what_follows_does_not() -> None:
+    flow = flow_of(pricer("gpt2.py", "dropout=0.1"), "Block")
+    last = [one.op.target for one in flow.ops[-2:]]
+    assert last == ["aten.dropout.default", "aten.add.Tensor"]  # whose mask the backward needs
+    assert called_again(flow).ops == flow.ops[:-1]
+
+
 def test_the_last_product_of_a_block_is_spared_and_the_sum_over_its_parts() -> None:
     prices = pricer("llama.py")
     layer = layer_of(prices, "Block")

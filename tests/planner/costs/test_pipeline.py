@@ -10,6 +10,13 @@ from autopar.planner.costs.pipeline import pipeline_seconds, rank_of
 from autopar.planner.costs.schedule import SCHEDULES, PipelineShape, ScheduleKind, schedule_of
 from autopar.planner.costs.schedule_simulation import StageSeconds, simulate
 
+FIGURES = (
+    "forward_seconds",
+    "backward_seconds",
+    "input_gradient_seconds",
+    "weight_gradient_seconds",
+)
+
 
 def uneven(stages: int, seed: int) -> tuple[StageSeconds, ...]:
     """Stages that differ by up to a fifth; halves of a backward take longer than the whole."""
@@ -52,6 +59,31 @@ def test_it_agrees_with_the_whole_simulation(
         transfer=SCHEDULES[kind].transfer,
     )
     assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.03)
+
+
+@pytest.mark.parametrize("seed", [7, 24, 25])
+@pytest.mark.parametrize(
+    ("kind", "per_rank"),
+    [(ScheduleKind.INTERLEAVED_ZERO_BUBBLE, 1), (ScheduleKind.ZERO_BUBBLE_V, 2)],
+)
+def test_the_slowest_rank_is_the_one_whose_halves_take_longest(
+    kind: ScheduleKind, per_rank: int, seed: int
+) -> None:
+    shape = PipelineShape(ranks=4, stages_per_rank=per_rank, microbatches=64)
+    generator = random.Random(seed)
+    stages = tuple(
+        StageSeconds(**{name: generator.uniform(0.1, 2) for name in FIGURES})
+        for _ in range(shape.stages)
+    )
+    transfers = (0.02,) * (shape.stages - 1)
+    found = pipeline_seconds(kind, shape, stages, transfer_seconds=transfers)
+    whole = simulate(
+        schedule_of(kind, shape),
+        stages,
+        transfer_seconds=transfers,
+        transfer=SCHEDULES[kind].transfer,
+    )
+    assert found.step_seconds == pytest.approx(whole.step_seconds, rel=0.015)
 
 
 def test_one_stage_runs_its_microbatches_one_after_the_other() -> None:

@@ -77,6 +77,18 @@ def test_the_same_llama_is_split_by_its_key_heads(tmp_path: Path) -> None:
     assert split["tensor communication"] > 0
 
 
+def test_a_distributed_optimizer_gathers_beside_the_forward(tmp_path: Path) -> None:
+    row = a_row(
+        tmp_path, fsdp="distributed optimizer", hidden="4096", ffn_hidden="16384", seq_len="2048"
+    )
+    (gather,) = (
+        term
+        for term in predict_row(row, ZOO, CONSTANTS).prediction.communication
+        if term.collective == "all-gather"
+    )
+    assert 0 < gather.exposed_seconds < gather.seconds
+
+
 def test_a_pipeline_holds_its_activations_in_flight(tmp_path: Path) -> None:
     row = a_row(tmp_path, tp="1", pp="4", dp="1", global_batch="16")
     stages = predict_row(row, ZOO, CONSTANTS).prediction.stages
