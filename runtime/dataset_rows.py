@@ -88,11 +88,12 @@ def _check_row(row: Any, name: str, example: Mapping[str, Tensor]) -> None:
 
 def _notes(row: Mapping[str, Any], example: Mapping[str, Tensor]) -> Iterator[str]:
     for key, value in example.items():
-        found, planned = torch.as_tensor(row[key]), value[0]
-        if found.shape != planned.shape or not _is_same_kind(found, planned.dtype):
+        found, planned = torch.as_tensor(row[key]), value.shape[1:]
+        if found.shape != planned or not _is_same_kind(found, value.dtype):
             yield (
-                f"{key!r} is {_words(found)} in the dataset's rows, and the plan was made for "
-                f"{_words(planned)}\n  fix: let example_batch return such rows, and plan again"
+                f"{key!r} is {_words(found.dtype, found.shape)} in the dataset's rows, and the "
+                f"plan was made for {_words(value.dtype, planned)}\n"
+                "  fix: let example_batch return such rows, and plan again"
             )
     left = [key for key in row if key not in example and _is_number(row[key])]
     if left:
@@ -122,5 +123,5 @@ def _is_number(value: Any) -> bool:
     return True
 
 
-def _words(tensor: Tensor) -> str:
-    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"
+def _words(dtype: torch.dtype, shape: torch.Size) -> str:
+    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

@@ -199,7 +199,7 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             gathers = gathered_after_optimizer_seconds(
                 loads, _gathering(groups), bucket_bytes=bucket
             )
-            first = _first_forward_more(loads, groups) if groups.gathers_ahead else gathers
+            first = _added(_gathered_ahead(loads, groups)) if groups.gathers_ahead else gathers
         return DataSeconds(
             each_forward=0.0,
             each_backward=0.0,
@@ -210,7 +210,7 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             gathers=_gathers(loads, bucket) if groups.zero is Zero.OPTIMIZER else 0,
             reductions=_reductions(loads, bucket),
         )
-    forward = forward_during_gather(loads, _gathering(groups), slowdown=groups.slowdown)
+    forward = _gathered_ahead(loads, groups)
     gathering = sum(_gathering_host(load, groups.unit) for load in loads)
     scattering = sum(_scattering_host(load, groups.unit) for load in loads)
     return DataSeconds(
@@ -225,8 +225,8 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
     )
 
 
-def _first_forward_more(loads: Sequence[LayerLoad], groups: DataGroups) -> float:
-    return _added(forward_during_gather(loads, _gathering(groups), slowdown=groups.slowdown))
+def _gathered_ahead(loads: Sequence[LayerLoad], groups: DataGroups) -> Overlapped:
+    return forward_during_gather(loads, _gathering(groups), slowdown=groups.slowdown)
 
 
 def _gathers(loads: Sequence[LayerLoad], bucket_bytes: int = 0) -> int:

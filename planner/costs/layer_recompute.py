@@ -19,7 +19,7 @@ class Again:
 
 
 def run_again(flow: LayerFlow, mode: Recompute) -> Again:
-    """Return what runs again: nothing, what is cheap and needed, or the layer up to that."""
+    """Return what runs again: nothing, what is cheap and needed, or all that is called again."""
     if mode is Recompute.NONE:
         return Again()
     if mode is Recompute.FULL:
@@ -64,10 +64,7 @@ def _cheap(flow: LayerFlow) -> Again:
         again.append(one)
         needed |= set(zip(one.op.inputs, one.layout.needs, strict=True))
         names.update(one.op.inputs)
-    return Again(
-        ops=tuple(reversed(again)),
-        conversions=_of(flow, needed),
-    )
+    return Again(ops=tuple(reversed(again)), conversions=_of(flow, needed))
 
 
 def _of(flow: LayerFlow, needed: Collection[tuple[str, Layout]]) -> tuple[Conversion, ...]:

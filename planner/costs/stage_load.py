@@ -64,21 +64,21 @@ class StageLoad:
         return not self.recompute_seconds
 
     def stage_seconds(
-        self, *, forward_more: float, backward_more: float, action_seconds: float, is_first: bool
+        self, *, forward_more: float, backward_more: float, action_seconds: float, splits: bool
     ) -> StageSeconds:
         """Return what a schedule needs to know, with what passes wait for and actions take.
 
-        The first stage has weights alone to make gradients for: it does that at once. So does one
-        that computes activations again, but it is called for both halves.
+        `splits` says whether it is called for both halves of its backward. One that computes
+        activations again does all in the first.
         """
         backward = self.backward_seconds + backward_more + action_seconds
         whole = StageSeconds(
             forward_seconds=self.forward_seconds + forward_more + action_seconds,
             backward_seconds=backward,
             input_gradient_seconds=backward,
-            weight_gradient_seconds=0.0 if is_first else action_seconds,
+            weight_gradient_seconds=action_seconds if splits else 0.0,
         )
-        if is_first or not self.splits_backward:
+        if not (splits and self.splits_backward):
             return whole
         return replace(
             whole,

@@ -63,12 +63,13 @@ def predict(
     )
     shape = pipeline_shape(arrangement)
     action_seconds = constants.action_on(arrangement)
+    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
     scheduled = tuple(
         load.stage_seconds(
             forward_more=one.forward_wait,
             backward_more=one.backward_wait,
             action_seconds=action_seconds,
-            is_first=stage == 0,
+            splits=splits and stage > 0,  # the first one has weights alone to make gradients for
         )
         for stage, (load, one) in enumerate(zip(loads, data, strict=True))
     )
@@ -97,9 +98,7 @@ def predict(
         + norm_seconds(groups, arrangement),
         framework_step_seconds=constants.step_seconds,
         framework_action_seconds=action_seconds,
-        splitting_seconds=tuple(
-            one.split_seconds if _splits(arrangement) else 0.0 for one in scheduled
-        ),
+        splitting_seconds=tuple(one.split_seconds for one in scheduled),
         is_host_measured=constants.is_measured,
         is_net_measured=_is_net_measured(cluster),
     )
@@ -111,10 +110,6 @@ def predict(
         model_flops=model_flops,
         peak_flops_per_second=groups.peak_flops_per_second,
     )
-
-
-def _splits(arrangement: Arrangement) -> bool:
-    return arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
 
 
 def _is_net_measured(cluster: Cluster) -> bool:

@@ -12,10 +12,10 @@ from tests.planner.costs.step_factories import layer
 SPLIT = layer(split_input_seconds=0.1e-3, split_weight_seconds=0.4e-3)  # 1, and 1 + 1 ms
 
 
-def seconds_of(*layers: LayerCost, is_first: bool = False) -> StageSeconds:
+def seconds_of(*layers: LayerCost, splits: bool = True) -> StageSeconds:
     """Return what a stage of these layers takes, if waits and actions take something too."""
     return stage_load(layers).stage_seconds(
-        forward_more=10e-3, backward_more=20e-3, action_seconds=0.01e-3, is_first=is_first
+        forward_more=10e-3, backward_more=20e-3, action_seconds=0.01e-3, splits=splits
     )
 
 
@@ -32,10 +32,10 @@ def test_halves_share_a_backward_and_take_longer_each() -> None:
     assert one.split_seconds == pytest.approx(0.2e-3 + 0.8e-3 + 0.01e-3)
 
 
-def test_the_first_stage_makes_the_gradients_of_its_weights_at_once() -> None:
-    one = seconds_of(SPLIT, is_first=True)
+def test_a_stage_that_is_not_called_for_halves_makes_all_gradients_at_once() -> None:
+    one = seconds_of(SPLIT, splits=False)
     assert one.input_gradient_seconds == one.backward_seconds
-    assert one.weight_gradient_seconds == 0.0
+    assert one.weight_gradient_seconds == one.split_seconds == 0.0
 
 
 def test_a_stage_that_computes_again_does_not_split_but_is_called_twice() -> None:
