@@ -8,6 +8,7 @@ from autopar.planner.costs.norm_statistics import BATCH_NORM
 from autopar.planner.extent import BATCH
 from autopar.planner.graph import Graph, Op
 from autopar.planner.loss_of_parts import Follows, all_of_parts, loss_of_parts
+from autopar.planner.row_numbers import counts_rows
 from autopar.planner.steady_buffers import written_buffers
 
 _ALONG = frozenset(
@@ -23,16 +24,16 @@ def meeting_rows(graph: Graph) -> Op | None:
     """Return the first op that reads all rows at once, for the loss or for a buffer.
 
     It compares every pair of rows, as contrastive losses do, or a row with the next one, or the
-    first half with the second; gives rows what all of them have made, as centering does; or makes
-    of the rows' mean or sum what is no mean of that of their parts, as a root does; or normalises
-    them by their statistics without being one of torch's batch norms, which share theirs over all
-    ranks. A buffer may keep what was made of all rows.
+    first half with the second; gives rows what all of them have made, as centering does; or
+    computes with their number; or makes of the rows' mean or sum what is no mean of that of their
+    parts, as a root does; or normalises them by their statistics without being one of torch's batch
+    norms, which share theirs over all ranks. A buffer may keep what was made of all rows.
     """
     of_parts = all_of_parts(graph)
     for op in graph.ops:
         if any(by(op, graph) for by in _MEETING):
             return op
-        if _shares(op, graph, of_parts) or _keeps(op, graph, of_parts):
+        if any(by(op, graph, of_parts) for by in (_shares, _counts, _keeps)):
             return op
     return loss_of_parts(graph).op if of_parts[graph.loss] is Follows.MEETS else None
 
@@ -46,6 +47,13 @@ def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     """Whether an op gives rows what was made of all of them together."""
     is_shared = any(of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in op.inputs)
     return is_shared and any(_varying(graph, name) for name in (*op.inputs, *op.outputs))
+
+
+def _counts(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
+    """Whether an op computes with the number of rows; of a mean or a sum the loss tells more."""
+    del graph
+    known = (Follows.MEAN, Follows.SUM)
+    return counts_rows(op) and not any(of_parts[name] in known for name in op.inputs)
 
 
 def _mixes_rows(op: Op, graph: Graph) -> bool:

@@ -119,8 +119,8 @@ def _why(fixed_batch: int, fixed_at: str) -> str:
     place = f" at {fixed_at}" if fixed_at else ""
     return (
         f": the model fixes its batch to {fixed_batch}, the rows that it was traced with, because "
-        f"its forward takes their number for a constant{place} (a loop over the rows, len(), "
-        "tolist())"
+        f"its forward takes their number for a constant{place} (a loop over the rows, "
+        "a root of their number, tolist())"
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 
@@ -14,6 +15,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
 from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
+from autopar.planner.trace.symbols import RowsInNumberError
 from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.values import CannotReplayError
 
@@ -102,11 +104,20 @@ def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision
         return graph
 
 
+def _converted(subject: Subject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
+    how = partial(export, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows)
+    try:
+        return convert(how(fold=True))
+    except CannotReplayError:
+        return convert(how(fold=False))
+
+
 def _graph(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
     try:
-        graph = convert(export(subject, fold=True, is_noticed=is_noticed))
-    except CannotReplayError:
-        graph = convert(export(subject, fold=False, is_noticed=is_noticed))
+        graph = _converted(subject, is_noticed=is_noticed)
+    except RowsInNumberError as counted:
+        fixed = _converted(subject, is_noticed=is_noticed, has_fixed_rows=True)
+        graph = replace(fixed, fixed_at=counted.where)
     check_types(graph, is_half=is_half)
     if not graph.tensors[graph.loss].requires_grad:
         raise InputError(

@@ -45,7 +45,7 @@ from autopar.planner.trace.nodes import (
 from autopar.planner.trace.picking import mask_of, refuse_counted
 from autopar.planner.trace.prune import pruned
 from autopar.planner.trace.scatter import with_scatters
-from autopar.planner.trace.symbols import Symbols
+from autopar.planner.trace.symbols import Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
 from autopar.planner.trace.values import Scope, Values, structured
 
@@ -203,6 +203,7 @@ class _Converter:
 
     def _read_op(self, node: fx.Node, target: str, scope: Scope) -> None:
         refuse_counted(node, target, self._location(node, scope))
+        check_numbers(node, self._location(node, scope))
         arguments = self.values.arguments(node, scope)
         if dict(arguments).get("sparse") is True:
             raise TraceError(

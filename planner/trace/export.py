@@ -26,6 +26,7 @@ from autopar.planner.trace.each_row import loss_of_each_row
 from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.inference import inference_without_gradients
+from autopar.planner.trace.lengths import lengths_as_sizes
 from autopar.planner.trace.numbers import tensor_of_numbers
 from autopar.planner.trace.out_arguments import without_outs
 from autopar.planner.trace.own_checkpoints import own_checkpoints_noted
@@ -68,8 +69,13 @@ class DevicesMeetError(TraceError):
     """A model that creates tensors on the CPU, wherever it is itself."""
 
 
-def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exported:
-    """Export the step of a subject with the batch as a symbol; the model may notice, or not."""
+def export(
+    subject: Subject, *, fold: bool, is_noticed: bool = False, has_fixed_rows: bool = False
+) -> Exported:
+    """Export the step of a subject, with the batch as a symbol unless its rows are fixed.
+
+    The model may notice that it is traced, or not.
+    """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
     try:
@@ -78,6 +84,7 @@ def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exporte
             no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
             fixing_noted() as fixing,
+            lengths_as_sizes(),
             own_checkpoints_noted() as recomputing,
             ctc_traced(),
             inference_without_gradients(),
@@ -89,7 +96,7 @@ def export(subject: Subject, *, fold: bool, is_noticed: bool = False) -> Exporte
                 _traced(subject.step, tensors, constants, recording),
                 (),
                 tensors,
-                dynamic_shapes={key: {0: Dim.AUTO} for key in tensors},
+                dynamic_shapes=None if has_fixed_rows else {key: {0: Dim.AUTO} for key in tensors},
                 strict=False,
             )
     except (AutoparError, KeyboardInterrupt):

@@ -1,4 +1,4 @@
-"""Notes where a model takes the number of rows for a constant, as `len(x)` and loops do."""
+"""Notes where a model takes the number of rows for a constant, as loops do."""
 
 from __future__ import annotations
 

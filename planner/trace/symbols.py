@@ -8,6 +8,7 @@ from typing import Any
 
 import sympy
 import torch
+from torch import fx
 
 from autopar.planner.errors import TraceError
 from autopar.planner.extent import Extent
@@ -79,6 +80,17 @@ class Symbols:
                 fix="replace .item(), nonzero or boolean indexing by a mask",
             )
         return self.bounds[symbol].at(batch)
+
+
+class RowsInNumberError(TraceError):
+    """A model that computes with what its number of rows makes, and that is no polynomial."""
+
+
+def check_numbers(node: fx.Node, where: str) -> None:
+    """Raise where an op computes with a root of the number of rows, with one over it, and so on."""
+    values = (one.meta.get("val") for one in node.all_input_nodes)
+    if any(isinstance(value, torch.SymFloat) for value in values):
+        raise RowsInNumberError("the model computes with its number of rows", where=where)
 
 
 def depends_on_numbers(size: Any) -> bool:

@@ -82,6 +82,10 @@ class Sharing(nn.Module):
                 return functional.cross_entropy(scores, ids.flatten(), weight)
             case "mixed":
                 x = self.embed((ids + ids.flip(0)) % 8)
+            case "divided":  # by their number, which is another for a part
+                x = x / x.shape[0]
+            case "divided once":  # a mean over rows, as sums are in many losses
+                return torch.as_tensor(x.square().sum() / x.shape[0])
             case "made":  # of the rows' type alone
                 x = x * x.new_ones(4).cumsum(0)
         loss: Tensor = x.square().mean()
@@ -94,9 +98,18 @@ class Sharing(nn.Module):
         *((way, True) for way in ("centered", "greatest", "counted", "rolled", "next", "first")),
         *(
             (way, True)
-            for way in ("along", "kept", "normalised", "told", "read", "mixed", "weighed")
+            for way in (
+                "along",
+                "kept",
+                "normalised",
+                "told",
+                "read",
+                "mixed",
+                "weighed",
+                "divided",
+            )
         ),
-        *((way, False) for way in ("counting", "within", "made")),
+        *((way, False) for way in ("counting", "within", "made", "divided once")),
         *((way, False) for way in ("evaluated", "standardised", "a norm")),
     ],
 )
