@@ -89,7 +89,7 @@ def planned(plan: Plan) -> Iterator[Setting]:
     arranged = plan.arrangement
     yield Setting("PIPELINE", literal(arranged.pipeline), _pipeline_words(arranged))
     yield Setting("DATA", literal(arranged.data), "data ranks: each has rows of its own")
-    yield Setting("TENSOR", literal(arranged.tensor), "tensor ranks: they share every row")
+    yield Setting("TENSOR", literal(arranged.tensor), "tensor ranks: they share every microbatch")
     yield Setting("MICROBATCH", literal(arranged.microbatch), "rows at a time on a data rank")
     count = "of a data rank in a step, their gradients summed"
     yield Setting("MICROBATCHES", literal(arranged.microbatches), count)

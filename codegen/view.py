@@ -95,11 +95,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
                 *_apart(plan, is_summed=bool(parameters.summed), has_ties=bool(stages.ties)),
             ).laid_out(before=4, indent=4)
         ),
-        model_arguments=model_arguments(
-            plan.graph,
-            takes_all=not plan.model.has_loss or _returns_loss(opened),
-            has_weights=opened.weighs_terms,
-        ),
+        model_arguments=_model_arguments(plan, opened),
         axis_argument=Source(", tensor: Axis" if splits_loss else ""),
         axis_value=Source(", mesh.tensor" if splits_loss else ""),
         loss=_loss(opened, calls),
@@ -139,6 +135,15 @@ def _loss(opened: Opened, calls: ModelCalls) -> Source:
     if opened.loss is not None:
         return Source("split_loss(outputs, batch, tensor)")
     return Source("loss_in(outputs)") if _returns_loss(opened) else calls.loss
+
+
+def _model_arguments(plan: Plan, opened: Opened) -> Source:
+    """Return what the model is called with; printed down to the loss, it takes tensors alone."""
+    if _returns_loss(opened):
+        return Source("**batch")
+    return model_arguments(
+        plan.graph, takes_all=not plan.model.has_loss, has_weights=opened.weighs_terms
+    )
 
 
 def _returns_loss(opened: Opened) -> bool:

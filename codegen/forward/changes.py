@@ -18,6 +18,7 @@ RESULT_SIZES = {
     "aten.expand.default": "size",
     "aten.broadcast_to.default": "size",
 }
+REPEATS = frozenset({"aten.repeat.default", "aten.repeat_interleave.self_int"})
 PART_SIZES = frozenset(
     {
         "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default",
@@ -83,11 +84,40 @@ def has_local_groups(op: Op, split: Split) -> bool:
     return op.target in CONVOLUTIONS and is_of_groups
 
 
+def is_told_own_rows(op: Op, split: Split) -> bool:
+    """Whether an op is told a rank's share of a size that depends on the batch.
+
+    Code that reads it from a tensor of which the rank has the same share needs no change.
+    """
+    return _told_size(op, split) is not None and is_of_rows(split.made(op.outputs[0]), split)
+
+
+def is_of_rows(layout: Layout, split: Split) -> bool:
+    """Whether a layout is split along the rows of a batch, whose number is no constant."""
+    return is_split(layout) and layout.axis in split.row_axes
+
+
+def _told_size(op: Op, split: Split) -> Value:
+    """Return the size along the split dim that an op is told, None where it is told none."""
+    if op.target in REPEATS:
+        return _told_repeats(op, split)
+    if op.target not in RESULT_SIZES:
+        return None
+    sizes, layout = argument(op, RESULT_SIZES[op.target]), split.made(op.outputs[0])
+    is_told = is_split(layout) and isinstance(sizes, tuple) and sizes[layout.dim] != -1
+    return sizes[layout.dim] if is_told and isinstance(sizes, tuple) else None
+
+
+def _told_repeats(op: Op, split: Split) -> Value:
+    made, given = split.made(op.outputs[0]), argument(op, "repeats")
+    if not is_split(made) or is_split(split.need(op, 0)):
+        return None
+    return given[made.dim] if isinstance(given, tuple) else given
+
+
 def _has_local_size(op: Op, split: Split) -> bool:
-    if op.target in RESULT_SIZES:
-        sizes = argument(op, RESULT_SIZES[op.target])
-        layout = split.made(op.outputs[0])
-        return is_split(layout) and isinstance(sizes, tuple) and sizes[layout.dim] != -1
+    if op.target in RESULT_SIZES or op.target in REPEATS:
+        return _told_size(op, split) is not None and not is_told_own_rows(op, split)
     if op.target in PART_SIZES:
         layout, dim = split.need(op, 0), argument(op, "dim")
         rank = len(split.graph.tensors[op.inputs[0]].shape)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+from collections.abc import Iterator
 from textwrap import dedent
 
 _Place = tuple[int, int]  # line, column
@@ -32,6 +33,36 @@ def keeps_state(source: str) -> bool:
     return any(
         name in first_set and place < first_set[name] for name, place in _attributes(tree, ast.Load)
     )
+
+
+def left_on_others(source: str) -> frozenset[str]:
+    """Return the attributes that a class, once built, sets on what is not itself."""
+    return frozenset(
+        node.attr
+        for function in _methods(source)
+        for node in ast.walk(function)
+        if isinstance(node, ast.Attribute)
+        and isinstance(node.ctx, ast.Store)
+        and not (isinstance(node.value, ast.Name) and node.value.id == "self")
+    )
+
+
+def own_attributes(source: str) -> frozenset[str]:
+    """Return the attributes of its own that a class, once built, reads."""
+    loads = (_attributes(function, ast.Load) for function in _methods(source))
+    return frozenset(name for found in loads for name, _ in found)
+
+
+def _methods(source: str) -> Iterator[ast.FunctionDef]:
+    """Yield the methods of a class but its constructor."""
+    try:
+        tree = ast.parse(dedent(source))
+    except SyntaxError:
+        return
+    for statement in tree.body[:1]:
+        for inner in statement.body if isinstance(statement, ast.ClassDef) else ():
+            if isinstance(inner, ast.FunctionDef) and inner.name != "__init__":
+                yield inner
 
 
 def _attributes(tree: ast.AST, context: type[ast.expr_context]) -> list[tuple[str, _Place]]:

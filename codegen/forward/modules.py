@@ -4,16 +4,22 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from typing import Any
 
 from torch import Tensor, autograd, nn
 
-from autopar.codegen.forward.forward_source import checks_sizes, keeps_state
+from autopar.codegen.forward.forward_source import (
+    checks_sizes,
+    keeps_state,
+    left_on_others,
+    own_attributes,
+)
 from autopar.codegen.forward.identifiers import is_identifier
 from autopar.codegen.forward.imported import Imported, imported, imported_classes
+from autopar.codegen.forward.size_readers import reads_sizes
 
 
 class Container(StrEnum):
@@ -55,7 +61,8 @@ class Module:
     numbers: tuple[tuple[str, int | float], ...]
     is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
-    keeps_state: bool = False  # its forward reads an attribute that an earlier call has set
+    keeps_state: bool = False  # it reads an attribute that an earlier call, or its caller, has set
+    reads_sizes: bool = False  # of tensors: numbers that it computes with may be such sizes
     functions: tuple[Imported, ...] = ()  # autograd Functions that are at hand there
 
     @property
@@ -69,15 +76,19 @@ Modules = Mapping[str, Module]
 
 def modules_of(model: nn.Module) -> Modules:
     """Return what is known of every module of a model, by path; the root's path is ""."""
-    facts: dict[Hashable, Mapping[str, Any]] = {}
+    facts: dict[Hashable, dict[str, Any]] = {}
     found: dict[str, Module] = {}
     firsts: dict[int, str] = {}
-    homes = imported_classes(type(module) for module in model.modules())
+    kinds = {type(module) for module in model.modules()}
+    homes, sources = imported_classes(kinds), {kind: _source(kind) for kind in kinds}
+    left = frozenset[str]().union(*map(left_on_others, sources.values()))
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
         key = (kind, getattr(module.forward, "__func__", module.forward))
         if key not in facts:
             facts[key] = _facts(module)
+            if left & own_attributes(sources[kind]):  # its caller may leave there what it reads
+                facts[key]["keeps_state"] = True
         found[path] = Module(
             path=path,
             first=firsts.setdefault(id(module), path),
@@ -91,15 +102,16 @@ def modules_of(model: nn.Module) -> Modules:
     return found
 
 
-def _facts(module: nn.Module) -> Mapping[str, Any]:
+def _facts(module: nn.Module) -> dict[str, Any]:
     """Return what a module's forward tells, be it of its class or assigned to it alone."""
-    source = _own_source(module)
+    source = _source(inspect.unwrap(module.forward), of=type(module))
     arguments, returns = _signature(module)
     return {
         "arguments": arguments,
         "returns": returns,
         "checks_sizes": checks_sizes(source),
         "keeps_state": keeps_state(source),
+        "reads_sizes": reads_sizes(module.forward, type(module)),
         "functions": tuple(_functions(module)),
     }
 
@@ -114,12 +126,12 @@ def _is_importable(kind: type) -> bool:
     return holder is kind
 
 
-def _own_source(module: nn.Module) -> str:
-    """Return the source of a forward that is not PyTorch's; nothing where there is none to read."""
-    if type(module).__module__.startswith("torch."):
+def _source(thing: Callable[..., Any], *, of: type | None = None) -> str:
+    """Return the source of a class or forward, nothing where there is none or it is PyTorch's."""
+    if (of or thing).__module__.startswith("torch."):
         return ""
     try:
-        return inspect.getsource(inspect.unwrap(module.forward))
+        return inspect.getsource(thing)
     except (OSError, TypeError):  # made by exec, or in C
         return ""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -20,15 +21,15 @@ from autopar.codegen.forward.literals import literal
 from autopar.codegen.forward.parts import parts_of
 from autopar.codegen.forward.sizes import Wanted, wanted
 from autopar.codegen.forward.table import REDUCTIONS
+from autopar.planner.axes.terms import Dim, Product, leaves, product, size_of
 from autopar.planner.errors import InputError
-from autopar.planner.extent import ONE, constant
-from autopar.planner.graph import Op, Ref, Value
+from autopar.planner.extent import ONE, Extent, constant
+from autopar.planner.graph import Op, Ref, Value, size
 from autopar.planner.layouts import PARTIAL, Kind, Layout
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder
 
-_REPEATS = frozenset({"aten.repeat.default", "aten.repeat_interleave.self_int"})
 _PART_LISTS = frozenset({"aten.split.sizes", "aten.split_with_sizes.default", "aten.split.Tensor"})
 
 
@@ -116,24 +117,24 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: BodyBuilder) -> Form:
     found = body.sizes.of_all(asked, near=near)
     before = body.graph.tensors[op.inputs[0]].shape
     new = len(given) - len(before)  # dims that an expand adds
-    for position, (value, size, fact) in enumerate(zip(given, sizes, found, strict=False)):
-        if value == -1 or size.extent == ONE:
+    for position, (value, own, fact) in enumerate(zip(given, sizes, found, strict=False)):
+        if value == -1 or own.extent == ONE:
             shown.append(literal(-1 if value == -1 else 1))
             continue
-        name = body.sizes.named(size, _numbers(op, body))
+        name = body.sizes.named(own, _numbers(op, body))
         if name is not None:
             shown.append(text(f"{_owner(op, body)}.{name}"))
         elif fact is not None:
             shown.append(fact)
-        elif not size.axis and size.extent.is_constant:
-            shown.append(literal(size.extent.at(0)))
+        elif not own.axis and own.extent.is_constant:
+            shown.append(literal(own.extent.at(0)))
         elif may_guess:
             may_guess = False
             shown.append(literal(-1))
-        elif not is_view and position >= new and before[position - new] == size.extent:
+        elif not is_view and position >= new and before[position - new] == own.extent:
             shown.append(literal(-1))
         else:
-            shown.append(_computed(size, body))
+            shown.append(_computed(own, body))
     return joined(tuple(shown))
 
 
@@ -160,7 +161,7 @@ def local_arguments(op: Op, body: BodyBuilder) -> dict[str, Expression]:
         return {key: _local_groups(op, _number(op.argument(key)), body)}
     layout = split.need(op, 0) if op.inputs else None
     dim = changes.argument(op, "dim")
-    if op.target in _REPEATS:
+    if op.target in changes.REPEATS:
         return _local_repeats(op, body)
     if op.target not in changes.PART_SIZES or layout is None or layout.kind is not Kind.SPLIT:
         return {}
@@ -210,29 +211,36 @@ def _local_cut(op: Op, layout: Layout, body: BodyBuilder) -> dict[str, Expressio
 def _local_repeats(op: Op, body: BodyBuilder) -> dict[str, Expression]:
     """Return how often a dim is repeated on a rank: what is split may be the repetitions."""
     need, made = body.split.need(op, 0), body.split.made(op.outputs[0])
-    rank = len(body.graph.tensors[op.inputs[0]].shape)
     if made.kind is not Kind.SPLIT or need.kind is Kind.SPLIT:
         return {}
     given = op.argument("repeats")
     counts = given if isinstance(given, tuple) else (given,)
     place = made.dim if isinstance(given, tuple) else 0
-    source = made.dim - (len(counts) - rank if isinstance(given, tuple) else 0)
-    count = counts[place]
-    if source < 0 or body.graph.tensors[op.inputs[0]].shape[source] == ONE:
-        local = body.sizes.local(wanted(body.split, op.outputs[0], made)[made.dim])
-    elif isinstance(count, int) and count % body.split.degree == 0:
-        ways = Form((*body.axis.parts, ".size"))
-        local = binary(literal(count), "//", ways, Level.PRODUCT)
-    else:
+    dim, times = body.split.axes.dims[op.outputs[0]][made.dim], size(counts[place])
+    repeated = next((one for one in _ends(dim) if _is_split(one, made.axis, times)), None)
+    if repeated is None:
         raise InputError(
-            f"{op.name} repeats a dim {count} times, which do not divide by {body.split.degree}",
+            f"{op.name} repeats a dim {counts[place]} times, of which no rank has a part by itself",
             where=op.location,
-            fix="choose a degree that divides it",
+            fix="write it with expand, or never split this axis (a constraints file's splits)",
         )
+    local = body.sizes.local(Wanted(repeated, made.axis))
     if not isinstance(given, tuple):
         return {"repeats": local}
     shown = [local if i == place else body.plain_size(item) for i, item in enumerate(given)]
     return {"repeats": joined(tuple(shown))}
+
+
+def _ends(dim: Dim) -> Iterator[Dim]:
+    """Yield what a dim may have been repeated by: its outer factors, or its inner ones."""
+    factors = dim.factors if isinstance(dim, Product) else (dim,)
+    for end in range(1, len(factors) + 1):
+        yield product(factors[:end])
+        yield product(factors[-end:])
+
+
+def _is_split(dim: Dim, axis: str, count: Extent) -> bool:
+    return size_of(dim) == count and any(leaf.name == axis for leaf in leaves(dim))
 
 
 def _unflattened(op: Op, body: BodyBuilder) -> Form:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from autopar.codegen.forward.forward_source import keeps_state
+from autopar.codegen.forward.forward_source import keeps_state, left_on_others, own_attributes
 
 BEFORE = """
     def forward(self, x):
@@ -37,3 +37,26 @@ def test_an_attribute_that_is_read_before_it_is_set_is_state(source: str) -> Non
 @pytest.mark.parametrize("source", [BEHIND, "", "lambda self, x: (self.layer(x),"])
 def test_an_attribute_that_is_set_first_is_none(source: str) -> None:
     assert not keeps_state(source)
+
+
+CLASS = """
+    class Model:
+        def __init__(self, config):
+            self.child, config.seen, self.child.size = Child(), True, self.first
+
+        def forward(self, x):
+            self.width = x.shape[1]
+            self.child.rows, x.note = len(x), self.width
+            return self.child(x)
+"""
+
+
+def test_what_a_built_class_leaves_on_others_is_told_from_its_own() -> None:
+    assert left_on_others(CLASS) == {"rows", "note"}
+    assert own_attributes(CLASS) == {"child", "width"}
+
+
+@pytest.mark.parametrize("source", ["", "x = 1", "class Broken(:"])
+def test_what_is_no_class_leaves_nothing(source: str) -> None:
+    assert not left_on_others(source)
+    assert not own_attributes(source)

@@ -22,6 +22,27 @@ class Reading(nn.Module):
         return x.view(x.shape[0], -1)
 
 
+class Told(nn.Module):
+    rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(self.rows, -1)
+
+
+class Telling(nn.Module):
+    """Leaves a number where another module reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.other = Told(), Reading()
+        self.told.rows = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.told.rows = x.shape[0]
+        out: Tensor = self.other(self.told(x))
+        return out
+
+
 class Doubled(autograd.Function):
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
@@ -31,6 +52,12 @@ class Doubled(autograd.Function):
 def test_a_forward_that_may_raise_over_sizes_is_known() -> None:
     found = modules_of(nn.Sequential(Checking(), Reading(), nn.MultiheadAttention(4, 2)))
     assert [found[path].checks_sizes for path in "012"] == [True, False, False]
+
+
+def test_what_a_caller_leaves_on_a_module_that_reads_it_is_state() -> None:
+    found = modules_of(Telling())
+    assert [found[path].keeps_state for path in ("", "told", "other")] == [False, True, False]
+    assert not modules_of(nn.Sequential(Told()))["0"].keeps_state  # which nobody tells anything
 
 
 def test_a_class_that_was_made_at_run_time_is_known() -> None:

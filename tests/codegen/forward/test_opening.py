@@ -160,3 +160,78 @@ def test_a_module_that_shapes_whole_what_it_was_given_in_part_is_opened(
     opened = open_calls(changed, call_tree(graph), opened=[]).opened
     assert "viewing.mixing" in opened  # that gathers
     assert "viewing" in opened
+
+
+class Halving(nn.Module):
+    """Computes with a number that is no size."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+class Dividing(nn.Module):
+    """Computes with the number of places."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.shape[1]
+
+
+class DividingByRows(nn.Module):
+    """Computes with the number of rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x / x.shape[0]
+
+
+class Shaping(nn.Module):
+    """Tells a view the rows of what it is given."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1, 2, 4)
+
+
+class Divided(nn.Module):
+    """Embeds, and has that divided."""
+
+    def __init__(self, kind: type[nn.Module]) -> None:
+        super().__init__()
+        self.embed, self.dividing = nn.Embedding(8, 8), kind()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.dividing(self.embed(ids))
+        return out.mean()
+
+
+@pytest.mark.parametrize(
+    ("kind", "dim", "is_opened"),
+    [
+        (Halving, 1, False),
+        (Halving, 0, False),
+        (Dividing, 1, True),
+        (Dividing, 0, False),  # no number of its trace can be that of the rows
+        (DividingByRows, 0, True),
+        (Shaping, 0, False),  # of the rank's rows, as it should
+    ],
+)
+def test_a_module_that_computes_with_a_size_is_opened_where_a_rank_has_a_part(
+    kind: type[nn.Module], dim: int, *, is_opened: bool
+) -> None:
+    graph = trace(file_of(partial(Divided, kind)))
+    plain = split_graph(graph, modules_of(Divided(kind)))
+    embedding, division, mean = graph.ops
+    (axis,) = leaves(plain.axes.dims[embedding.outputs[0]][dim])
+    part = split(axis.name, dim)
+    whole = OpLayout(letter="", axis="", needs=(REPLICATED,), gives=(REPLICATED,))
+    layouts = {
+        embedding: replace(whole, needs=(REPLICATED, part), gives=(part,)),
+        division: replace(whole, needs=(part,), gives=(part,)),
+        mean: whole,
+    }
+    changed = replace(
+        plain,
+        degree=2,
+        ops=MappingProxyType({op.name: layout for op, layout in layouts.items()}),
+        gives=MappingProxyType({op.outputs[0]: one.gives[0] for op, one in layouts.items()}),
+    )
+    opened = open_calls(changed, call_tree(graph), opened=[]).opened
+    assert ("dividing" in opened) == is_opened

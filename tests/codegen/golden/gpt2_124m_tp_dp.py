@@ -25,7 +25,7 @@ Memory of the fullest device: 10.86 GiB of 76 GiB (14%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 5fa83844219d6010.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 30b2feaac53afdb1.
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 PIPELINE = 1  # no pipeline
 DATA = 4  # data ranks: each has rows of its own
-TENSOR = 2  # tensor ranks: they share every row
+TENSOR = 2  # tensor ranks: they share every microbatch
 MICROBATCH = 16  # rows at a time on a data rank
 MICROBATCHES = 1  # of a data rank in a step, their gradients summed
 SHARD = 4  # data ranks that share one copy of the model's states

@@ -24,7 +24,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.73 s (+2.6%): +1.27 s recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 805283e7f99995e0.
+# Written by autopar 0.1.0, which never overwrites changes by hand: fcabe4d0ff713654.
 
 from __future__ import annotations
 
@@ -85,7 +85,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 PIPELINE = 4  # pipeline ranks: each has layers of its own
 DATA = 2  # data ranks: each has rows of its own
-TENSOR = 8  # tensor ranks: they share every row
+TENSOR = 8  # tensor ranks: they share every microbatch
 MICROBATCH = 1  # rows at a time on a data rank
 MICROBATCHES = 64  # of a data rank in a step, their gradients summed
 SHARD = 2  # data ranks that share one copy of the model's states

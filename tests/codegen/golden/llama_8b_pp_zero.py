@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 3266078fd78c3791.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 79a0fb45a2507408.
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 PIPELINE = 2  # pipeline ranks: each has layers of its own
 DATA = 4  # data ranks: each has rows of its own
-TENSOR = 1  # tensor ranks: they share every row
+TENSOR = 1  # tensor ranks: they share every microbatch
 MICROBATCH = 1  # rows at a time on a data rank
 MICROBATCHES = 16  # of a data rank in a step, their gradients summed
 SHARD = 4  # data ranks that share one copy of the model's states

@@ -23,7 +23,7 @@ Memory of the fullest device: 6.32 GiB of 76 GiB (8%)
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: b6775a3e6c4e5534.
+# Written by autopar 0.1.0, which never overwrites changes by hand: afcbde7458e66f2f.
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 PIPELINE = 1  # no pipeline
 DATA = 8  # data ranks: each has rows of its own
-TENSOR = 1  # tensor ranks: they share every row
+TENSOR = 1  # tensor ranks: they share every microbatch
 MICROBATCH = 64  # rows at a time on a data rank
 MICROBATCHES = 1  # of a data rank in a step, their gradients summed
 SHARD = 8  # data ranks that share one copy of the model's states

@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 3838799a33414067.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a4d08cdc629c2e3a.
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch
 
 PIPELINE = 2  # pipeline ranks: each has layers of its own
 DATA = 1  # data ranks: each has rows of its own
-TENSOR = 1  # tensor ranks: they share every row
+TENSOR = 1  # tensor ranks: they share every microbatch
 MICROBATCH = 16  # rows at a time on a data rank
 MICROBATCHES = 2  # of a data rank in a step, their gradients summed
 ZERO = 0  # every data rank holds whole parameters, gradients and optimizer states
