@@ -38,12 +38,13 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
     if met is not None and splits_batch(constraints):
         tell_note(
             f"{_meet(met)}: by the pins each microbatch of each data rank compares its own rows "
-            "only. For the loss of one process, pin neither dp nor microbatch."
+            "only. For the loss of one process, pin neither: tensor ranks may share the rows."
         )
     elif met is not None:
         tell_note(
-            f"{_meet(met)}, so the batch stays whole, in one microbatch of one data rank. To split "
-            "it all the same, pin dp or microbatch."
+            f"{_meet(met)}, so the batch stays whole, in one microbatch of one data rank. Tensor "
+            "ranks may share its rows: they tell each other what all rows need. To compare the "
+            "rows of each part only, pin dp or microbatch."
         )
 
 

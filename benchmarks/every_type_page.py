@@ -12,6 +12,7 @@ from tests.field.trial import Cell, Verdict
 Place: TypeAlias = tuple[str, str, str]  # task, type, kind of plan
 NOT_MADE = "not made"
 _LEAST_SHARE = 0.6
+_OTHERS = (Verdict.REFUSED, Verdict.TOLD, Verdict.WRONG)
 
 
 def page(cells: Mapping[Place, Cell]) -> str:
@@ -30,10 +31,12 @@ def page(cells: Mapping[Place, Cell]) -> str:
         "task that is a library's name has the smallest model of each of its families, on small "
         "images.",
         "",
-        f"| task | types | {' | '.join(f'{kind} equal' for kind in kinds)} | refused | wrong |",
-        f"|---|--:|{'--:|' * len(kinds)}--:|--:|",
+        f"| task | types | {' | '.join(f'{kind} equal' for kind in kinds)} | "
+        "refused | told | wrong |",
+        f"|---|--:|{'--:|' * len(kinds)}--:|--:|--:|",
         *(_row(task, cells, kinds) for task in tasks),
         *_reasons("Refused", cells, Verdict.REFUSED),
+        *_reasons("Told by `autopar plan`", cells, Verdict.TOLD),
         *_reasons("Wrong", cells, Verdict.WRONG),
         *_not_made(cells),
     ]
@@ -47,7 +50,7 @@ def _row(task: str, cells: Mapping[Place, Cell], kinds: Sequence[str]) -> str:
     counts = [
         _count([own[place] for place in own if place[2] == kind], of=len(types)) for kind in kinds
     ]
-    numbers = [len(types), *counts, *map(verdicts.count, (Verdict.REFUSED, Verdict.WRONG))]
+    numbers = [len(types), *counts, *map(verdicts.count, _OTHERS)]
     return f"| {task} | {' | '.join(map(str, numbers))} |"
 
 

@@ -29,6 +29,7 @@ def page(cells: Cells) -> str:
         "as it does under ResNet's batch norms over so few rows, that would not notice a gradient",
         "counted twice; float64 does. Percentages are shares of the matrix FLOPs that tensor",
         "ranks divide. Why plans are refused stands below; cells that were not run are empty.",
+        "Told is what `autopar plan` says of pins that part a batch whose rows meet.",
     ]
     for title, subjects in (("Families of Hugging Face", FAMILIES), ("Awkward shapes", AWKWARD)):
         there = [subject for subject in subjects if any(s == subject for s, _ in cells)]
@@ -58,8 +59,8 @@ def _shown(cell: Cell | None, reasons: Sequence[str]) -> str:
 
 
 def _counts(subjects: Sequence[str], cells: Cells) -> Iterator[str]:
-    yield "| | equal | refused | wrong | really split |"
-    yield "|---|--:|--:|--:|--:|"
+    yield "| | equal | refused | told | wrong | really split |"
+    yield "|---|--:|--:|--:|--:|--:|"
     totals = dict.fromkeys(Verdict, 0)
     for kind in KINDS:
         own = [cells[s, kind] for s in subjects if (s, kind) in cells]

@@ -99,6 +99,7 @@ class Constraints:
     splits: tuple[SplitRule, ...] = ()
     stages: tuple[StagePin, ...] = ()
     recompute: tuple[RecomputePin, ...] = ()
+    shares_rows: bool = False  # rows meet: the tensor axis may split a batch, the data axis not
     declared: tuple[Declared, ...] = ()
 
 

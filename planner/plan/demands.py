@@ -29,7 +29,8 @@ OF_THE_DATA_AXIS = frozenset({"batch"})
 def layout_rules(constraints: Constraints, axes: Axes) -> LayoutRules:
     """Return the rules for layouts: axes forbidden in some modules or in all, pinned modules.
 
-    The batch is what the data axis splits; the tensor axis splits it where it is asked to.
+    The batch is what the data axis splits; the tensor axis splits it where it is asked to, or where
+    rows meet, which data ranks could not have.
     """
     unwanted = [rule for rule in constraints.splits if not rule.is_required]
     forbidden = {rule.axis for rule in unwanted if rule.modules == EVERYWHERE}
@@ -43,8 +44,9 @@ def layout_rules(constraints: Constraints, axes: Axes) -> LayoutRules:
     )
     known = frozenset(axes.names.values())
     wanted = {rule.axis for rule in constraints.splits if rule.is_required}
+    reserved = frozenset() if constraints.shares_rows else OF_THE_DATA_AXIS
     return LayoutRules(
-        forbidden=frozenset(forbidden | (OF_THE_DATA_AXIS - wanted)) & known,
+        forbidden=frozenset(forbidden | (reserved - wanted)) & known,
         pins=pins,
         bans=bans,
     )

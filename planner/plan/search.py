@@ -211,9 +211,12 @@ class Explorer:
     def most_tensor(self) -> int:
         """Return the greatest tensor degree: the devices of a node, unless more is asked for.
 
-        Beyond the links of a node the tensor axis would wait for the network in every layer.
+        Beyond the links of a node the tensor axis would wait for the network in every layer, unless
+        it may split the batch.
         """
         wanted = self.constraints.tensor or self.constraints.max_tensor
+        if wanted is None and self.constraints.shares_rows:
+            return self.cluster.size
         return wanted or max(node.devices for node in self.cluster.nodes)
 
     def enumerated(self) -> int:

@@ -12,11 +12,16 @@ from autopar.planner.plan.constraints import Constraints, Declared
 def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
     """Return the constraints with dp=1 and one microbatch where rows meet and nobody says more.
 
-    The global batch must be known.
+    The tensor axis may split such a batch, for its ranks give each other what rows make of each
+    other. The global batch must be known.
     """
-    met = meeting_rows(graph)
-    if met is None or splits_batch(constraints):
+    if splits_batch(constraints):
         return constraints
+    met = meeting_rows(graph)
+    if met is None and graph.fixed_batch is None:
+        return constraints
+    if met is None:  # whether they meet cannot be seen where their number is a constant
+        return replace(constraints, shares_rows=True)
     assert constraints.global_batch is not None
     whole = {"dp": ("data", 1), "microbatch": ("microbatch", constraints.global_batch)}
     own = tuple(
@@ -34,6 +39,7 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
         constraints,
         data=1,
         microbatch=constraints.global_batch,
+        shares_rows=True,
         declared=(*constraints.declared, *own),
     )
 

@@ -9,8 +9,7 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Concat, Dim, Leaf, leaves, substituted
 from autopar.planner.graph import Graph, Op
 from autopar.planner.programs.cuts import axis_size, is_cuttable
-from autopar.planner.rules.shapes import opaque
-from autopar.planner.rules.signature import Case, Dims, Signature
+from autopar.planner.rules.signature import Dims
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -63,11 +62,6 @@ def occurrences(
         dims = own[1] if own is not None else ()
         found.append(next((i for i, dim in enumerate(dims) if candidate.includes(dim)), None))
     return found
-
-
-def is_opaque(case: Case, signature: Signature) -> bool:
-    """Whether the signature of an op tells nothing but its batch."""
-    return signature == opaque(case)
 
 
 def _groups(places: Sequence[tuple[str, Dims]]) -> list[tuple[str, ...]]:

@@ -27,10 +27,8 @@ from autopar.planner.graph import Graph, Op, Origin, Ref, refs
 from autopar.planner.layers import ancestors
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, Layout, OpLayout
 from autopar.planner.programs.letters import Candidate, candidates, occurrences
-from autopar.planner.programs.letters import is_opaque as has_opaque_signature
 from autopar.planner.rules import shapes
 from autopar.planner.rules.rule import Linear
-from autopar.planner.rules.signature import Case
 from autopar.planner.rules.table import has_rule, rule_of
 
 _CROSS_ENTROPY = "aten.cross_entropy_loss.default"
@@ -91,7 +89,7 @@ class _Strategies:
             return True
         if self.op.writes and self.op.target != BATCH_NORM:
             return True
-        return has_opaque_signature(Case(op=self.op, tensors=self.graph.tensors), self.signature)
+        return self.signature.is_opaque
 
     # --- not split
 

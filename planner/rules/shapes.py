@@ -264,7 +264,8 @@ def opaque(case: Case) -> Signature:
     operands = tuple((name, dims(name)) for name in case.op.inputs)
     results = tuple((name, dims(name)) for name in case.op.outputs)
     every = names_of(*(d for _, ds in (*operands, *results) for d in ds))
-    return Signature(operands=operands, results=results, whole=every - names_of(*batch.values()))
+    whole = every - names_of(*batch.values())
+    return Signature(operands=operands, results=results, whole=whole, is_opaque=True)
 
 
 def of_first(case: Case, dims: Dims) -> tuple[tuple[str, Dims], ...]:

@@ -22,12 +22,16 @@ _MANY = ("…", "[…]")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Signature:
-    """The dims of an op's tensors in letters; a letter in `whole` may not be split."""
+    """The dims of an op's tensors in letters; a letter in `whole` may not be split.
+
+    Where `is_opaque`, nothing is known of the op but its batch.
+    """
 
     operands: tuple[tuple[str, Dims], ...]
     results: tuple[tuple[str, Dims], ...]
     whole: frozenset[str] = frozenset()
     letters: Mapping[str, Dim] = field(default_factory=dict)
+    is_opaque: bool = False
 
     def fits(self, case: Case) -> bool:
         """Whether the dims have the sizes that the tensors have."""

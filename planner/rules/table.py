@@ -151,6 +151,11 @@ _RULES = (
     *_elementwise("relu relu_ tanh sigmoid exp rsqrt sqrt reciprocal tanh_ sigmoid_", "out"),
     *_elementwise("pow.Scalar", "out"),
     *_elementwise("pow.Tensor_Tensor", "self, exponent, out"),
+    *_elementwise("clamp_min clamp_max log_sigmoid square celu selu relu6 hardsigmoid hardshrink "
+                  "softshrink threshold logit expm1 exp2 log2 log10 tan sinh cosh asin acos atan "
+                  "asinh acosh atanh sinc erfc lgamma special_entr nan_to_num", "self"),
+    *_elementwise("atan2 hypot logaddexp logaddexp2 xlogy.Tensor clamp.Tensor clamp_min.Tensor "
+                  "clamp_max.Tensor", "*inputs"),
     *_elementwise("dropout dropout_ feature_dropout", "bool(*) when fused, noise(*) when unfused"),
     *_elementwise("where.self", "condition"),
     *_elementwise("where.ScalarOther where.ScalarSelf where.Scalar", "condition"),
@@ -191,6 +196,9 @@ _RULES = (
     *_lines("sum sum.dim_IntList mean mean.dim", s.reduced(partial=True), linear=_JOINTLY),
     *_lines("amax amin argmax argmin max.dim min.dim max min any all any.dim all.dim",
             s.reduced(partial=False)),
+    *_lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim logsumexp prod prod.dim_int std "
+            "std.dim std.correction var var.dim var.correction", s.reduced(partial=False),
+            "self, out"),
     *_lines("cumsum sort topk argsort diff", s.over("dim")),
     # --- pooling and resizing
     *_lines("max_pool2d", "self n c [y] [x] -> n c [p] [q]", "self, i64(n c p q)"),

@@ -39,6 +39,7 @@ class Kind:
     recompute: Recompute | None = None  # of every layer
     schedule: ScheduleKind | None = None
     stages_per_rank: int | None = None
+    split_rows: bool = False  # the tensor axis is to split the batch wherever it can
 
 
 FAMILIES: Mapping[str, Subject] = {
@@ -92,6 +93,8 @@ AWKWARD: Mapping[str, Subject] = {
     "unread": _own("unread"),
     "adapters": _own("adapters"),
     "own choices": _own("own_choices"),
+    "pairs": _own("pairs"),
+    "views": _own("views"),
 }
 
 SUBJECTS: Mapping[str, Subject] = {**FAMILIES, **AWKWARD}
@@ -108,6 +111,7 @@ KINDS: Mapping[str, Kind] = {
     "pp 4": Kind(ranks=4, pipeline=4),
     "tp 2": Kind(ranks=2, tensor=2),
     "tp 4": Kind(ranks=4, tensor=4),
+    "rows over tp 2": Kind(ranks=2, tensor=2, split_rows=True),
     "tp×pp 4": Kind(ranks=4, tensor=2, pipeline=2),
     "dp×tp 4": Kind(ranks=4, data=2, tensor=2),
     "full dp 2": Kind(ranks=2, data=2, zero=Zero.NONE, microbatch=2, recompute=Recompute.FULL),

@@ -52,6 +52,10 @@ ONCE_WRONG = {
     ("steady buffers", "dp 2"): "counts of steps, a power iteration, and a count that is no zero",
     ("steady buffers", "full pp 2"): "buffers that a layer writes, and finds as they were",
     ("steady buffers", "tp 2"): "a result that is written into a buffer (out=)",
+    ("views", "rows over tp 2"): "a batch that tensor ranks split, in code that asks for its rows",
+    ("views", "pp 2"): "a number that a caller leaves on a module",
+    ("CLIP", "rows over tp 2"): "rows that meet, of a model that asks for len(x)",
+    ("DeBERTa-v2", "rows over tp 2"): "a repetition over the rows",
     ("in place", "pp 2"): "a batch that is written under another name, a roll along a dim",
 }
 

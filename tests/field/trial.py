@@ -20,6 +20,7 @@ from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.op_shapes import LocalShapes
 from autopar.planner.errors import AutoparError
 from autopar.planner.layers import Layers, find_layers
+from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file
 from autopar.planner.optimizer_probe import optimizer_traits
 from autopar.planner.plan.constraints import Constraints
@@ -45,6 +46,7 @@ TOLERANCE = 1e-9
 HALF_TOLERANCE = 2.0  # times as far from fp32 as one process in bf16 is
 ROUNDING = 2**-8  # of numbers in bf16
 DEVICE_BYTES = 16 * 2**30
+ROWS = '[[splits]]\naxis = "batch"\nmodules = "*"\nrule = "require"\n'
 SLOWER = 100  # devices, so that a tiny model is to them what a large one is to GPUs
 
 
@@ -53,6 +55,7 @@ class Verdict(StrEnum):
 
     EQUAL = "equal"
     REFUSED = "refused"
+    TOLD = "told"  # by `autopar plan`: parts of a batch whose rows meet have a loss of their own
     WRONG = "wrong"
 
 
@@ -73,6 +76,8 @@ def cell(subject: Subject, kind: Kind) -> Cell:
     """Plan, emit and train one cell; every failure is a result."""
     try:
         plan = plan_of(subject, kind)
+        if _is_told(plan):
+            return Cell(verdict=Verdict.TOLD, detail="the rows meet, and a pin parts the batch")
         largest, name = _half_apart(plan) if kind.precision.is_half else _apart(plan)
     except AutoparError as refusal:
         told = " · ".join(part for part in (refusal.found, refusal.expected, refusal.fix) if part)
@@ -89,6 +94,12 @@ def cell(subject: Subject, kind: Kind) -> Cell:
         arrangement=arrangement_words(plan),
         divided=divided_share(plan, *_parts(subject, _rows(subject, kind), kind.precision)[2:4]),
     )
+
+
+def _is_told(plan: Plan) -> bool:
+    """Whether a pin splits a batch whose rows meet."""
+    own = plan.arrangement
+    return own.data * own.microbatches > 1 and meeting_rows(plan.graph) is not None
 
 
 def _apart(plan: Plan) -> tuple[float, str]:
@@ -204,6 +215,7 @@ def constraints_of(subject: Subject, kind: Kind) -> Constraints:
         None,
     )
     rule = f'[[recompute]]\nmodules = "*"\nmode = "{kind.recompute}"\n' if kind.recompute else ""
+    rule += ROWS if kind.split_rows else ""
     rules = parse_constraints(rule, where="constraints.toml")
     return given_constraints((*rules, *given.declared))
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import pytest
 
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.graph import Graph
+from autopar.planner.layers import find_layers
 from autopar.planner.model_file import load_model_file
+from autopar.planner.plan.constraints import Declared, SplitRule
+from autopar.planner.plan.demands import layout_rules
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.search import search
 from autopar.planner.plan.whole_batch import rows_at_once, with_whole_batch
 from autopar.planner.trace import trace
 from tests.field.cells import MODELS
-from tests.planner.plan.searches import declared
+from tests.planner.plan.plans import model as model_facts
+from tests.planner.plan.searches import declared, two_nodes
 from tests.planner.subjects import zoo_graph
 
 
@@ -20,7 +28,7 @@ def pairs() -> Graph:
 
 def test_rows_that_meet_stay_in_one_microbatch_of_one_data_rank(pairs: Graph) -> None:
     found = with_whole_batch(declared(global_batch=8), pairs)
-    assert (found.data, found.microbatch) == (1, 8)
+    assert (found.data, found.microbatch, found.shares_rows) == (1, 8, True)
     assert [one.text for one in found.declared[-2:]] == ["dp=1", "microbatch=8"]
     assert "rows of a batch meet" in found.declared[-1].origin
 
@@ -47,3 +55,40 @@ def test_a_model_of_one_number_of_rows_is_traced_for_a_batch_that_nobody_splits(
     assert rows_at_once(declared(global_batch=8, pins__dp=1)) == 8
     assert rows_at_once(declared(global_batch=8, pins__dp=2)) is None
     assert rows_at_once(declared(global_batch=8, pins__microbatch=4)) is None
+
+
+VIEWS = load_model_file(str(MODELS / "views.py"))
+
+
+def views_planned(cluster: Cluster, **places: object) -> tuple[Plan, set[str]]:
+    """Return the best plan of a model whose rows meet, and the axes that it splits."""
+    graph = trace(VIEWS)
+    axes = infer_axes(graph)
+    constraints = declared(global_batch=64, **places)
+    layers, facts = find_layers(graph, axes), model_facts(graph, "views.py")
+    plan = search(graph, axes, layers, facts, cluster, constraints)
+    named = {axes.names[one.axis] for layer in plan.layouts for one in layer if one.axis}
+    return plan, named
+
+
+def test_tensor_ranks_share_rows_that_meet_wherever_they_are() -> None:
+    slow = two_nodes("infiniband-ndr", devices=2, device="cpu")
+    plan, split = views_planned(slow)
+    assert (plan.arrangement.data, plan.arrangement.microbatches) == (1, 1)
+    assert plan.arrangement.tensor == slow.size  # beyond a node, where layers would wait otherwise
+    assert "batch" in split
+
+
+def test_rows_are_not_shared_where_that_is_forbidden() -> None:
+    rule = SplitRule(modules="*", axis="batch", is_required=False)
+    never = Declared(place="splits 1", field="splits", value=rule, text="never", origin="test")
+    graph = trace(VIEWS)
+    constraints = with_whole_batch(declared(never, global_batch=8), graph)
+    assert "batch" in layout_rules(constraints, infer_axes(graph)).forbidden
+
+
+def test_rows_that_do_not_meet_are_the_business_of_the_data_axis() -> None:
+    graph = zoo_graph("gpt2.py")
+    constraints = with_whole_batch(declared(global_batch=8), graph)
+    assert not constraints.shares_rows
+    assert "batch" in layout_rules(constraints, infer_axes(graph)).forbidden
