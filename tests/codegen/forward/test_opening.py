@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.codegen.forward.calls import LOSS, ROOT, call_tree
+from autopar.codegen.forward.changes import is_changed, is_told_own_rows
 from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.opening import open_calls
 from autopar.codegen.forward.split import split_graph
@@ -235,3 +236,35 @@ def test_a_module_that_computes_with_a_size_is_opened_where_a_rank_has_a_part(
     )
     opened = open_calls(changed, call_tree(graph), opened=[]).opened
     assert ("dividing" in opened) == is_opened
+
+
+class Repeating(nn.Module):
+    """Repeats a start over the rows, and over four places."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(8, 8)
+        self.start = nn.Parameter(torch.zeros(1, 1, 8))
+
+    def forward(self, ids: Tensor) -> Tensor:
+        start = self.start.repeat(len(ids), 4, 1)
+        out: Tensor = self.embed(ids).mean(dim=1, keepdim=True) + start
+        return out.mean()
+
+
+@pytest.mark.parametrize(("dim", "is_of_rows"), [(0, True), (1, False)])
+def test_a_repetition_that_is_split_is_told_another_number(dim: int, *, is_of_rows: bool) -> None:
+    graph = trace(file_of(Repeating))
+    plain = split_graph(graph, modules_of(Repeating()))
+    (repeat,) = (op for op in graph.ops if op.target == "aten.repeat.default")
+    axis, *_ = leaves(plain.axes.dims[repeat.outputs[0]][dim])
+    part = split(axis.name, dim)
+    layout = OpLayout(letter="", axis=axis.name, needs=(REPLICATED,), gives=(part,))
+    changed = replace(
+        plain,
+        degree=2,
+        ops=MappingProxyType({repeat.name: layout}),
+        gives=MappingProxyType({"start": REPLICATED, repeat.outputs[0]: part}),
+    )
+    assert is_told_own_rows(repeat, changed) == is_of_rows
+    assert is_changed(repeat, changed) != is_of_rows

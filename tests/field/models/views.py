@@ -6,6 +6,7 @@ What a rank of a split batch finds in a shape is its own share, wherever code ma
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -80,6 +81,13 @@ class Held(Like):
         return torch.as_tensor(self.linear(turned.reshape(rows.number, WIDTH)))
 
 
+@dataclass
+class Compared:
+    """The result, as libraries have it."""
+
+    logits: Tensor
+
+
 class Views(nn.Module):
     """Maps rows to the products of all their pairs."""
 
@@ -101,9 +109,9 @@ class Views(nn.Module):
         self.kept.rows = x.shape[0]
         return functional.normalize(self.held(self.kept(h), Rows(len(x))), dim=-1)
 
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+    def forward(self, x: Tensor, y: Tensor, sharpness: float) -> Compared:
         """Map two views to [rows, rows]."""
-        return torch.as_tensor(5 * self.encoded(x) @ self.encoded(y).t())
+        return Compared(sharpness * self.encoded(x) @ self.encoded(y).t())
 
 
 def build_model() -> nn.Module:
@@ -111,15 +119,16 @@ def build_model() -> nn.Module:
     return Views()
 
 
-def example_batch(batch_size: int) -> dict[str, Tensor]:
-    """Return random rows, and the same a little changed."""
+def example_batch(batch_size: int) -> dict[str, Any]:
+    """Return random rows, the same a little changed, and a number."""
     rows = torch.randn(batch_size, 8)
-    return {"x": rows, "y": rows + 0.1 * torch.randn(batch_size, 8)}
+    return {"x": rows, "y": rows + 0.1 * torch.randn(batch_size, 8), "sharpness": 5.0}
 
 
-def loss(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def loss(outputs: Compared, batch: dict[str, Any]) -> Tensor:
     """Return how far each row is from being its own best match, both ways."""
     del batch
-    own = torch.arange(len(outputs), device=outputs.device)
-    there, back = (functional.cross_entropy(one, own) for one in (outputs, outputs.t()))
+    logits = outputs.logits
+    own = torch.arange(len(logits), device=logits.device)
+    there, back = (functional.cross_entropy(one, own) for one in (logits, logits.t()))
     return (there + back) / 2

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
@@ -92,3 +94,9 @@ def test_rows_that_do_not_meet_are_the_business_of_the_data_axis() -> None:
     constraints = with_whole_batch(declared(global_batch=8), graph)
     assert not constraints.shares_rows
     assert "batch" in layout_rules(constraints, infer_axes(graph)).forbidden
+
+
+def test_rows_of_one_number_are_shared_for_nobody_sees_whether_they_meet() -> None:
+    fixed = replace(zoo_graph("gpt2.py"), fixed_batch=8)
+    assert with_whole_batch(declared(global_batch=8), fixed).shares_rows
+    assert not with_whole_batch(declared(global_batch=16, pins__dp=2), fixed).shares_rows

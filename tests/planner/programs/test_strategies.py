@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
@@ -9,6 +11,7 @@ from autopar.planner.graph import Op
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, OpLayout
 from autopar.planner.programs.strategies import strategies
 from tests.planner.subjects import zoo_graph
+from tests.planner.trace.model_source import linear_model, ops_of, traced
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
 
@@ -87,3 +90,20 @@ def test_only_tensors_with_gradients_are_replicated_or_partial_inputs(model: str
                 Kind.WHOLE, Kind.REPLICATED, Kind.PARTIAL
             }  # fmt: skip
             assert len({WHOLE, PARTIAL} & set(own.gives)) < 2
+
+
+def test_one_number_of_each_row_is_split_over_the_rows(tmp_path: Path) -> None:
+    body = "return F.normalize(self.linear(x), dim=-1)"
+    graph = traced(tmp_path, linear_model(body))
+    axes = infer_axes(graph)
+    (clamp,) = ops_of(graph, "clamp_min")  # of which a rule knows no more than of any op's batch
+    found = strategies(clamp, graph, axes, degree=2, batch=4)
+    assert {axes.names.get(own.axis, "") for own in found} == {"", "batch"}
+
+
+def test_an_op_that_its_rule_does_not_know_so_is_not_split(tmp_path: Path) -> None:
+    body = "return torch.diff(self.linear(x), prepend=x[:, :1])"
+    graph = traced(tmp_path, linear_model(body))
+    (diff,) = ops_of(graph, "diff")
+    found = strategies(diff, graph, infer_axes(graph), degree=2, batch=4)
+    assert {own.axis for own in found} == {""}
