@@ -19,6 +19,7 @@ class CallTree:
 
     graph: Graph
     chains: Mapping[str, tuple[str, ...]]  # outermost first: (LOSS, ROOT, "h.0", "h.0.attn", …)
+    inside: Mapping[str, tuple[str, ...]]  # the calls directly in each call
     ops: Mapping[str, tuple[Op, ...]]  # of a call with all calls inside
     maker: Mapping[str, Op]
     users: Mapping[str, tuple[Op, ...]]
@@ -70,9 +71,14 @@ def call_tree(graph: Graph) -> CallTree:
             users[tensor].append(op)
     for call in graph.calls:
         chain(call)
+    children: dict[str, list[str]] = {call: [] for call in chains}
+    for call, around in chains.items():
+        if len(around) > 1:
+            children[around[-2]].append(call)
     return CallTree(
         graph=graph,
         chains=MappingProxyType(chains),
+        inside=MappingProxyType({call: tuple(own) for call, own in children.items()}),
         ops=MappingProxyType({call: tuple(ops) for call, ops in inside.items()}),
         maker=MappingProxyType({t: op for op in graph.ops for t in op.outputs}),
         users=MappingProxyType({t: tuple(ops) for t, ops in users.items()}),

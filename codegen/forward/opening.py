@@ -7,27 +7,17 @@ sees both the op that makes a tensor and the ops that use it, or in one that is 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
-from collections.abc import Set as AbstractSet
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, common
-from autopar.codegen.forward.changes import (
-    is_changed,
-    is_of_rows,
-    is_split,
-    is_split_random,
-    is_told_own_rows,
-    whole_sizes,
-)
+from autopar.codegen.forward.changes import is_changed, is_split, is_split_random
+from autopar.codegen.forward.mistaken_sizes import mistakes_sizes
 from autopar.codegen.forward.split import Split
-from autopar.planner.axes.terms import leaves
-from autopar.planner.extent import Extent
-from autopar.planner.graph import MODULE, Op, Origin, Value, objects
+from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import WHOLE, Layout
 from autopar.planner.random_ops import is_random
-from autopar.planner.row_numbers import counts_rows, numbers
 
 Way = tuple[Layout, ...]
 
@@ -114,17 +104,6 @@ class _Group:
     above: tuple[str, ...]  # calls that the tensor leaves, from home to its maker
 
 
-def _untold(given: Value) -> Iterator[Value]:
-    """Yield what arguments have that may know a number of rows: numbers of them, objects."""
-    if isinstance(given, Extent) and not given.is_constant:
-        yield given
-    elif isinstance(given, tuple):
-        for item in given:
-            yield from _untold(item)
-    elif isinstance(given, str):
-        yield from (name for name in objects(given) if not name.startswith(MODULE))
-
-
 class _Opener:
     def __init__(
         self,
@@ -138,10 +117,6 @@ class _Opener:
         self.opened, self.inlined, self.called = opened, inlined, called
         self.places: dict[tuple[str, str, Layout], str] = {}
         self.leaves: dict[str, tuple[str, Layout]] = {}
-        self.inside = defaultdict[str, list[str]](list)  # the calls directly in a call
-        for call, chain in tree.chains.items():
-            if len(chain) > 1:
-                self.inside[chain[-2]].append(call)
 
     def opening(self) -> Opening:
         """Open what must be, then place conversions where something is open already."""
@@ -162,7 +137,10 @@ class _Opener:
                 self._open(group.home)
         for group in groups:
             self._place(group)
-        self._open_for_sizes(own)
+        so_far = self._so_far()
+        for call, ops in own.items():
+            if so_far.is_hidden(ops[0]) and mistakes_sizes(call, ops, so_far):
+                self._open(call)
         self._open_for_randomness()
         if self.tree.graph.was_noticed:
             self._open_all_around()
@@ -210,7 +188,7 @@ class _Opener:
             return False
         module = self.split.modules.get(self.tree.graph.calls[call].path)
         is_chain = module is not None and module.class_name == "Sequential"
-        return module is not None and module.is_torch and (not self.inside[call] or is_chain)
+        return module is not None and module.is_torch and (not self.tree.inside[call] or is_chain)
 
     # --- conversions -----------------------------------------------------------------------------
 
@@ -299,72 +277,6 @@ class _Opener:
             return
         for op in group.ops:
             self.places[op.name, group.tensor, group.layout] = place
-
-    # --- sizes -----------------------------------------------------------------------------------
-
-    def _open_for_sizes(self, own: Mapping[str, Sequence[Op]]) -> None:
-        """Open what may take the size of a part for that of a whole, or the other way round."""
-        opening = self._so_far()
-        for call, ops in own.items():
-            is_told = any(is_told_own_rows(op, self.split) for op in ops)
-            if opening.is_hidden(ops[0]) and (
-                self._takes_sizes_of_parts(call, ops, opening)
-                or (is_told and not self._has_own_rows_alone(call, opening))
-            ):
-                self._open(call)
-
-    def _takes_sizes_of_parts(self, call: str, ops: Sequence[Op], opening: Opening) -> bool:
-        """Whether the code of a call may read a size from what a rank has a part of.
-
-        It shapes a whole dim where a part of the same axis is at hand (`_, h, w = x.shape`, of an x
-        that is split by rows), or computes with a number that may be such a size (`x.shape[1]`).
-        """
-        split = self.split
-        made = {name for op in ops for name in op.outputs}
-        made.update(*map(self.tree.leaving, self.inside[call]))
-        layouts = [opening.arrives(name, call) for name in made]
-        layouts += [opening.entry(call, name) for name in self.tree.entering(call)]
-        layouts += [split.need(op, i) for op in ops for i in range(len(op.inputs))]
-        parts = {layout.axis for layout in layouts if is_split(layout)}
-        if not parts:
-            return False
-        return self._computes_with_sizes(call, ops, parts) or any(
-            parts.intersection(leaf.name for leaf in leaves(dim))
-            for op in ops
-            for dim in whole_sizes(op, split)
-        )
-
-    def _computes_with_sizes(self, call: str, ops: Sequence[Op], parts: AbstractSet[str]) -> bool:
-        """Whether a number in a call may be the size of a part: which ones are is not traced."""
-        if any(map(counts_rows, ops)):
-            return True
-        if not any(True for op in ops for _ in numbers(op)):
-            return False
-        record = self.tree.graph.calls.get(call)
-        module = self.split.modules.get(record.path) if record is not None else None
-        reads = module is None or module.reads_sizes
-        return reads and not parts <= self.split.row_axes
-
-    def _has_own_rows_alone(self, call: str, opening: Opening) -> bool:
-        """Whether a call's code can read numbers of rows from the rank's share alone."""
-        if call == LOSS:
-            return False
-        record = self.tree.graph.calls[call]
-        module = self.split.modules.get(record.path)
-        given = (record.arguments, tuple(value for _, value in record.keywords))
-        if module is None or module.keeps_state or any(_untold(given)):
-            return False
-        made = (name for op in self.tree.ops[call] for name in op.outputs)
-        layouts = {name: opening.arrives(name, call) for name in made}
-        layouts |= {name: opening.entry(call, name) for name in self.tree.entering(call)}
-        return all(self._is_share(name, layout) for name, layout in layouts.items())
-
-    def _is_share(self, tensor: str, layout: Layout) -> bool:
-        """Whether a tensor's size that depends on the batch, if any, is the rank's share of it."""
-        own = self.tree.graph.tensors.get(tensor)
-        shape = own.shape if own is not None else ()
-        varying = [number for number, size in enumerate(shape) if not size.is_constant]
-        return not varying or (is_of_rows(layout, self.split) and varying == [layout.dim])
 
     # --- random numbers --------------------------------------------------------------------------
 
