@@ -19,7 +19,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.settings import declare
 
 ORIGIN = "the plan"
-_ROWS = 2  # at most in a microbatch
+_ROWS = 2  # at most in a microbatch, but one for each tensor rank where these may share them
 _TURNS = 2  # of the pipeline, at most, in a step
 
 
@@ -39,7 +39,9 @@ def whole_constraints(plan: Plan, axes: Axes, layers: Layers) -> Constraints:
 
 def _arrangement(plan: Plan) -> Iterator[Declared]:
     arranged, fixed = plan.arrangement, plan.graph.fixed_batch
-    rows = arranged.microbatch if fixed is not None else min(arranged.microbatch, _ROWS)
+    is_whole = arranged.data * arranged.microbatches == 1
+    most = max(_ROWS, arranged.tensor) if is_whole else _ROWS
+    rows = arranged.microbatch if fixed is not None else min(arranged.microbatch, most)
     count = min(arranged.microbatches, _TURNS * arranged.pipeline)
     places: dict[str, object] = {
         "precision": arranged.precision.value,

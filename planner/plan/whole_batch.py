@@ -45,8 +45,9 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
 
 
 def splits_batch(constraints: Constraints) -> bool:
-    """Whether a person says how the batch is split."""
-    return constraints.microbatch is not None or constraints.data not in (None, 1)
+    """Whether a person says how the batch is split; one microbatch of all its rows is whole."""
+    is_whole = constraints.microbatch in (None, constraints.global_batch)
+    return not is_whole or constraints.data not in (None, 1)
 
 
 def rows_at_once(constraints: Constraints) -> int | None:

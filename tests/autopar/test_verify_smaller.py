@@ -14,6 +14,7 @@ from autopar.planner.errors import InfeasibleError
 from autopar.planner.plan.constraints import RecomputePin
 from autopar.planner.plan.document import write_plan
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.smaller import arrangement_constraints
 from autopar.smaller_plan import smaller_plan
 from tests.autopar.commands import run
 from tests.codegen.plans import pinned_plan
@@ -83,3 +84,13 @@ def test_the_command_says_which_model_it_verified(
     told = json.loads(ran.out)
     assert told["is_equal"]
     assert told["arguments"]["dim"] == "32"
+
+
+def test_each_tensor_rank_has_a_row_where_they_may_share_them() -> None:
+    plan = large_plan()
+    whole = replace(
+        plan.arrangement, pipeline=1, data=1, shard=1, tensor=4, microbatch=64, microbatches=1
+    )
+    for arranged, rows in ((whole, 4), (replace(whole, microbatches=2), 2)):
+        found = arrangement_constraints(replace(plan, arrangement=arranged))
+        assert found.microbatch == rows

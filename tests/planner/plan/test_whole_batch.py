@@ -48,6 +48,12 @@ def test_who_pins_a_part_of_the_batch_gets_it(pairs: Graph, pins: dict[str, int]
     assert with_whole_batch(constraints, pairs) is constraints
 
 
+def test_a_pin_of_all_rows_splits_nothing(pairs: Graph) -> None:
+    found = with_whole_batch(declared(global_batch=8, pins__dp=1, pins__microbatch=8), pairs)
+    assert found.shares_rows
+    assert [one.origin for one in found.declared] == ["test"] * 3
+
+
 def test_rows_that_do_not_meet_are_split_freely() -> None:
     constraints = declared(global_batch=8)
     assert with_whole_batch(constraints, zoo_graph("gpt2.py")) is constraints
