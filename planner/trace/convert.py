@@ -375,9 +375,13 @@ class _Converter:
 
     def _renamed(self, recorded: str, scope: Scope) -> str:
         """Return a call key as it is at the place where it is replayed."""
-        if scope.template is None or not recorded.startswith(scope.template):
+        paths, template = self.recording.paths, scope.template
+        if template is None or not paths[recorded].startswith(paths[template]):
             return recorded
-        return scope.site + recorded.removeprefix(scope.template)
+        if recorded == template:
+            return scope.site
+        path = paths[recorded]  # what is behind it in a key counts the calls of the module
+        return scope.site + path.removeprefix(paths[template]) + recorded.removeprefix(path)
 
     def _module_path(self, recorded: str, scope: Scope) -> str:
         path = self.recording.paths[recorded]

@@ -61,6 +61,15 @@ MODELS = {
     def build_model():
         return Shared()
     """,
+    "blocks in a row that run again on another shape": """
+    class Twice(Stack):
+        def forward(self, x):
+            y = super().forward(x)
+            return y * super().forward(x.unsqueeze(1)).squeeze(1)
+
+    def build_model():
+        return Twice(nn.Linear(4, 4), *[Block() for _ in range(3)])
+    """,
     "blocks whose weights are tied in part": """
     def build_model():
         model = Stack(nn.Linear(4, 4), *[Block() for _ in range(3)])
