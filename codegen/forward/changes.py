@@ -104,8 +104,9 @@ def _told_size(op: Op, split: Split) -> Value:
     if op.target not in RESULT_SIZES:
         return None
     sizes, layout = argument(op, RESULT_SIZES[op.target]), split.made(op.outputs[0])
-    is_told = is_split(layout) and isinstance(sizes, tuple) and sizes[layout.dim] != -1
-    return sizes[layout.dim] if is_told and isinstance(sizes, tuple) else None
+    if not is_split(layout) or not isinstance(sizes, tuple) or sizes[layout.dim] == -1:
+        return None
+    return sizes[layout.dim]
 
 
 def _told_repeats(op: Op, split: Split) -> Value:

@@ -59,10 +59,10 @@ def _computes_with_sizes(
     """Whether a number in a call may be the size of a part: which ones are is not traced."""
     if any(map(counts_rows, ops)):
         return True
-    if not any(True for op in ops for _ in numbers(op)):
-        return False
     module = _module(call, opening)
-    return (module is None or module.reads_sizes) and not parts <= opening.split.row_axes
+    may_read = module is None or module.reads_sizes
+    has_constant = not parts <= opening.split.row_axes
+    return may_read and has_constant and any([*numbers(op)] for op in ops)
 
 
 def _has_own_rows_alone(call: str, opening: Opening) -> bool:

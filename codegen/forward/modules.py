@@ -76,7 +76,7 @@ Modules = Mapping[str, Module]
 
 def modules_of(model: nn.Module) -> Modules:
     """Return what is known of every module of a model, by path; the root's path is ""."""
-    facts: dict[Hashable, dict[str, Any]] = {}
+    facts: dict[Hashable, Mapping[str, Any]] = {}
     found: dict[str, Module] = {}
     firsts: dict[int, str] = {}
     kinds = {type(module) for module in model.modules()}
@@ -86,9 +86,7 @@ def modules_of(model: nn.Module) -> Modules:
         kind = type(module)
         key = (kind, getattr(module.forward, "__func__", module.forward))
         if key not in facts:
-            facts[key] = _facts(module)
-            if left & own_attributes(sources[kind]):  # its caller may leave there what it reads
-                facts[key]["keeps_state"] = True
+            facts[key] = _facts(module, is_told=bool(left & own_attributes(sources[kind])))
         found[path] = Module(
             path=path,
             first=firsts.setdefault(id(module), path),
@@ -102,15 +100,18 @@ def modules_of(model: nn.Module) -> Modules:
     return found
 
 
-def _facts(module: nn.Module) -> dict[str, Any]:
-    """Return what a module's forward tells, be it of its class or assigned to it alone."""
+def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
+    """Return what a module's forward tells, be it of its class or assigned to it alone.
+
+    `is_told` says that a caller may leave on the module what its class reads.
+    """
     source = _source(inspect.unwrap(module.forward), of=type(module))
     arguments, returns = _signature(module)
     return {
         "arguments": arguments,
         "returns": returns,
         "checks_sizes": checks_sizes(source),
-        "keeps_state": keeps_state(source),
+        "keeps_state": is_told or keeps_state(source),
         "reads_sizes": reads_sizes(module.forward, type(module)),
         "functions": tuple(_functions(module)),
     }

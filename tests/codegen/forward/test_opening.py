@@ -16,9 +16,10 @@ from autopar.codegen.forward.calls import LOSS, ROOT, call_tree
 from autopar.codegen.forward.changes import is_changed, is_told_own_rows
 from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.opening import open_calls
-from autopar.codegen.forward.split import split_graph
+from autopar.codegen.forward.split import Split, split_graph
 from autopar.planner.axes.terms import leaves
-from autopar.planner.layouts import REPLICATED, OpLayout, split
+from autopar.planner.graph import Op
+from autopar.planner.layouts import REPLICATED, Layout, OpLayout, split
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
 
@@ -35,6 +36,15 @@ class Echoing(nn.Module):
         return out
 
 
+def laid_out(plain: Split, layouts: Mapping[Op, OpLayout], **held: Layout) -> Split:
+    """Return a graph on two ranks with the layouts of some ops, and those in which weights lie."""
+    made = {op.outputs[0]: layout.gives[0] for op, layout in layouts.items()}
+    ops = {op.name: layout for op, layout in layouts.items()}
+    return replace(
+        plain, degree=2, ops=MappingProxyType(ops), gives=MappingProxyType({**made, **held})
+    )
+
+
 def echo_loss(outputs: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
     return functional.cross_entropy(outputs.flatten(0, 1), batch["ids"].flatten())
 
@@ -44,12 +54,7 @@ def test_what_the_loss_reads_as_well_is_converted_for_the_model_in_the_model() -
     (embedding,) = (op for op in graph.ops if op.target == "aten.embedding.default")
     by_place = split("seq", 1)
     layout = OpLayout(letter="…", axis="seq", needs=(REPLICATED, by_place), gives=(by_place,))
-    changed = replace(
-        split_graph(graph, modules_of(Echoing())),
-        degree=2,
-        ops=MappingProxyType({embedding.name: layout}),
-        gives=MappingProxyType({embedding.outputs[0]: by_place}),
-    )
+    changed = laid_out(split_graph(graph, modules_of(Echoing())), {embedding: layout})
     opening = open_calls(changed, call_tree(graph), opened=[LOSS])
     assert opening.places[embedding.name, "ids", by_place] == ROOT
 
@@ -152,12 +157,7 @@ def test_a_module_that_shapes_whole_what_it_was_given_in_part_is_opened(
         tanh: whole,
         **{op: replace(whole, needs=(REPLICATED,) * len(op.inputs)) for op in rest},
     }
-    changed = replace(
-        plain,
-        degree=2,
-        ops=MappingProxyType({op.name: layout for op, layout in layouts.items()}),
-        gives=MappingProxyType({op.outputs[0]: one.gives[0] for op, one in layouts.items()}),
-    )
+    changed = laid_out(plain, layouts)
     opened = open_calls(changed, call_tree(graph), opened=[]).opened
     assert "viewing.mixing" in opened  # that gathers
     assert "viewing" in opened
@@ -228,12 +228,7 @@ def test_a_module_that_computes_with_a_size_is_opened_where_a_rank_has_a_part(
         division: replace(whole, needs=(part,), gives=(part,)),
         mean: whole,
     }
-    changed = replace(
-        plain,
-        degree=2,
-        ops=MappingProxyType({op.name: layout for op, layout in layouts.items()}),
-        gives=MappingProxyType({op.outputs[0]: one.gives[0] for op, one in layouts.items()}),
-    )
+    changed = laid_out(plain, layouts)
     opened = open_calls(changed, call_tree(graph), opened=[]).opened
     assert ("dividing" in opened) == is_opened
 
@@ -260,11 +255,6 @@ def test_a_repetition_that_is_split_is_told_another_number(dim: int, *, is_of_ro
     axis, *_ = leaves(plain.axes.dims[repeat.outputs[0]][dim])
     part = split(axis.name, dim)
     layout = OpLayout(letter="", axis=axis.name, needs=(REPLICATED,), gives=(part,))
-    changed = replace(
-        plain,
-        degree=2,
-        ops=MappingProxyType({repeat.name: layout}),
-        gives=MappingProxyType({"start": REPLICATED, repeat.outputs[0]: part}),
-    )
+    changed = laid_out(plain, {repeat: layout}, start=REPLICATED)
     assert is_told_own_rows(repeat, changed) == is_of_rows
     assert is_changed(repeat, changed) != is_of_rows
