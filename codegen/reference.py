@@ -87,9 +87,8 @@ def train_alone(task: Task) -> Trained:
     model = build(file.build_model, seed=SEED).to(dtype)
     mesh = start(pipeline=1, data=1, tensor=1)
     if file.build_dataset is not None and task.uses_dataset:
-        torch.manual_seed(SEED)
         batches = dataset_batches(
-            file.build_dataset(), file.example_batch, mesh, microbatch=task.block, seed=SEED
+            file.build_dataset, file.example_batch, mesh, microbatch=task.block, seed=SEED
         )
     else:
         batches = synthetic_batches(

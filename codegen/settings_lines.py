@@ -57,6 +57,8 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
         yield Setting("LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows")
         yield Setting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")
     yield Setting("LOG_EVERY", literal(10), "steps; --log-every")
+    if plan.model.has_dataset:
+        yield Setting("WORKERS", literal(0), "processes that read ahead for this rank; --workers")
     if synchronises_batch_norms(plan):
         meaning = "over all data ranks, as one device would; False: on each"
         yield Setting("SYNC_BATCH_NORM", literal(True), meaning)

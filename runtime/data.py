@@ -8,22 +8,24 @@ one block of it, so a plan with d data ranks trains on what one process would wi
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
+from itertools import count
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from autopar.runtime.dataset_rows import rows_like
+from autopar.runtime.agreement import agreed
+from autopar.runtime.dataset_rows import Place, rows_like
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.randomness import mixed_seed
+from autopar.runtime.randomness import mixed_seed, seeded
 
 Batch = dict[str, Tensor]
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 
 
-class RankRows(Sampler[list[int]]):
-    """The row numbers of this data rank's microbatches, shuffled anew each time through the data.
+class RankRows(Sampler[list[Place]]):
+    """The places of this data rank's microbatches, shuffled anew each time through the data.
 
     The rows that are left at the end of one time through fill up a batch with the next.
     """
@@ -32,29 +34,41 @@ class RankRows(Sampler[list[int]]):
         self.length = len(dataset)  # type: ignore[arg-type]  # which is checked before
         self.mesh, self.microbatch, self.seed = mesh, microbatch, seed
 
-    def __iter__(self) -> Iterator[list[int]]:
-        """Yield the rows of one microbatch after another, without end."""
+    def __iter__(self) -> Iterator[list[Place]]:
+        """Yield the places of one microbatch after another, without end."""
         data = self.mesh.data
         rows = self._all_rows()
         while True:
             block = [next(rows) for _ in range(self.microbatch * data.size)]
             yield block[data.rank * self.microbatch : (data.rank + 1) * self.microbatch]
 
-    def _all_rows(self) -> Iterator[int]:
-        epoch = 0
-        while True:
+    def _all_rows(self) -> Iterator[Place]:
+        for epoch in count():
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
-            yield from torch.randperm(self.length, generator=generator).tolist()
-            epoch += 1
+            order = torch.randperm(self.length, generator=generator).tolist()
+            yield from (Place(epoch, index) for index in order)
 
 
 def dataset_batches(
-    dataset: Dataset[Any], example_batch: Example, mesh: Mesh, *, microbatch: int, seed: int
+    new_dataset: Callable[[], Dataset[Any]],
+    example_batch: Example,
+    mesh: Mesh,
+    *,
+    microbatch: int,
+    seed: int,
+    workers: int = 0,
 ) -> Iterator[Batch]:
-    """Yield this rank's microbatches of a dataset, without end, with the keys of the example."""
-    rows = rows_like(dataset, _example(example_batch, microbatch, seed), mesh)
-    numbers = RankRows(rows, mesh, microbatch=microbatch, seed=seed)
-    return iter(DataLoader(rows, batch_sampler=numbers, pin_memory=mesh.device.type == "cuda"))
+    """Yield this rank's microbatches of a dataset, without end, with the keys of the example.
+
+    `workers` are processes that read ahead; without any, rows are read when they are needed.
+    """
+    with seeded(seed):
+        dataset = new_dataset()
+    rows = rows_like(dataset, _example(example_batch, microbatch, seed), mesh, seed=seed)
+    places = RankRows(rows, mesh, microbatch=microbatch, seed=seed)
+    is_pinned = mesh.device.type == "cuda"
+    loader = DataLoader(rows, batch_sampler=places, num_workers=workers, pin_memory=is_pinned)
+    return agreed(iter(loader), mesh)
 
 
 def synthetic_batches(
@@ -80,9 +94,8 @@ def synthetic_batches(
 
 
 def _example(example_batch: Example, rows: int, seed: int) -> Batch:
-    """Return the tensors of an example batch, and leave torch's numbers as they were."""
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
+    """Return the tensors of an example batch."""
+    with seeded(seed):
         whole = example_batch(rows)
     return {key: value for key, value in whole.items() if isinstance(value, Tensor)}
 

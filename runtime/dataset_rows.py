@@ -4,47 +4,77 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator, Mapping, Sized
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, Subset
 
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.refusal import refuse
 
 Row = dict[str, Tensor]
+
+
+class Place(NamedTuple):
+    """Where a row stands: which time through the data it is, and the number of the row."""
+
+    epoch: int
+    row: int
 
 
 class Rows(Dataset[Row]):
     """The rows of a dataset as tensors, with some of their columns: others need make no batch.
 
     What is a list or a number becomes a tensor, since torch makes a batch of a row's list
-    otherwise. Widths of numbers become those of the columns.
+    otherwise. Widths of numbers become those of the columns. What the dataset draws for a row (a
+    crop, a window, a mask) depends on its place alone: ranks that share rows read the same, and
+    other plans do. A dataset that reads several rows at once draws for all of them by the first.
     """
 
-    def __init__(self, dataset: Any, columns: Mapping[str, torch.dtype]) -> None:
-        self.dataset, self.columns = dataset, dict(columns)
+    def __init__(self, dataset: Any, columns: Mapping[str, torch.dtype], *, seed: int) -> None:
+        self.dataset, self.columns, self.seed = dataset, dict(columns), seed
+        self.reads_at_once = _reads_at_once(dataset)
 
     def __len__(self) -> int:
         """Return how many there are."""
         return len(self.dataset)
 
-    def __getitem__(self, index: int) -> Row:
+    def __getitem__(self, place: Place) -> Row:
         """Return one."""
-        return self._of(self.dataset[index])
+        return self.__getitems__([place])[0]
 
-    def __getitems__(self, indices: list[int]) -> list[Row]:
+    def __getitems__(self, places: list[Place]) -> list[Row]:
         """Return several, at once where the dataset can."""
-        if hasattr(self.dataset, "__getitems__"):
-            return list(map(self._of, self.dataset.__getitems__(indices)))
-        return [self[index] for index in indices]
+        with kept_numbers():
+            if self.reads_at_once:
+                self._seed_by(places[0])
+                found = self.dataset.__getitems__([place.row for place in places])
+                return list(map(self._of, found))
+            return [self._read(place) for place in places]
+
+    def _read(self, place: Place) -> Row:
+        self._seed_by(place)
+        return self._of(self.dataset[place.row])
+
+    def _seed_by(self, place: Place) -> None:
+        seed_numbers(mixed_seed(self.seed, *place))
 
     def _of(self, row: Mapping[str, Any]) -> Row:
         return {name: _tensor(row[name], dtype) for name, dtype in self.columns.items()}
 
 
-def rows_like(dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh) -> Rows:
+def _reads_at_once(dataset: Any) -> bool:
+    """Whether a dataset reads several rows at once; torch's subsets only seem to."""
+    if isinstance(dataset, Subset):
+        return _reads_at_once(dataset.dataset)
+    return hasattr(dataset, "__getitems__")
+
+
+def rows_like(
+    dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh, *, seed: int
+) -> Rows:
     """Return the rows of a dataset with the keys of an example batch.
 
     Leaves where there are none, or no such keys, and says what the dataset should be. What else a
@@ -56,7 +86,7 @@ def rows_like(dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh) 
     _check_row(row, name, example)
     for note in _notes(row, example) if mesh.rank == 0 else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
-    return Rows(dataset, {key: value.dtype for key, value in example.items()})
+    return Rows(dataset, {key: value.dtype for key, value in example.items()}, seed=seed)
 
 
 def _check_kind(dataset: Dataset[Any], name: str) -> None:

@@ -4,11 +4,8 @@ The model is built on the meta device while each op of its constructor is record
 replays, one parameter at a time, only what it holds, each random op seeded by its own number.
 """
 
-import random
-import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +15,7 @@ from torch._guards import detect_fake_mode
 from autopar.runtime.filling import fill
 from autopar.runtime.mesh import Axis
 from autopar.runtime.pretended_cpu import recorded
+from autopar.runtime.randomness import seeded
 from autopar.runtime.recorded_ops import META, Recording
 from autopar.runtime.shards import (
     Place,
@@ -76,7 +74,7 @@ def record(factory: Callable[[], nn.Module], *, seed: int) -> tuple[nn.Module, R
     """Build a model on the meta device, and the recipe of its weights."""
     recording = Recording(seed)
     try:
-        with _seeded(seed), recorded(recording):
+        with seeded(seed), recorded(recording):
             model = factory()
         if recording.failure is not None:  # a constructor that goes on has done something else
             raise recording.failure
@@ -99,7 +97,7 @@ def _built_for_real(
     factory: Callable[[], nn.Module], seed: int, error: Exception
 ) -> tuple[nn.Module, Recipe]:
     """Build the whole model in memory, where its constructor cannot be recorded."""
-    with _seeded(seed):
+    with seeded(seed):
         model = factory()
     warnings.warn(
         f"the model is built in full on every process, because its constructor cannot be "
@@ -109,24 +107,6 @@ def _built_for_real(
     tensors = {place.name: place.tensor.detach() for place in _tensors(model)}
     _move_to_meta(model, lambda tensor: torch.empty_like(tensor, device=META))
     return model, Recipe({n: tuple(t.shape) for n, t in tensors.items()}, tensors.__getitem__)
-
-
-@contextmanager
-def _seeded(seed: int) -> Iterator[None]:
-    """Let numbers that a constructor draws in Python be the same everywhere, too."""
-    python, numpy = random.getstate(), sys.modules.get("numpy")
-    numpy_state = numpy.random.get_state() if numpy else None
-    random.seed(seed)
-    if numpy:
-        numpy.random.seed(seed % 2**32)
-    try:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            yield
-    finally:
-        random.setstate(python)
-        if numpy:
-            numpy.random.set_state(numpy_state)
 
 
 def _tensors(model: nn.Module) -> Iterator[Place]:

@@ -33,13 +33,14 @@ def build_optimizer(
     *,
     zero: int,
     mesh: Mesh,
+    lr: float | None = None,
 ) -> Optimizer:
     """Build the user's optimizer, or AdamW, so that it steps what this rank holds of the modules.
 
     Where parameters are 16-bit, sharded, or their states are to be sharded (zero 1), the optimizer
     is given pieces in their place: fp32 masters and flat slices of plain tensors. Gradients reach
-    the pieces before a step and new values leave them after it; learning rates, schedulers and
-    param_groups are the user's own.
+    the pieces before a step and new values leave them after it; schedulers and param_groups are
+    the user's own, and so are learning rates where no `lr` takes the place of all.
     """
     parameters = {id(one): one for part in model_parts for one in part.parameters()}
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -47,6 +48,9 @@ def build_optimizer(
     _prefer_fused(optimizer)
     _use_pieces(optimizer, trainable, model_parts, zero=zero, mesh=mesh)
     optimizer.register_step_pre_hook(_lay_gradients_like_parameters)
+    if lr is not None:
+        for group in optimizer.param_groups:
+            group["lr"] = lr
     return optimizer
 
 

@@ -1,6 +1,8 @@
 """Turns one seed into random numbers that are equal or different where the layouts need it."""
 
 import hashlib
+import random
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -14,6 +16,37 @@ def mixed_seed(*numbers: int) -> int:
     """Mix numbers into one seed; unlike a sum it does not meet itself for other numbers."""
     text = "/".join(str(number) for number in numbers).encode()
     return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest()) >> 1
+
+
+def seed_numbers(seed: int) -> None:
+    """Seed all that Python code draws from on a CPU: torch, Python and numpy, if it is there."""
+    torch.default_generator.manual_seed(seed)
+    random.seed(seed)
+    if numpy := sys.modules.get("numpy"):
+        numpy.random.seed(seed % 2**32)
+
+
+@contextmanager
+def kept_numbers() -> Iterator[None]:
+    """Leave these generators as they were."""
+    python, numpy = random.getstate(), sys.modules.get("numpy")
+    numpy_state = numpy.random.get_state() if numpy else None
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(python)
+        if numpy:
+            numpy.random.set_state(numpy_state)
+
+
+@contextmanager
+def seeded(seed: int) -> Iterator[None]:
+    """Let numbers that are drawn here be the same in every process, those of devices too."""
+    with kept_numbers():
+        torch.manual_seed(seed)
+        seed_numbers(seed)
+        yield
 
 
 def seed_all(seed: int, mesh: Mesh) -> None:

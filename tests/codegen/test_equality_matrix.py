@@ -71,6 +71,6 @@ def test_microbatches_have_unequal_numbers_of_targets() -> None:
     assert make is not None
     with padded(Padding.ANY):
         mesh = start(pipeline=1, data=1, tensor=1)
-        batches = dataset_batches(make(), file.example_batch, mesh, microbatch=4, seed=0)
+        batches = dataset_batches(make, file.example_batch, mesh, microbatch=4, seed=0)
         counts = {int((batch["labels"] >= 0).sum()) for batch in islice(batches, 4)}
     assert len(counts) == 4

@@ -84,6 +84,7 @@ AWKWARD: Mapping[str, Subject] = {
     "class weights": _own("losses", "kind=classes"),
     "picked loss": _own("losses", "kind=picked"),
     "drawn noise": _own("drawn_noise"),
+    "drawn rows": _own("drawn_rows"),
     "fourier": _own("fourier"),
     "steady buffers": _own("steady"),
     "in place": _own("in_place"),

@@ -1,15 +1,17 @@
 """Every plan trains on the same rows."""
 
 import io
-from collections.abc import Iterator
+import random
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from itertools import islice
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
 from autopar.runtime.data import dataset_batches, placed, synthetic_batches
 from autopar.runtime.mesh import Mesh, start
@@ -31,7 +33,7 @@ class Numbers(Dataset[dict[str, Tensor]]):
 
 def rows(data: int, microbatch: int, count: int) -> list[list[int]]:
     mesh = start(pipeline=1, data=data, tensor=1)
-    batches = dataset_batches(Numbers(), _example, mesh, microbatch=microbatch, seed=0)
+    batches = dataset_batches(Numbers, _example, mesh, microbatch=microbatch, seed=0)
     return [batch["x"].int().tolist() for batch in islice(batches, count)]
 
 
@@ -55,10 +57,62 @@ class Stream(IterableDataset[dict[str, Tensor]]):
         yield {"x": torch.tensor(0.0)}
 
 
+class Augmented(Numbers):
+    """Rows with what torch, Python and numpy have drawn for them, in an order drawn as well."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.order = random.sample(range(LENGTH), LENGTH)
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        drawn = [torch.rand(()).item(), random.random(), np.random.rand()]
+        return {"x": torch.tensor([self.order[index], *drawn])}
+
+
+def split_augmented() -> Dataset[dict[str, Tensor]]:
+    return random_split(Augmented(), [LENGTH - 2, 2])[0]
+
+
+def augmented(
+    data: int,
+    microbatch: int,
+    count: int,
+    workers: int = 0,
+    new_dataset: Callable[[], Dataset[Any]] = Augmented,
+) -> list[list[list[float]]]:
+    mesh = start(pipeline=1, data=data, tensor=1)
+    random.seed()  # as Python is in every process at first
+    batches = dataset_batches(
+        new_dataset, lambda rows: {"x": torch.zeros(rows, 4)}, mesh,
+        microbatch=microbatch, seed=0, workers=workers,
+    )  # fmt: skip
+    return [batch["x"].tolist() for batch in islice(batches, count)]
+
+
+class Unseeded(Numbers):
+    def __init__(self) -> None:
+        super().__init__()
+        self.generator = np.random.default_rng()
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(index), "y": torch.tensor(self.generator.random())}
+
+
+def refusal_of_unseeded(pipeline: int, tensor: int) -> str:
+    mesh, told = start(pipeline=pipeline, data=1, tensor=tensor), io.StringIO()
+    batches = dataset_batches(
+        Unseeded, lambda rows: {"x": torch.ones(rows), "y": torch.ones(rows)}, mesh,
+        microbatch=2, seed=0,
+    )  # fmt: skip
+    with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
+        next(batches)
+    return told.getvalue()
+
+
 def refusal(dataset: Dataset[Any]) -> str:
     mesh, told = start(pipeline=1, data=1, tensor=1), io.StringIO()
     with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
-        dataset_batches(dataset, _example, mesh, microbatch=1, seed=0)
+        dataset_batches(lambda: dataset, _example, mesh, microbatch=1, seed=0)
     return told.getvalue()
 
 
@@ -86,6 +140,49 @@ def test_example_batches_are_cut_alike() -> None:
     ((*alone,),) = run_on_ranks(noise, 1, 1, 4, 3)
     first, second = run_on_ranks(noise, 2, 2, 2, 3)
     assert [a + b for a, b in zip(first, second, strict=True)] == alone
+
+
+@pytest.mark.parametrize("new_dataset", [Augmented, split_augmented])
+def test_what_a_dataset_draws_is_the_same_under_every_plan(
+    new_dataset: Callable[[], Dataset[Any]],
+) -> None:
+    ((*alone,),) = run_on_ranks(augmented, 1, 1, 4, 5, 0, new_dataset)
+    first, second = run_on_ranks(augmented, 2, 2, 2, 5, 0, new_dataset)
+    assert [a + b for a, b in zip(first, second, strict=True)] == alone
+
+
+def test_what_a_dataset_draws_for_a_row_is_new_each_time() -> None:
+    ((once, again),) = run_on_ranks(augmented, 1, 1, LENGTH, 2)
+    drawn = [number for row in once + again for number in row[1:]]
+    assert len(set(drawn)) == len(drawn) == 2 * LENGTH * 3
+
+
+def test_rows_that_are_read_ahead_are_the_same() -> None:
+    assert augmented(1, 4, 5, workers=2) == augmented(1, 4, 5)  # here: ranks have no children
+
+
+@pytest.mark.parametrize(("pipeline", "tensor"), [(2, 1), (1, 2)])
+def test_ranks_that_read_other_rows_than_those_that_they_share_are_refused(
+    pipeline: int, tensor: int
+) -> None:
+    for told in run_on_ranks(refusal_of_unseeded, 2, pipeline, tensor):
+        assert "have read others: 'y' of their first batch differ" in told
+
+
+def reading_drawn() -> list[float]:
+    """Return what is drawn between rows: those of a dataset are drawn apart from it."""
+    mesh = start(pipeline=1, data=1, tensor=1)
+    batches = dataset_batches(
+        Augmented, lambda rows: {"x": torch.zeros(rows, 4)}, mesh, microbatch=2, seed=0
+    )
+    torch.manual_seed(3)
+    return [torch.rand(()).item() for _ in islice(batches, 3)]
+
+
+def test_reading_rows_leaves_the_numbers_of_a_training_alone() -> None:
+    torch.manual_seed(3)
+    expected = [torch.rand(()).item() for _ in range(3)]
+    assert run_on_ranks(reading_drawn, 1) == [expected]
 
 
 def written() -> list[tuple[float, int]]:

@@ -42,7 +42,7 @@ def example(rows: int) -> dict[str, Tensor]:
 
 def batch_of(dataset: Dataset[Any]) -> dict[str, Tensor]:
     mesh = start(pipeline=1, data=1, tensor=1)
-    (batch,) = islice(dataset_batches(dataset, example, mesh, microbatch=2, seed=0), 1)
+    (batch,) = islice(dataset_batches(lambda: dataset, example, mesh, microbatch=2, seed=0), 1)
     return batch
 
 

@@ -23,7 +23,7 @@ Memory of the fullest device: 6.32 GiB of 76 GiB (8%)
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: afcbde7458e66f2f.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 8f31a2244a26c70c.
 
 from __future__ import annotations
 
@@ -68,6 +68,7 @@ CLIP_NORM = 1.0  # the norm of all gradients together is at most this
 SEED = 0  # of weights, order of the data and dropout
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 LOG_EVERY = 10  # steps; --log-every
+WORKERS = 0  # processes that read ahead for this rank; --workers
 SYNC_BATCH_NORM = True  # over all data ranks, as one device would; False: on each
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -107,11 +108,7 @@ def ready(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: M
     if options.weights is not None:
         load_safetensors(model, options.weights, {}, mesh.tensor, device=mesh.device)
     recipe.materialise(model, {}, mesh.tensor, mesh.device)
-    optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh)
-    if options.lr is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr
-    return optimizer
+    return build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -150,8 +147,9 @@ def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     if options.data == "synthetic" or mesh.is_dry_run:
         data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
-        torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
-        data = dataset_batches(new_dataset(), new_batch, mesh, microbatch=MICROBATCH, seed=SEED)
+        data = dataset_batches(
+            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=SEED, workers=options.workers
+        )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
     return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
@@ -200,13 +198,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
-    if options.steps < 1 or options.log_every < 1:
-        parser.error("--steps and --log-every count from 1")
+    if options.steps < 1 or options.log_every < 1 or options.workers < 0:
+        parser.error("--steps and --log-every count from 1, --workers from 0")
     options.dtype = DTYPES[options.dtype]
     return options
 

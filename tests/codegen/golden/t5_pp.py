@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a4d08cdc629c2e3a.
+# Written by autopar 0.1.0, which never overwrites changes by hand: f17b474acd1d3399.
 
 from __future__ import annotations
 
@@ -72,6 +72,7 @@ CLIP_NORM = 1.0  # the norm of all gradients together is at most this
 SEED = 0  # of weights, order of the data and dropout
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 LOG_EVERY = 10  # steps; --log-every
+WORKERS = 0  # processes that read ahead for this rank; --workers
 new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
@@ -162,11 +163,7 @@ def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Me
         if options.weights is not None:
             load_safetensors(part, options.weights, {}, mesh.tensor, device=mesh.device)
         recipe.materialise(part, {}, mesh.tensor, mesh.device)
-    optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh)
-    if options.lr is not None:
-        for group in optimizer.param_groups:
-            group["lr"] = options.lr
-    return optimizer
+    return build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
@@ -196,8 +193,9 @@ def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     if options.data == "synthetic" or mesh.is_dry_run:
         data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
     else:
-        torch.manual_seed(SEED)  # what the dataset draws must be the same on every rank
-        data = dataset_batches(new_dataset(), new_batch, mesh, microbatch=MICROBATCH, seed=SEED)
+        data = dataset_batches(
+            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=SEED, workers=options.workers
+        )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
     return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
@@ -245,13 +243,14 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--steps", type=int, default=STEPS)
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
+    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
     parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
-    if options.steps < 1 or options.log_every < 1:
-        parser.error("--steps and --log-every count from 1")
+    if options.steps < 1 or options.log_every < 1 or options.workers < 0:
+        parser.error("--steps and --log-every count from 1, --workers from 0")
     options.dtype = DTYPES[options.dtype]
     return options
 
