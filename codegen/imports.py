@@ -21,7 +21,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "torch": "Tensor nn",
         "torch.optim": "AdamW Optimizer",
         "autopar.runtime.apart": "keep_apart",
-        "autopar.runtime.data": "Batch dataset_batches placed synthetic_batches",
+        "autopar.runtime.data": "Batch dataset_batches gathered_rows placed synthetic_batches",
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.dryrun": "recording",
         "autopar.runtime.gradients": "clip_by_global_norm sum_replicated",

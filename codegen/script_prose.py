@@ -50,6 +50,11 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
         yield f"{on} {nodes} nodes; HOST is the first one's address, NODE 0 to {nodes - 1}:"
         places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
+    elif plan.machines.nodes > 1:
+        yield f"Run it on each of {nodes} nodes, NODE from 0 as in the cluster file; HOST is the"
+        yield f"first one's address, DEVICES how many a node has, {ranks} on all together:"
+        places = f"--nnodes {nodes} --nproc-per-node DEVICES --node-rank NODE"
+        yield f"    torchrun {places} --master-addr HOST {file_name}"
 
 
 def _predicted(plan: Plan) -> Iterator[str]:

@@ -48,6 +48,7 @@ class ScriptView:
     dtypes: Source
     waits_for_last: Source  # microbatch: a remark that says what does
     has_dataset: bool
+    gathers_rows: bool  # which tensor ranks have read each for itself
     has_optimizer: bool
     has_scheduler: bool
     has_writing: bool  # layers that write where others read

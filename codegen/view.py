@@ -12,7 +12,15 @@ from autopar.codegen.layer_lists import layer_lists, recomputations, writing_lay
 from autopar.codegen.model_calls import ModelCalls, model_arguments, model_calls
 from autopar.codegen.name_patterns import patterns
 from autopar.codegen.parameter_tables import once, parameter_tables, unread
-from autopar.codegen.python_text import Source, call, identifier, literal, table
+from autopar.codegen.python_text import (
+    Source,
+    assigned,
+    call,
+    identifier,
+    literal,
+    table,
+    tuple_of,
+)
 from autopar.codegen.script_prose import docstring
 from autopar.codegen.script_view import ScriptView
 from autopar.codegen.settings_lines import (
@@ -57,6 +65,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         microbatch="Weighed" if weighs else "Batch",
         scaled=Source("microbatches" if weighs else "zip(microbatches, scales, strict=True)"),
         tables=_tables(
+            _own_rows_table(opened),
             _opened_table(plan, subject),
             parameters.splits,
             parameters.summed,
@@ -82,6 +91,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         dtypes=dtypes(plan),
         waits_for_last=Source(_waits_for_last(plan.arrangement)),
         has_dataset=plan.model.has_dataset,
+        gathers_rows=bool(opened.own_rows),
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
         has_writing=bool(writing),
@@ -172,6 +182,13 @@ def _opened_table(plan: Plan, subject: Subject) -> Source:
     found = patterns(classes, subject.modules)
     rows = [(f"{literal(name)}: ", identifier(kind), "") for name, kind in found.items()]
     return table("OPENED: dict[str, type[nn.Module]]", ("{", "}"), rows)
+
+
+def _own_rows_table(opened: Opened) -> Source:
+    if not opened.own_rows:
+        return Source()
+    keys = tuple_of(*map(literal, opened.own_rows))
+    return assigned("OWN_ROWS", keys, "what tensor ranks need of their own rows alone")
 
 
 def _classes(plan: Plan, opened: Opened, calls: ModelCalls) -> Source:

@@ -51,7 +51,7 @@ class OptimizerTraits:
 def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     """Return what the model's optimizer, or AdamW, is like, None where it cannot be tried here.
 
-    One that a script cannot call, or whose scheduler it cannot call, is refused.
+    One that a script cannot make or call, or whose scheduler it cannot, is refused.
     """
     make = model_file.build_optimizer or AdamW
     shapes = [one.shape for one in graph.parameters if one.trainable]
@@ -59,14 +59,21 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
     try:
         optimizer = make(_stand_ins(sizes))
         scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
-    except AutoparError:
+    except AutoparError as error:
+        if _is_mistake(error.__cause__):
+            raise
         return None  # it may want sizes, or a device, that stand-ins have not
-    for called, fix in (
-        (optimizer, "AdamW, SGD or another that is stepped without the loss"),
-        (scheduler, "a schedule of steps alone, as LambdaLR has"),
-    ):
-        if called is not None:
-            _check_step(called, fix, where=str(model_file.path))
+    where = str(model_file.path)
+    _check_step(
+        optimizer,
+        "build_optimizer",
+        "AdamW, SGD or another that is stepped without the loss",
+        where,
+    )
+    if model_file.build_scheduler is not None:
+        _check_step(
+            scheduler, "build_scheduler", "a schedule of steps alone, as LambdaLR has", where
+        )
     try:
         return OptimizerTraits(
             name=type(optimizer).__name__,
@@ -78,11 +85,22 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
         return None
 
 
-def _check_step(called: Any, fix: str, *, where: str) -> None:
+def _is_mistake(cause: BaseException | None) -> bool:
+    """Whether code would fail with any parameters; what models hang on theirs stand-ins lack."""
+    if isinstance(cause, AttributeError):
+        return not isinstance(cause.obj, nn.Parameter)
+    return isinstance(cause, (NameError, TypeError))
+
+
+def _check_step(called: Any, maker: str, fix: str, where: str) -> None:
     kind = type(called)  # schedulers wrap the step of the optimizer itself
     name, step = kind.__name__, getattr(kind, "step", None)
+    if step is None:
+        raise InputError(
+            f"{maker} returns a {name}, which has no step()", where=where, fix=f"return {fix}"
+        )
     try:
-        inspect.signature(step).bind(called)  # type: ignore[arg-type]  # None is told as well
+        inspect.signature(step).bind(called)
     except TypeError as error:
         raise InputError(
             f"{name}.step cannot be called without arguments: {error}",

@@ -1,25 +1,27 @@
 """Makes sure that ranks which train on the same rows have read the same."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.mesh import Axis, Mesh
+from autopar.runtime.mesh import Axis
 from autopar.runtime.randomness import mixed_seed
 from autopar.runtime.refusal import refuse
 from autopar.runtime.transport import gathered
 
 
-def agreed(batches: Iterator[dict[str, Tensor]], mesh: Mesh) -> Iterator[dict[str, Tensor]]:
-    """Yield batches, after all ranks of this data rank have told that the first one is the same.
+def agreed(
+    batches: Iterator[dict[str, Tensor]], sharers: Iterable[Axis], device: torch.device
+) -> Iterator[dict[str, Tensor]]:
+    """Yield batches, after the ranks that share rows have told that the first one is the same.
 
     Pipeline ranks read a row's inputs here and its targets there, tensor ranks share its work: a
     dataset that drew other numbers on each of them would train them on rows that do not exist.
     """
     first = next(batches)
-    for axis in (mesh.tensor, mesh.pipeline):
-        _check(first, axis, mesh.device)
+    for axis in sharers:
+        _check(first, axis, device)
     yield first
     yield from batches
 

@@ -7,7 +7,7 @@ one block of it, so a plan with d data ranks trains on what one process would wi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -16,9 +16,11 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autopar.runtime.agreement import agreed
+from autopar.runtime.cuts import cut
 from autopar.runtime.dataset_rows import Place, rows_like
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.mesh import ALONE, Axis, Mesh
 from autopar.runtime.randomness import mixed_seed, seeded
+from autopar.runtime.slices import gather_along
 
 Batch = dict[str, Tensor]
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
@@ -27,12 +29,15 @@ Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 class RankRows(Sampler[list[Place]]):
     """The places of this data rank's microbatches, shuffled anew each time through the data.
 
-    The rows that are left at the end of one time through fill up a batch with the next.
+    The rows that are left at the end of one time through fill up a batch with the next. `own` are
+    the rows of a microbatch that this rank reads.
     """
 
-    def __init__(self, dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, seed: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, own: slice, seed: int
+    ) -> None:
         self.length = len(dataset)  # type: ignore[arg-type]  # which is checked before
-        self.mesh, self.microbatch, self.seed = mesh, microbatch, seed
+        self.mesh, self.microbatch, self.own, self.seed = mesh, microbatch, own, seed
 
     def __iter__(self) -> Iterator[list[Place]]:
         """Yield the places of one microbatch after another, without end."""
@@ -40,7 +45,8 @@ class RankRows(Sampler[list[Place]]):
         rows = self._all_rows()
         while True:
             block = [next(rows) for _ in range(self.microbatch * data.size)]
-            yield block[data.rank * self.microbatch : (data.rank + 1) * self.microbatch]
+            first = data.rank * self.microbatch
+            yield block[first : first + self.microbatch][self.own]
 
     def _all_rows(self) -> Iterator[Place]:
         for epoch in count():
@@ -57,18 +63,22 @@ def dataset_batches(
     microbatch: int,
     seed: int,
     workers: int = 0,
+    rows_over: Axis = ALONE,
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of a dataset, without end, with the keys of the example.
 
-    `workers` are processes that read ahead; without any, rows are read when they are needed.
+    `workers` are processes that read ahead; without any, rows are read when they are needed. Ranks
+    of `rows_over` read a share of the rows each.
     """
     with seeded(seed):
         dataset = new_dataset()
     rows = rows_like(dataset, _example(example_batch, microbatch, seed), mesh, seed=seed)
-    places = RankRows(rows, mesh, microbatch=microbatch, seed=seed)
+    own = _own_rows(microbatch, rows_over)
+    places = RankRows(rows, mesh, microbatch=microbatch, own=own, seed=seed)
     is_pinned = mesh.device.type == "cuda"
     loader = DataLoader(rows, batch_sampler=places, num_workers=workers, pin_memory=is_pinned)
-    return agreed(iter(loader), mesh)
+    sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
+    return agreed(iter(loader), sharers, mesh.device)
 
 
 def synthetic_batches(
@@ -77,20 +87,42 @@ def synthetic_batches(
     *,
     rows: tuple[int, int],
     seed: int,
+    rows_over: Axis = ALONE,
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of one example batch, the same in every step.
 
-    `rows` are how many microbatches a step has, and how many rows each of them. As those of a
-    loader each is a tensor of its own: a model may write to it.
+    `rows` are how many microbatches a step has, and how many rows each of them, of which ranks of
+    `rows_over` have a share each. As those of a loader each is a tensor of its own: a model may
+    write to it.
     """
     data = mesh.data
     microbatches, microbatch = rows
     whole = _example(example_batch, microbatch * microbatches * data.size, seed)
     tensors = {key: value.contiguous() for key, value in whole.items()}  # as loaders lay rows out
     starts = [(m * data.size + data.rank) * microbatch for m in range(microbatches)]
-    own = [{k: v[start : start + microbatch] for k, v in tensors.items()} for start in starts]
+    share = _own_rows(microbatch, rows_over)
+    own = [
+        {key: value[start : start + microbatch][share] for key, value in tensors.items()}
+        for start in starts
+    ]
     while True:
         yield from ({key: value.clone() for key, value in one.items()} for one in own)
+
+
+def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) -> Batch:
+    """Return a batch with all rows of a microbatch, but of what each rank of an axis needs its own.
+
+    Ranks have read their shares: one message for each other key, of numbers that are few as a rule.
+    """
+    held = cut(((rows, 1),), axis.size)
+    return {
+        key: value if key in own else gather_along(value, 0, held, axis)
+        for key, value in batch.items()
+    }
+
+
+def _own_rows(rows: int, axis: Axis) -> slice:
+    return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])
 
 
 def _example(example_batch: Example, rows: int, seed: int) -> Batch:

@@ -18,7 +18,7 @@ from autopar.runtime.batch_norm import synchronise_batch_norms, widen_batch_norm
 from autopar.runtime.buckets import HALF_DTYPES
 from autopar.runtime.direct_calls import run_hooks
 from autopar.runtime.gradient_buckets import GradientBuckets
-from autopar.runtime.mesh import Axis, Mesh
+from autopar.runtime.mesh import ALONE, Mesh
 
 
 def wrap(
@@ -77,7 +77,7 @@ def wrap(
 
 def _averaging(mesh: Mesh, *, zero: int, wire_dtype: torch.dtype | None) -> Averaging:
     if zero == 0:
-        return Averaging(shard=Axis(0, 1, None), replica=mesh.data, wire_dtype=wire_dtype)
+        return Averaging(shard=ALONE, replica=mesh.data, wire_dtype=wire_dtype)
     return Averaging(shard=mesh.shard, replica=mesh.replica, wire_dtype=wire_dtype)
 
 

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch._guards import detect_fake_mode
 
 from autopar.runtime.filling import fill
-from autopar.runtime.mesh import Axis
+from autopar.runtime.mesh import ALONE, Axis
 from autopar.runtime.pretended_cpu import recorded
 from autopar.runtime.randomness import seeded
 from autopar.runtime.recorded_ops import META, Recording
@@ -89,7 +89,7 @@ def record(factory: Callable[[], nn.Module], *, seed: int) -> tuple[nn.Module, R
 def build(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:
     """Build a whole model on the CPU with the weights that every plan starts from."""
     model, recipe = record(factory, seed=seed)
-    recipe.materialise(model, {}, Axis(0, 1, None), torch.device("cpu"))
+    recipe.materialise(model, {}, ALONE, torch.device("cpu"))
     return model
 
 

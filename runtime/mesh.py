@@ -32,6 +32,9 @@ class Axis:
     is_gloo: bool = False  # whose own sums are slow, see transport.py
 
 
+ALONE = Axis(0, 1, None)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Mesh:
     """Where this process stands on every axis, and its device."""
@@ -139,5 +142,5 @@ def _axis(mesh: DeviceMesh) -> Axis:
 def _axis_of_group(group: dist.ProcessGroup | None) -> Axis:
     size = dist.get_world_size(group)
     if size == 1:
-        return Axis(0, 1, None)
+        return ALONE
     return Axis(dist.get_rank(group), size, group, is_gloo=dist.get_backend(group) == "gloo")

@@ -44,7 +44,9 @@ def build_optimizer(
     """
     parameters = {id(one): one for part in model_parts for one in part.parameters()}
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
-    optimizer = AdamW(trainable) if factory is None else factory(trainable)
+    # A stage of frozen layers steps nothing, and torch refuses an optimizer of nothing.
+    stepped = trainable or [nn.Parameter(torch.empty(0, device=mesh.device))]
+    optimizer = AdamW(stepped) if factory is None else factory(stepped)
     _prefer_fused(optimizer)
     _use_pieces(optimizer, trainable, model_parts, zero=zero, mesh=mesh)
     optimizer.register_step_pre_hook(_lay_gradients_like_parameters)

@@ -21,6 +21,7 @@ ANSWERS = {
     torch.Tensor.device.__get__: CPU,
 }
 READERS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
+INDEXERS = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
 REJECTING = "_no_grad_trunc_normal_"  # draws until all numbers fit, so it reads what it drew
 
 
@@ -45,7 +46,25 @@ class _PretendedCpu(TorchFunctionMode):
             if not isinstance(answer, list):
                 answer.flags.writeable = False  # what is written there would be lost
             return answer
+        if is_about_one and func in INDEXERS:
+            args = (args[0], _as_tensors(args[1]), *args[2:])
         return func(*args, **(kwargs or {}))
+
+
+def _as_tensors(index: Any) -> Any:
+    """Return an index whose lists and arrays are tensors: torch would lay them on meta, unseen."""
+    if isinstance(index, tuple):
+        return tuple(map(_as_tensors, index))
+    if hasattr(index, "__array__") and not isinstance(index, Tensor):
+        return torch.as_tensor(index)
+    if isinstance(index, list) and index and all(map(_is_plain, index)):
+        return torch.tensor(index)
+    return index
+
+
+def _is_plain(item: Any) -> bool:
+    """Whether something is a number, or a list of numbers."""
+    return all(map(_is_plain, item)) if isinstance(item, list) else isinstance(item, (int, bool))
 
 
 @contextmanager

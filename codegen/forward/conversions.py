@@ -83,6 +83,9 @@ def reason(held: Held, wanted: Held, users: Sequence[Op], body: BodyBuilder) -> 
             return f"{sums}, added up into shards of {target}"
         case Kind.PARTIAL, _:
             return f"{sums}, added up"
+        case Kind.SPLIT, Kind.SPLIT if source == target:
+            dims = held.layout.dim, wanted.layout.dim
+            return f"from shards of {source} along dim {dims[0]} to those along dim {dims[1]}"
         case Kind.SPLIT, Kind.SPLIT:
             return f"from shards of {source} to shards of {target}"
         case Kind.SPLIT, Kind.PARTIAL:

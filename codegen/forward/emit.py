@@ -21,6 +21,7 @@ from autopar.codegen.forward.imports import imports_of
 from autopar.codegen.forward.losses import printed_loss
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
 from autopar.codegen.forward.opening import Opening, open_calls
+from autopar.codegen.forward.own_rows import with_own_rows
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.split import Split
@@ -37,6 +38,8 @@ def opened_classes(plan: Plan, split: Split) -> Opened:
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
+    if valid_targets(split, call_tree(split.graph)) is None:  # else whole batches are counted first
+        split = with_own_rows(split)
     return open_split(split, [stage.count for stage in stages], called=_recomputed(plan, split))
 
 
@@ -123,6 +126,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         imports=imports_of(sources),
         inlined=opening.inlined,
         functions=tuple(_applied(split, sources)),
+        own_rows=split.own_rows,
     )
 
 

@@ -38,7 +38,7 @@ def printed_loss(opening: Opening) -> str:
 def bind_batch(builder: BodyBuilder) -> None:
     """Have the batch's tensors at hand as `batch["key"]`."""
     for name in builder.graph.inputs:
-        builder.bind(Held(name, WHOLE), f"batch[{string(name)}]")
+        builder.bind(Held(name, builder.split.made(name)), f"batch[{string(name)}]")
 
 
 def _pattern(opening: Opening, value: Value) -> Pattern:

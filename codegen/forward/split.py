@@ -8,7 +8,6 @@ from types import MappingProxyType
 
 from autopar.codegen.forward.modules import Modules
 from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.axes.terms import leaves
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Op
 from autopar.planner.layers import Layers, find_layers
@@ -23,7 +22,7 @@ class Split:
 
     `crossing` holds the layouts in which tensors pass from one layer to others, where that is not
     how they are made. `weighed` are ops that are terms of the loss: each is multiplied by a weight
-    of the microbatch, in this order.
+    of the microbatch, in this order. `own_rows` are inputs of which a rank is given its rows alone.
     """
 
     graph: Graph
@@ -38,6 +37,7 @@ class Split:
     layer_of: Mapping[str, int]  # of an op, and of a tensor that an op makes
     row_axes: frozenset[str]  # the axes whose sizes depend on the batch
     weighed: tuple[str, ...] = ()
+    own_rows: tuple[str, ...] = ()
 
     def need(self, op: Op, position: int) -> Layout:
         """Return the layout that an op needs of its input at a position."""
@@ -107,7 +107,7 @@ def split_graph(
         gives=MappingProxyType(gives),
         crossing=MappingProxyType({n: x for n, x in given.items() if degree > 1 and n in is_made}),
         layer_of=MappingProxyType(dict(_places(layers))),
-        row_axes=frozenset(_row_axes(axes)),
+        row_axes=axes.of_rows(),
     )
 
 
@@ -144,12 +144,6 @@ def _places(layers: Layers) -> Iterator[tuple[str, int]]:
             yield op.name, number
             for name in op.outputs:
                 yield name, number
-
-
-def _row_axes(axes: Axes) -> Iterator[str]:
-    for dims in axes.dims.values():
-        for dim in dims:
-            yield from (leaf.name for leaf in leaves(dim) if not leaf.size.is_constant)
 
 
 def _plain(layout: Layout, tensor: str, graph: Graph) -> Layout:

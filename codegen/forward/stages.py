@@ -176,7 +176,7 @@ class _Printer:
             if self.graph.tensors[held.tensor].storage in written:
                 builder.copy(held)
         for name in self.graph.inputs:
-            builder.bind(Held(name, WHOLE), name)
+            builder.bind(Held(name, self.split.made(name)), name)
         mine = {op.name for op in part.ops}
         for op in part.ops:
             unit = builder.unit(op) if op.call != LOSS else None
@@ -224,7 +224,7 @@ class _Printer:
         return [*positional, *(["*"] if batch else []), *batch, *rest]
 
     def _is_read(self, name: str, builder: BodyBuilder) -> bool:
-        held = Held(name, WHOLE)
+        held = Held(name, self.split.made(name))
         return any(
             (piece if isinstance(piece, Held) else piece.held) == held
             for line in builder.lines

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.planner.axes.naming import Hint, hints_of, named
-from autopar.planner.axes.terms import Concat, Dim, Leaf, substituted, text_of
+from autopar.planner.axes.terms import Concat, Dim, Leaf, leaves, substituted, text_of
 from autopar.planner.axes.unify import Unifier
 from autopar.planner.graph import Graph, Op, Origin
 from autopar.planner.rules.signature import Case, Signature
@@ -47,6 +47,11 @@ class Axes:
     def text(self, dim: Dim) -> str:
         """Return a dim as people read it."""
         return text_of(substituted(dim, lambda leaf: Leaf(self.names[leaf.name], leaf.size)))
+
+    def of_rows(self) -> frozenset[str]:
+        """Return the axes whose sizes depend on the batch."""
+        found = (leaf for dims in self.dims.values() for dim in dims for leaf in leaves(dim))
+        return frozenset(leaf.name for leaf in found if not leaf.size.is_constant)
 
 
 def infer_axes(graph: Graph) -> Axes:

@@ -61,6 +61,7 @@ class _Builder:
         self.needs = structure.needs
         self.conversions = Conversions(place.graph, place.axes, batch=place.batch)
         self.given = _given(place.graph)
+        self.row_axes = place.axes.of_rows()
         self.written = frozenset(b.name for b in place.graph.buffers if b.updated)
         self.members: dict[str, list[str]] = defaultdict(list)
         for name, slot in self.slots.tensors.items():
@@ -89,8 +90,8 @@ class _Builder:
     def _choices(self, op: Op) -> tuple[Choice, ...]:
         place = self.place
         found = strategies(op, self.graph, self.axes, degree=place.degree, batch=place.batch)
-        if self.given.issuperset(op.outputs):
-            found = found[:1]  # masks and positions: made whole, and then sliced for nothing
+        if self.given.issuperset(op.outputs):  # masks and positions: made whole, and then sliced
+            found = (found[0], *(one for one in found[1:] if one.axis in self.row_axes))
         left = permitted(op, found, place.rules, self.graph, self.axes)
         return tuple(self._choice(s) for s in left if self._is_told_apart(op, s))
 

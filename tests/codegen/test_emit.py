@@ -171,6 +171,17 @@ def test_a_script_is_short_beside_its_opened_classes(kind: str) -> None:
     assert len(script.splitlines()) - opened <= LINES_WITHOUT_OPENED
 
 
+def test_a_script_for_unequal_nodes_says_how_to_start_it() -> None:
+    plan = plan_of("all_zero1")
+    script = emit(
+        replace(plan, machines=replace(plan.machines, nodes=3)),
+        destination=ROOT / "models_zoo" / "train.py",
+    )
+    assert "Run it on each of 3 nodes" in script
+    assert "torchrun --nnodes 3 --nproc-per-node DEVICES --node-rank NODE" in script
+    assert "8 on all together" in script
+
+
 def test_emission_is_quick(tmp_path: Path) -> None:
     plan = plan_of("tp")
     assert least_seconds(lambda: emit(plan, destination=tmp_path / "train.py"), tries=2) < 1.0

@@ -73,6 +73,7 @@ AWKWARD: Mapping[str, Subject] = {
     "tied three ways": _own("tied_three_ways"),
     "shared parameters": _own("shared_parameters"),
     "frozen embedding": _own("frozen_embedding"),
+    "frozen teacher": _own("frozen_teacher"),
     "several losses": _own("several_losses"),
     "dict": _own("outputs", "form=dict"),
     "tuple": _own("outputs", "form=tuple"),

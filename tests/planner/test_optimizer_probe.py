@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,12 +14,12 @@ from torch.optim import lr_scheduler
 
 from autopar.planner.annotate import state_of
 from autopar.planner.errors import InputError
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model_file import ModelFile, load_model_file
 from autopar.planner.optimizer_probe import Reach, optimizer_traits
 from autopar.planner.plan.optimizer_limits import with_moments, with_optimizer
 from autopar.planner.precision import Precision
 from tests.planner.plan.searches import declared
-from tests.planner.subjects import zoo_file, zoo_graph
+from tests.planner.subjects import ZOO, zoo_file, zoo_graph
 
 GRAPH = zoo_graph("gpt2.py")
 
@@ -149,6 +150,37 @@ def test_a_scheduler_that_wants_a_measure_is_refused(file: ModelFile) -> None:
     file = replace(file, build_scheduler=lr_scheduler.ReduceLROnPlateau)
     with pytest.raises(InputError, match=r"ReduceLROnPlateau\.step cannot be called"):
         optimizer_traits(file, GRAPH)
+
+
+def test_one_that_returns_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"build_optimizer returns a NoneType, which has no step"):
+        optimizer_traits(file_with(lambda _: None), GRAPH)
+    file = replace(file_with(optim.AdamW), build_scheduler=lambda _: None)
+    with pytest.raises(InputError, match=r"build_scheduler returns a NoneType"):
+        optimizer_traits(file, GRAPH)
+
+
+def test_one_that_fails_with_any_parameters_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    source = (ZOO / "intent.py").read_text(encoding="utf-8")
+    path.write_text(
+        f"{source}\n\ndef build_optimizer(params):\n"
+        "    return torch.optim.AdamW(params.parameters())\n"
+    )
+    with pytest.raises(InputError, match="'list' object has no attribute 'parameters'"):
+        optimizer_traits(load_model_file(str(path)), GRAPH)
+
+
+def test_one_that_reads_what_a_model_hangs_on_its_parameters_is_left_to_the_script(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.py"
+    source = (ZOO / "intent.py").read_text(encoding="utf-8")
+    path.write_text(
+        f"{source}\n\ndef build_optimizer(params):\n"
+        "    return torch.optim.AdamW([p for p in params if p.decays])\n"
+    )
+    assert optimizer_traits(load_model_file(str(path)), GRAPH) is None
 
 
 def test_one_that_cannot_be_tried_here_is_left_to_the_script() -> None:

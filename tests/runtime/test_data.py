@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
-from autopar.runtime.data import dataset_batches, placed, synthetic_batches
+from autopar.runtime.data import dataset_batches, gathered_rows, placed, synthetic_batches
 from autopar.runtime.mesh import Mesh, start
 from tests.runtime.ranks import run_on_ranks
 
@@ -87,6 +88,31 @@ def augmented(
         microbatch=microbatch, seed=0, workers=workers,
     )  # fmt: skip
     return [batch["x"].tolist() for batch in islice(batches, count)]
+
+
+def shared(microbatch: int, is_synthetic: bool) -> list[tuple[list[float], list[float]]]:
+    """Return what a tensor rank has of microbatches: its own rows of x, all rows of y."""
+    mesh = start(pipeline=1, data=1, tensor=dist.get_world_size())
+    if is_synthetic:
+        batches = synthetic_batches(
+            _pairs, mesh, rows=(2, microbatch), seed=0, rows_over=mesh.tensor
+        )
+    else:
+        batches = dataset_batches(
+            Twice, _pairs, mesh, microbatch=microbatch, seed=0, rows_over=mesh.tensor
+        )
+    whole = (gathered_rows(one, ["x"], mesh.tensor, rows=microbatch) for one in batches)
+    return [(one["x"].tolist(), one["y"].tolist()) for one in islice(whole, 3)]
+
+
+def _pairs(size: int) -> dict[str, Tensor]:
+    x = torch.randn(size)
+    return {"x": x, "y": 2 * x}
+
+
+class Twice(Numbers):
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {"x": torch.tensor(float(index)), "y": torch.tensor(2.0 * index)}
 
 
 class Unseeded(Numbers):
@@ -167,6 +193,19 @@ def test_ranks_that_read_other_rows_than_those_that_they_share_are_refused(
 ) -> None:
     for told in run_on_ranks(refusal_of_unseeded, 2, pipeline, tensor):
         assert "have read others: 'y' of their first batch differ" in told
+
+
+@pytest.mark.parametrize("is_synthetic", [False, True])
+@pytest.mark.parametrize("microbatch", [4, 5])
+def test_tensor_ranks_read_their_own_rows_and_gather_what_they_need_of_all(
+    microbatch: int, *, is_synthetic: bool
+) -> None:
+    (alone,) = run_on_ranks(shared, 1, microbatch, is_synthetic)
+    first, second = run_on_ranks(shared, 2, microbatch, is_synthetic)
+    for whole, one, other in zip(alone, first, second, strict=True):
+        assert one[0] + other[0] == whole[0]
+        assert len(one[0]) == (microbatch + 1) // 2
+        assert one[1] == other[1] == whole[1] == [2 * x for x in whole[0]]
 
 
 def reading_drawn() -> list[float]:

@@ -156,6 +156,10 @@ class _Unusual(nn.Module):
             torch.full((2,), 1 / 3, dtype=torch.bfloat16), requires_grad=False
         )
         self.recurrent = nn.LSTM(2, 2)
+        self.permuted = torch.eye(3)[[2, 0, 1]]
+        self.picked = torch.arange(6).view(2, 3)[:, np.array([2, 0])]
+        self.marked = torch.zeros(3)
+        self.marked[[True, False, True]] = 1.0
 
 
 def test_views_copies_constants_and_numbers_that_are_read_are_right() -> None:
@@ -177,6 +181,9 @@ def test_views_copies_constants_and_numbers_that_are_read_are_right() -> None:
     assert (model.frozen.dtype, model.frozen.requires_grad) == (torch.bfloat16, False)
     assert model.recurrent(torch.zeros(1, 2))[0].shape == (1, 2)
     assert "from_numpy" not in model.state_dict()
+    assert model.permuted.argmax(1).tolist() == [2, 0, 1]
+    assert model.picked.tolist() == [[2, 0], [5, 3]]
+    assert model.marked.tolist() == [1, 0, 1]
 
 
 def test_numbers_drawn_in_python_are_the_same_in_every_process_and_leave_no_trace() -> None:
