@@ -21,6 +21,10 @@ class Source(Protocol):
         ...
 
 
+class ShapeError(ValueError):
+    """A source of another shape than the tensor that it should fill."""
+
+
 def fill(
     group: list[Place],
     source: Source | None,
@@ -40,7 +44,7 @@ def fill(
     known = recorded_chunks(group[0].module, group[0].attribute)
     chunks = known or local_chunks(tuple(old.shape), split_of(group, splits), axis)
     if chunks.global_shape != shape:
-        raise ValueError(f"{group[0].name} is {chunks.global_shape} here and {shape} in its source")
+        raise ShapeError(f"{group[0].name} is {chunks.global_shape} here and {shape} in its source")
     mine = with_rows(chunks, old)
     cast = dtype if dtype is not None and old.is_floating_point() else old.dtype
     fresh = torch.empty(mine.local_shape, dtype=cast, device=device)

