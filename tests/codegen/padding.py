@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, Dataset
 from autopar.codegen.reference import Task, Trained, train_alone
 from autopar.codegen.script_rank import RankTrained, run_script
 from autopar.runtime import data
+from autopar.runtime.dataset_rows import Place
 
 IGNORED = -100  # what F.cross_entropy leaves out
 
@@ -36,8 +37,8 @@ class PaddedTargets(Dataset[dict[str, Tensor]]):
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]
 
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        row = self.dataset[index]
+    def __getitem__(self, place: Place) -> dict[str, Tensor]:
+        row, index = self.dataset[place], place.row
         labels = row["labels"].clone()
         if labels.ndim == 0:
             gone = index % 5 == 0
