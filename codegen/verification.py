@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import pickle
+import re
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,6 +22,7 @@ from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.plan import Plan
 
 LAST_LINES = 15  # of what a failed script printed
+_KILLED = re.compile(r"exitcode\s*: -9\b")  # of what torchrun says failed first
 _TRACEBACK = "Traceback (most recent call last)"
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
 STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
@@ -93,8 +95,19 @@ def _run(ranks: int, arguments: list[str]) -> None:
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        told = "\n".join(first_traceback(done.stderr.strip().splitlines())[-LAST_LINES:])
-        raise ScriptFailedError(f"the script failed on {ranks} processes:\n{told}")
+        raise failure_of(done.stderr, ranks)
+
+
+def failure_of(printed: str, ranks: int) -> ScriptFailedError:
+    """Return what failed, by what torchrun and the ranks have printed."""
+    if _KILLED.search(printed.partition("Root Cause")[2]):
+        return ScriptFailedError(
+            f"one of {ranks} processes was killed, as happens when memory runs out",
+            fix="verify a smaller model of the same file (autopar verify PLAN --arg layers=…), or "
+            "end what else takes memory",
+        )
+    told = "\n".join(first_traceback(printed.strip().splitlines())[-LAST_LINES:])
+    return ScriptFailedError(f"the script failed on {ranks} processes:\n{told}")
 
 
 def first_traceback(lines: Sequence[str]) -> Sequence[str]:

@@ -13,7 +13,7 @@ import pytest
 from autopar.codegen.dry_running import dry_run
 from autopar.codegen.emit import write_script
 from autopar.codegen.standalone import write_standalone
-from autopar.codegen.verification import ScriptFailedError, first_traceback, verify
+from autopar.codegen.verification import ScriptFailedError, failure_of, first_traceback, verify
 from autopar.planner.plan.plan import Plan
 from tests.codegen.kinds import plan_of
 
@@ -102,3 +102,14 @@ def test_of_what_failed_scripts_say_the_first_traceback_is_told_to_its_end() -> 
     ]
     assert first_traceback(said) == [f"[rank1]: {line}" for line in own]
     assert first_traceback(["no traceback"]) == ["no traceback"]
+
+
+def test_a_process_that_was_killed_is_told_as_such(tmp_path: Path) -> None:
+    killed = tmp_path / "killed.py"
+    killed.write_text("import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n")
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(killed)]
+    done = subprocess.run(torchrun, capture_output=True, text=True, check=False)
+    error = failure_of(done.stderr, 2)
+    assert "one of 2 processes was killed" in str(error)
+    assert "smaller model" in error.fix
+    assert "the script failed" in str(failure_of("Traceback (most recent call last):\nKeyError", 2))
