@@ -261,6 +261,30 @@ def test_no_size_in_a_printed_loss_has_the_name_of_the_batch(tmp_path: Path) -> 
     assert any("shape" in ast.unparse(node) for node in loss.body)
 
 
+PAIRED = """
+import torch
+from torch import nn
+
+def build_model():
+    return nn.Linear(8, 4)
+
+def example_batch(batch_size):
+    return {"input": torch.randn(batch_size, 8), "center": torch.randn(batch_size, 4)}
+
+def loss(outputs, batch):
+    return (outputs - batch["center"].mean(0)).square().mean()
+"""
+
+
+def test_ranks_that_share_rows_are_given_what_they_read(tmp_path: Path) -> None:
+    (tmp_path / "paired.py").write_text(PAIRED, encoding="utf-8")
+    file = load_model_file(str(tmp_path / "paired.py"))
+    plan = plan_for(file, trace(file), (), degrees=(1, 1, 2), split=("batch",))
+    text = emit(plan, destination=tmp_path / "train.py")
+    assert 'OWN_ROWS = ("input",)' in text
+    assert "gathered_rows(batch, OWN_ROWS" in text
+
+
 GROUPED = """
 import torch
 from torch import nn
