@@ -18,7 +18,7 @@ from typing import Any
 from unittest.mock import patch
 
 from autopar.planner.errors import AutoparError, InputError
-from autopar.planner.remedies import INSTEAD, instead_of, nearest_file, remedy
+from autopar.planner.remedies import INSTEAD, instead_of, nearest_file, remedy, told
 
 REQUIRED = ("example_batch",)
 OPTIONAL = ("loss", "build_dataset", "build_optimizer", "build_scheduler")
@@ -224,7 +224,7 @@ def _bind(
 
     @wraps(function)
     def call(*positional: Any) -> Any:
-        with _guarded(f"calling {name}", path), _no_process_group(path):
+        with _guarded(f"calling {name}", path, positional), _no_process_group(path):
             return function(*positional, **share)
 
     return call
@@ -264,7 +264,7 @@ class ModelMovedError(InputError):
 
 
 @contextmanager
-def _guarded(doing: str, path: Path) -> Iterator[None]:
+def _guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None]:
     """Tell whatever the user's code raises as one clear message."""
     try:
         yield
@@ -283,8 +283,8 @@ def _guarded(doing: str, path: Path) -> Iterator[None]:
             raise ModelMovedError(
                 f"{doing} failed: it moves the model to a device", where=where, fix=fix
             ) from error
-        found = f"{doing} failed: {type(error).__name__}: {error}"
-        raise InputError(found, where=where, fix=fix) from error
+        found = f"{doing} failed: {type(error).__name__}: {error}".replace("FakeT", "T")
+        raise InputError(found, where=where, expected=told(passed), fix=fix) from error
 
 
 @contextmanager

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import inspect
 import sys
+from collections.abc import Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import MappingProxyType, ModuleType
+from typing import Any
 
 _ON_DEVICE = "leave the device out: the emitted script moves the model and each batch"
 _KNOWN = (
@@ -75,6 +77,27 @@ def remedy(error: BaseException, path: Path) -> str:
     if isinstance(error, ModuleNotFoundError) and error.name:
         return _missing(error.name.partition(".")[0], path)
     return next((fix for telling, fix in _KNOWN if telling in str(error)), "")
+
+
+def told(passed: Sequence[Any]) -> str:
+    """Return in words what a loss was given: the outputs of the model, and the batch."""
+    if len(passed) != 2:
+        return ""
+    outputs, batch = map(_in_words, passed)
+    return f"the outputs are {outputs}, the batch is {batch}"
+
+
+def _in_words(value: Any) -> str:
+    from torch import Tensor  # which takes a second that other commands need not wait
+
+    if isinstance(value, Tensor):
+        sizes = (str(size) if type(size) is int else "rows" for size in value.shape)
+        return f"a Tensor[{', '.join(sizes)}]"
+    if isinstance(value, Mapping):
+        return f"a {type(value).__name__} of {', '.join(map(str, value))}"
+    if isinstance(value, tuple | list):
+        return f"a {type(value).__name__} of {len(value)}"
+    return f"a {type(value).__name__}"
 
 
 def _missing(name: str, path: Path) -> str:

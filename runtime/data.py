@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autopar.runtime.agreement import agreed
 from autopar.runtime.cuts import cut
-from autopar.runtime.dataset_rows import Place, rows_like
+from autopar.runtime.dataset_rows import Place, batch_of, rows_like
 from autopar.runtime.mesh import ALONE, Axis, Mesh
 from autopar.runtime.randomness import mixed_seed, seeded
 from autopar.runtime.slices import gather_along
@@ -72,11 +72,18 @@ def dataset_batches(
     """
     with seeded(seed):
         dataset = new_dataset()
-    rows = rows_like(dataset, _example(example_batch, microbatch, seed), mesh, seed=seed)
+    example = _example(example_batch, microbatch, seed)
+    rows = rows_like(dataset, example, mesh, at_once=microbatch * mesh.data.size, seed=seed)
     own = _own_rows(microbatch, rows_over)
     places = RankRows(rows, mesh, microbatch=microbatch, own=own, seed=seed)
     is_pinned = mesh.device.type == "cuda"
-    loader = DataLoader(rows, batch_sampler=places, num_workers=workers, pin_memory=is_pinned)
+    loader = DataLoader(
+        rows,
+        batch_sampler=places,
+        collate_fn=batch_of,
+        num_workers=workers,
+        pin_memory=is_pinned,
+    )
     sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
     return agreed(iter(loader), sharers, mesh.device)
 

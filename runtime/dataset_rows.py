@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, Subset
+from torch.utils.data import Dataset, Subset, default_collate
 
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.randomness import kept_numbers, mixed_seed, seed_numbers
@@ -65,6 +65,21 @@ class Rows(Dataset[Row]):
         return {name: _tensor(row[name], dtype) for name, dtype in self.columns.items()}
 
 
+def batch_of(rows: list[Row]) -> Row:
+    """Return rows as one batch; leaves where they are of several shapes."""
+    first = rows[0]
+    for key, value in first.items():
+        other = next((row[key] for row in rows if row[key].shape != value.shape), None)
+        if other is not None:
+            refuse(
+                f"{key!r} is {list(value.shape)} in one row of the dataset and "
+                f"{list(other.shape)} in another",
+                fix="let __getitem__ pad or cut all rows to the shape that example_batch has",
+            )
+    batch: Row = default_collate(rows)
+    return batch
+
+
 def _reads_at_once(dataset: Any) -> bool:
     """Whether a dataset reads several rows at once; torch's subsets only seem to."""
     if isinstance(dataset, Subset):
@@ -73,18 +88,20 @@ def _reads_at_once(dataset: Any) -> bool:
 
 
 def rows_like(
-    dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh, *, seed: int
+    dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh, *, at_once: int, seed: int
 ) -> Rows:
     """Return the rows of a dataset with the keys of an example batch.
 
     Leaves where there are none, or no such keys, and says what the dataset should be. What else a
-    row has no model is given; numbers among it are told, and so are other shapes and kinds.
+    row has no model is given; numbers among it are told, and so are other shapes and kinds, and
+    fewer rows than the data ranks train on at once.
     """
     name = f"the dataset ({type(dataset).__name__})"
     _check_kind(dataset, name)
     row = dataset[0]
     _check_row(row, name, example)
-    for note in _notes(row, example) if mesh.rank == 0 else ():
+    notes = [*_notes(row, example), *_few(len(dataset), at_once)]  # type: ignore[arg-type]  # checked
+    for note in notes if mesh.rank == 0 else ():
         print(f"note: {note}", file=sys.stderr, flush=True)
     return Rows(dataset, {key: value.dtype for key, value in example.items()}, seed=seed)
 
@@ -130,6 +147,14 @@ def _notes(row: Mapping[str, Any], example: Mapping[str, Tensor]) -> Iterator[st
         yield (
             f"the model is not given {', '.join(left)} of the dataset's rows, which example_batch "
             "does not have\n  fix: add them to example_batch if it should be, and plan again"
+        )
+
+
+def _few(rows: int, at_once: int) -> Iterator[str]:
+    if rows < at_once:
+        yield (
+            f"the dataset has {rows} rows, fewer than the {at_once} that are trained on at once: "
+            "some stand in a step several times"
         )
 
 

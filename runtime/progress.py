@@ -1,9 +1,11 @@
 """Turns logged steps into lines: loss, time of a step, and how much it trains on in a second."""
 
 import json
+import math
 import time
 
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.refusal import leave
 
 
 class Progress:
@@ -13,9 +15,25 @@ class Progress:
         self._is_printing = mesh.rank == 0
         self._amount, self._unit, self._as_json = amount, unit, as_json
         self._step, self._begun = 0, time.perf_counter()
+        self._was_finite = True
 
     def log(self, step: int, loss: float) -> None:
-        """Print one line, as text or as JSON."""
+        """Print one line, as text or as JSON; leave where no loss has come since the last line."""
+        self._print(step, loss)
+        is_finite = math.isfinite(loss)
+        if not is_finite and not self._was_finite:
+            self._leave(step, loss)
+        self._was_finite = is_finite  # fp16 skips a step that overflows, and goes on
+
+    def _leave(self, step: int, loss: float) -> None:
+        found = f"the loss is {loss} in step {step}, and was no number in the line before"
+        fix = (
+            "a lower --lr, or a scheduler that warms up; if --dtype float32 trains, 16 bits are "
+            "too few; else look for rows that have no targets"
+        )
+        leave(found, fix=fix, is_telling=self._is_printing)
+
+    def _print(self, step: int, loss: float) -> None:
         now = time.perf_counter()
         seconds = (now - self._begun) / (step - self._step)
         self._step, self._begun = step, now

@@ -179,6 +179,16 @@ DEVICES_AND_TYPES = {
         telling=("an embedding is looked up by what are no whole numbers", "torch.randint"),
         code=4,
     ),
+    "a key that the batch does not have": Mistake(
+        arguments=INSPECT,
+        files=changed("def loss(outputs, batch): return (outputs - batch['target']).mean()"),
+        telling=("KeyError: 'target'", "outputs are a Tensor[rows, 8], the batch is a dict of x"),
+    ),
+    "outputs that are no object": Mistake(
+        arguments=INSPECT,
+        files=changed("def loss(outputs, batch): return outputs.logits.mean()"),
+        telling=("'Tensor' object has no attribute 'logits'", "the outputs are a Tensor[rows, 8]"),
+    ),
     "a decision on values": Mistake(
         arguments=INSPECT,
         files={"model.py": MODEL.replace("x = self.embed(x)", "x = x if x.sum() > 0 else -x")},

@@ -72,6 +72,34 @@ def test_rows_that_are_read_at_once_are() -> None:
     assert sorted(set(batch["ids"].flatten().tolist())) != [9]
 
 
+class Growing(Same):
+    """Rows of which the next is longer."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return {**self.row, "ids": [1] * (3 + index)}
+
+
+def test_rows_of_several_lengths_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="6"):
+        batch_of(Growing({"score": 1.0}))
+    told = capsys.readouterr().err
+    assert "'ids' is [" in told.splitlines()[-2]
+    assert "in one row of the dataset and [" in told
+    assert "pad or cut all rows" in told
+
+
+def test_a_dataset_that_is_smaller_than_a_batch_is_told(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    dataset = Same({"ids": [1, 2, 3], "score": 1.0})
+    next(dataset_batches(lambda: dataset, example, mesh, microbatch=5, seed=0))
+    told = capsys.readouterr().err
+    assert "has 4 rows, fewer than the 5 that are trained on at once" in told
+    next(dataset_batches(lambda: dataset, example, mesh, microbatch=4, seed=0))
+    assert capsys.readouterr().err == ""
+
+
 @pytest.mark.parametrize(
     ("row", "telling"),
     [

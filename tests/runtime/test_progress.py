@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import replace
 
 import pytest
@@ -33,3 +34,18 @@ def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = replace(start(pipeline=1, data=1, tensor=1), rank=1)
     Progress(mesh, 640, "tokens").log(1, 2.5)
     assert capsys.readouterr().out == ""
+
+
+def test_a_training_without_a_loss_ends_at_the_second_line(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    progress = Progress(start(pipeline=1, data=1, tensor=1), 640, "tokens")
+    progress.log(10, math.nan)
+    progress.log(20, 2.5)  # a step that overflowed was skipped
+    progress.log(30, math.inf)
+    with pytest.raises(SystemExit):
+        progress.log(40, math.nan)
+    told = capsys.readouterr()
+    assert "loss nan" in told.out.splitlines()[-1]
+    assert "the loss is nan in step 40" in told.err
+    assert "--lr" in told.err
