@@ -24,7 +24,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.73 s (+2.6%): +1.27 s recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 2b849087c7afaa0f.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 5da9d9a973aa9f5c.
 
 from __future__ import annotations
 
@@ -349,13 +349,13 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
-    parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
+    parser.add_argument("--log-every", type=int, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
     if options.steps < 1 or options.log_every < 1 or options.workers < 0:

@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: b078fd05ab62a317.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 21bbc90d6283e7d9.
 
 from __future__ import annotations
 
@@ -235,13 +235,13 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
-    parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
+    parser.add_argument("--log-every", type=int, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
     if options.steps < 1 or options.log_every < 1 or options.workers < 0:

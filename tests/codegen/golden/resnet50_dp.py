@@ -23,7 +23,7 @@ Memory of the fullest device: 6.32 GiB of 76 GiB (8%)
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 8f31a2244a26c70c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a9b3fb8abd4d393d.
 
 from __future__ import annotations
 
@@ -195,13 +195,13 @@ def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh:
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--steps", type=int, default=STEPS)
+    parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE)
-    parser.add_argument("--log-every", type=int, default=LOG_EVERY, metavar="STEPS")
+    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
+    parser.add_argument("--log-every", type=int, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
     if options.steps < 1 or options.log_every < 1 or options.workers < 0:
