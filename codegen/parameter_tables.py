@@ -11,6 +11,7 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind
+from autopar.planner.learning import learning_parameters
 from autopar.planner.plan.plan import Plan
 from autopar.planner.programs.cuts import Parts, parts_of
 from autopar.planner.steady_buffers import steady_buffers
@@ -103,9 +104,9 @@ def parts_text(parts: Parts) -> str:
 
 def _summed(plan: Plan) -> Iterator[str]:
     aliases = aliases_of(plan.graph)
-    trainable = {p.name for p in plan.graph.parameters if p.trainable}
+    learning = learning_parameters(plan.graph)
     for one in plan.parameters:
-        if one.layout.kind is Kind.REPLICATED and one.name in trainable:
+        if one.layout.kind is Kind.REPLICATED and one.name in learning:
             yield from aliases[one.name]
 
 

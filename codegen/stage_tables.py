@@ -23,6 +23,7 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.extent import Extent
 from autopar.planner.graph import MODEL_DTYPE, Graph
 from autopar.planner.layouts import Kind
+from autopar.planner.learning import learning_parameters
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.plan import Stage as PlannedStage
 from autopar.planner.programs.cuts import parts_of
@@ -116,12 +117,12 @@ def _size(extent: Extent, microbatch: int) -> str:
 
 
 def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
-    """Return the parameters that several stages hold, and on which pipeline ranks these are."""
-    trainable = {p.name for p in plan.graph.parameters if p.trainable}
+    """Return the learning parameters that several stages hold, and on which pipeline ranks."""
+    learning = learning_parameters(plan.graph)
     rows = []
     for name, names in aliases_of(plan.graph).items():
         ranks = [s.rank for s, held in zip(_in_order(plan), holds, strict=True) if name in held]
-        if len(ranks) > 1 and name in trainable:
+        if len(ranks) > 1 and name in learning:
             rows.append(call("Tie", literal(names), literal(tuple(sorted(set(ranks))))))
     return assigned("TIES", tuple_of(*rows)) if rows else Source()
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.planner.graph import Graph
@@ -50,14 +50,26 @@ def residence(graph: Graph, layers: Layers) -> Residence:
 
 
 def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
-    """Return what one stage alone computes: from weights, or from these random numbers."""
+    """Return what one stage alone computes: from weights, or from these random numbers.
+
+    So it is with results of an op that keeps statistics: a norm of a teacher that does not learn.
+    """
     found = {tensor.name for tensor in graph.tensors.values() if tensor.requires_grad}
     found -= {parameter.name for parameter in graph.parameters}
     found.update(drawn)
+    found.update(_beside_statistics(graph))
     for op in graph.ops:
         if any(name in found for name in op.inputs):
             found.update(op.outputs)
     return frozenset(found)
+
+
+def _beside_statistics(graph: Graph) -> Iterator[str]:
+    """Yield what ops return that write to a buffer besides."""
+    buffers = {buffer.name for buffer in graph.buffers}
+    for op in graph.ops:
+        if any(graph.tensors[name].storage in buffers for name in op.writes):
+            yield from (name for name in op.outputs if graph.tensors[name].storage not in buffers)
 
 
 def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> Mapping[str, int]:

@@ -74,6 +74,7 @@ AWKWARD: Mapping[str, Subject] = {
     "shared parameters": _own("shared_parameters"),
     "frozen embedding": _own("frozen_embedding"),
     "frozen teacher": _own("frozen_teacher"),
+    "silent teacher": _own("silent_teacher"),
     "several losses": _own("several_losses"),
     "dict": _own("outputs", "form=dict"),
     "tuple": _own("outputs", "form=tuple"),

@@ -29,6 +29,7 @@ ONCE_WRONG = {
     ("drawn noise", "dp 2"): "whole numbers at random, compared as they were drawn",
     ("drawn noise", "pp 2"): "random numbers that several stages need",
     ("frozen teacher", "pp 2"): "a stage that learns nothing, an index by a list",
+    ("silent teacher", "pp 2"): "weights without gradients, which several stages hold",
     ("drawn rows", "tp×pp 4"): "rows that a dataset draws, which ranks share",
     ("drawn rows", "dp 2"): "rows that a dataset draws, on other ranks than on one device",
     ("T5", "tp bf16 2"): "a norm that asks for the type of its weights",
