@@ -18,11 +18,11 @@ class Layer(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.map, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        self.map, self.norm = nn.Linear(WIDTH, WIDTH, bias=False), nn.BatchNorm1d(WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         """Add what is new."""
-        return x + functional.relu(self.norm(self.map(x)))
+        return x + functional.gelu(self.norm(self.map(x)))
 
 
 class Taught(nn.Module):
