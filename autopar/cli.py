@@ -20,7 +20,7 @@ app = typer.Typer(
     name="autopar",
     cls=LazyGroup,
     help="Plans how to split the training of a PyTorch model, and writes the script.",
-    no_args_is_help=True,
+    invoke_without_command=True,
     pretty_exceptions_enable=False,
     rich_markup_mode="rich",
 )
@@ -43,12 +43,16 @@ def _version(wanted: bool) -> None:
 
 @app.callback()
 def autopar_options(
+    context: typer.Context,
     version: Annotated[
         bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """Plans how to split the training of a PyTorch model, and writes the script."""
     del version
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(ExitCode.USAGE)
 
 
 def main() -> None:

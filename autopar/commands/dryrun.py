@@ -11,6 +11,7 @@ import typer
 from autopar.codegen.dry_running import DryRun, dry_run
 from autopar.commands.emit import PLAN
 from autopar.console import progress, results
+from autopar.number_options import whole
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.plan.document import read_plan
 from autopar.tables import plain_table
@@ -18,7 +19,7 @@ from autopar.tables import plain_table
 
 def dryrun(
     plan: PLAN,
-    rank: Annotated[int, typer.Option("--rank", min=0, metavar="R", help="Which rank.")] = 0,
+    rank: Annotated[int, whole("--rank", least=0, metavar="R", text="Which rank.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Run the script's own code for one rank, without computing, at the full number of ranks.

@@ -21,6 +21,7 @@ from autopar.explanation_page import (
     stage_table,
     why_not_page,
 )
+from autopar.number_options import whole
 from autopar.planner.costs.measurements import Measurements
 from autopar.planner.errors import InputError
 from autopar.planner.plan.constraints import Constraints, constraints_of
@@ -37,7 +38,7 @@ from autopar.progress import reported
 def explain_plan(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
     stage: Annotated[
-        int | None, typer.Option("--stage", min=0, metavar="I", help="Only this stage.")
+        int | None, whole("--stage", least=0, metavar="I", text="Only this stage.")
     ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Only the memory.")] = False,
     comm: Annotated[

@@ -10,6 +10,7 @@ import typer
 
 from autopar.console import progress, results
 from autopar.inspection_page import page
+from autopar.number_options import whole
 from autopar.planner.inspection import inspect_graph
 from autopar.planner.model_file import load_model_file
 from autopar.planner.optimizer_probe import optimizer_traits
@@ -23,7 +24,7 @@ def inspect(
         list[str] | None,
         typer.Option("--arg", metavar="KEY=VALUE", help="An argument for the model file."),
     ] = None,
-    batch: Annotated[int, typer.Option("--batch", min=1, help="Rows to cost.")] = 1,
+    batch: Annotated[int, whole("--batch", least=1, text="Rows to cost.")] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show what autopar understands of a model: parameters, layers, axes, costs.

@@ -68,7 +68,6 @@ def plan(
 
     Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
     """
-    options.check_time_limit(time_limit)
     demands = {
         "limits.tp": max_tp,
         "limits.pp": max_pp,

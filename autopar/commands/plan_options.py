@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.number_options import seconds
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import read_cluster
@@ -70,7 +71,7 @@ CONSTRAINTS = Annotated[
 ]
 TIME_LIMIT = Annotated[
     float | None,
-    typer.Option("--time-limit", metavar="SECONDS", help="Take the best plan found until then."),
+    seconds("--time-limit", text="Take the best plan found until then."),
 ]
 PROFILE = Annotated[
     Path | None,
@@ -109,17 +110,12 @@ def _whole(text: str, option: str) -> int:
         return int(text)
     except ValueError:
         raise InputError(
-            f"{text!r} is not a number of devices", where=option, expected="a whole number"
+            f"{text!r} is not a number of devices",
+            where=option,
+            expected="a whole number",
+            fix="--gpus says how many devices, --nodes how many machines, --device which",
         ) from None
 
 
 def _named(*options: tuple[str, object]) -> Sequence[str]:
     return [name for name, value in options if value is not None]
-
-
-def check_time_limit(seconds: float | None) -> None:
-    """Refuse a time limit that is none."""
-    if seconds is not None and not 0 < seconds < float("inf"):
-        raise InputError(
-            f"--time-limit {seconds:g} is no time", expected="seconds, above 0, such as 60"
-        )

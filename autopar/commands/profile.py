@@ -10,6 +10,7 @@ import torch
 import typer
 
 from autopar.console import results
+from autopar.number_options import seconds, whole
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.destination import check_writable
 from autopar.planner.errors import InputError
@@ -39,7 +40,7 @@ def profile(
     ] = None,
     batch: Annotated[
         list[int] | None,
-        typer.Option("--batch", min=1, help="Rows of a microbatch; several may be given."),
+        whole("--batch", least=1, text="Rows of a microbatch; several may be given."),
     ] = None,
     tensor: Annotated[
         str, typer.Option("--tensor", metavar="N,…", help="Tensor degrees to measure ops for.")
@@ -52,11 +53,9 @@ def profile(
     ] = False,
     procs: Annotated[
         int | None,
-        typer.Option("--procs", min=2, help="Processes for --net: the GPUs here, or 2 on a CPU."),
+        whole("--procs", least=2, text="Processes for --net: the GPUs here, or 2 on a CPU."),
     ] = None,
-    budget: Annotated[
-        float, typer.Option("--budget", metavar="SECONDS", help="For all ops together.")
-    ] = 60.0,
+    budget: Annotated[float, seconds("--budget", text="For all ops together.")] = 60.0,
     output: Annotated[
         Path, typer.Option("-o", "--output", metavar="FILE", help="Where the figures go.")
     ] = Path(FILE_NAME),
@@ -70,7 +69,7 @@ def profile(
         batches=tuple(dict.fromkeys(batch or _BATCHES)),
         degrees=_degrees(tensor),
         precision=_precision(precision),
-        total_seconds=_seconds(budget),
+        total_seconds=budget,
         op_seconds=_OP_SHARE * budget,
         ranks=_ranks(procs) if net else 1,
     )
@@ -122,12 +121,6 @@ def _precision(text: str) -> Precision:
     except ValueError:
         known = ", ".join(one.value for one in Precision)
         raise InputError(f"{text!r} is no precision", where="--precision", expected=known) from None
-
-
-def _seconds(budget: float) -> float:
-    if not 0 < budget < float("inf"):
-        raise InputError(f"--budget {budget:g} is no time", expected="seconds, above 0")
-    return budget
 
 
 def _ranks(procs: int | None) -> int:

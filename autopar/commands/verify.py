@@ -16,6 +16,7 @@ from autopar.codegen.verification import check_fits, step_flops, verify
 from autopar.commands.emit import PLAN
 from autopar.commands.plan_options import ARG
 from autopar.console import progress, results, tell_note
+from autopar.number_options import difference, whole
 from autopar.planner.errors import ExitCode
 from autopar.planner.plan.document import read_plan
 from autopar.planner.plan.plan import Plan
@@ -32,10 +33,10 @@ _MOST_TOLD = 4
 def verify_plan(
     plan: PLAN,
     arg: ARG = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, metavar="N", help="To train.")] = 5,
+    steps: Annotated[int, whole("--steps", least=1, text="To train.")] = 5,
     tolerance: Annotated[
         float,
-        typer.Option("--tolerance", min=0.0, metavar="X", help="Largest difference to accept."),
+        difference("--tolerance", text="Largest difference to accept."),
     ] = TOLERANCE,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -93,9 +94,9 @@ def _tell(comparison: Comparison, tolerance: float) -> None:
         ("gradients of the first step", comparison.gradient),
         ("parameters after the last", comparison.parameter),
     )
-    for what, difference in rows:
-        verdict = "equal" if difference.largest <= tolerance else "DIFFERS"
-        table.add_row(what, f"{difference.largest:.1e}", difference.name, verdict)
+    for what, found in rows:
+        verdict = "equal" if found.largest <= tolerance else "DIFFERS"
+        table.add_row(what, f"{found.largest:.1e}", found.name, verdict)
     results().print(table)
     losses = ", ".join(f"{loss:.6f}" for loss in comparison.losses)
     results().print(f"losses of one process: {losses}\ntolerance: {tolerance:g}", markup=False)

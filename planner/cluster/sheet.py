@@ -100,6 +100,8 @@ _WHATEVER_IS_HERE = ("cuda", "gpu", "nvidia", "rocm")  # no names, but what peop
 def _meant(key: str) -> str:
     if key in _WHATEVER_IS_HERE:
         return "leave the name out to take the GPUs of this machine"
+    if key.isdecimal():
+        return "--device says which devices, --gpus how many"
     near = difflib.get_close_matches(key, _names(), n=1)
     return f"did you mean {_names()[near[0]]!r}?" if near else ""
 

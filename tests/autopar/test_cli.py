@@ -8,6 +8,8 @@ import pytest
 
 from autopar import cli
 from autopar.commands import plan
+from autopar.lazy_commands import FUNCTIONS
+from tests.autopar.commands import run
 
 
 def test_an_interrupted_command_says_so_and_leaves_with_its_code(
@@ -23,3 +25,37 @@ def test_an_interrupted_command_says_so_and_leaves_with_its_code(
         cli.main()
     assert leaving.value.code == 130
     assert capsys.readouterr().err.strip() == "interrupted"
+
+
+@pytest.mark.parametrize("command", FUNCTIONS)
+def test_every_command_refuses_an_unknown_option_in_one_message(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+) -> None:
+    ran = run(monkeypatch, capsys, command, "--unknown")
+    assert (ran.code, ran.out) == (2, "")
+    head, place, fix = ran.err.splitlines()
+    assert head == "error: there is no option --unknown"
+    assert place.startswith("  at: ")
+    assert place.endswith(f" {command}")
+    assert fix.startswith("  fix: ")
+    assert f"{command} --help lists" in fix
+
+
+@pytest.mark.parametrize(
+    ("word", "fix"), [("pln", "did you mean 'plan'?"), ("zzz", "known are inspect, plan, explain")]
+)
+def test_a_command_that_is_not_there_is_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, fix: str
+) -> None:
+    ran = run(monkeypatch, capsys, word, "model.py")
+    assert (ran.code, ran.out) == (2, "")
+    assert ran.err.startswith(f"error: there is no command {word!r}\n")
+    assert fix in ran.err
+
+
+def test_no_command_shows_all_of_them_and_is_bad_usage(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ran = run(monkeypatch, capsys)
+    assert (ran.code, ran.err) == (2, "")
+    assert all(name in ran.out for name in FUNCTIONS)

@@ -75,10 +75,11 @@ NAMES = {
     "an option for an argument": Mistake(
         arguments=(*INSPECT, "--args", "width=8"),
         files=changed(""),
-        telling=("No such option: --args", "--arg"),
+        telling=("there is no option --args", "did you mean --arg?"),
     ),
     "a misspelt command": Mistake(
-        arguments=("inspekt", "model.py"), telling=("No such command", "Did you mean 'inspect'?")
+        arguments=("inspekt", "model.py"),
+        telling=("there is no command 'inspekt'", "did you mean 'inspect'?"),
     ),
 }
 

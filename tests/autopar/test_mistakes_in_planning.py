@@ -56,17 +56,42 @@ MISTAKES = {
     "no devices": Mistake(
         arguments=("plan", "model.py", "--gpu", "8"),
         files=changed(""),
-        telling=("No such option: --gpu", "--gpus"),
+        telling=("there is no option --gpu", "did you mean --gpus?", "autopar plan --help"),
     ),
     "the rows of a microbatch": Mistake(
         arguments=(*PLAN, "--batch", "8"),
         files=changed(""),
-        telling=("No such option: --batch", "--global-batch"),
+        telling=("there is no option --batch", "did you mean --global-batch?"),
     ),
     "a time in words": Mistake(
         arguments=(*PLAN, "--time-limit", "1min"),
         files=changed(""),
-        telling=("Invalid value for '--time-limit'",),
+        telling=("'1min' is no time", "at: --time-limit", "seconds, above 0"),
+    ),
+    "a device for a number": Mistake(
+        arguments=("plan", "model.py", "--gpus", "h100-sxm"),
+        files=changed(""),
+        telling=("'h100-sxm' is not a number of devices", "--device which"),
+    ),
+    "a number for a device": Mistake(
+        arguments=("plan", "model.py", "--gpus", "8", "--device", "8"),
+        files=changed(""),
+        telling=("the device '8' is not known", "--gpus how many"),
+    ),
+    "an option without its value": Mistake(
+        arguments=(*PLAN, "--pin"),
+        files=changed(""),
+        telling=("option '--pin' requires an argument", "autopar plan --help"),
+    ),
+    "a value for a flag": Mistake(
+        arguments=(*PLAN, "--force=yes"),
+        files=changed(""),
+        telling=("option '--force' does not take a value",),
+    ),
+    "spaces around an equals sign": Mistake(
+        arguments=(*PLAN, "--arg", "depth", "=", "3"),
+        files=changed(""),
+        telling=("unexpected extra argument",),
     ),
     "float32 for fp32": Mistake(
         arguments=(*PLAN, "--precision", "float32"),

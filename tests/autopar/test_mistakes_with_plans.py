@@ -102,7 +102,10 @@ MISTAKES = {
     "diff of a plan and a model": Mistake(
         arguments=("diff", "plan.json", "model.py"), telling=("model.py is a Python file",)
     ),
-    "diff of one plan": Mistake(arguments=("diff", "plan.json"), telling=("Missing argument 'B'",)),
+    "diff of one plan": Mistake(
+        arguments=("diff", "plan.json"),
+        telling=("B is missing", "expected: plan.json or its folder", "autopar diff A B"),
+    ),
     "a stage that is not there": Mistake(
         arguments=("explain", "plan.json", "--stage", "1"),
         telling=("there is no stage 1", "0 to 0"),
@@ -114,14 +117,16 @@ MISTAKES = {
         arguments=("dryrun", "plan.json", "--rank", "2"), telling=("there is no rank 2", "0 to 1")
     ),
     "all ranks": Mistake(
-        arguments=("dryrun", "plan.json", "--rank", "all"), telling=("Invalid value for '--rank'",)
+        arguments=("dryrun", "plan.json", "--rank", "all"),
+        telling=("'all' is not a count", "at: --rank"),
     ),
     "no steps": Mistake(
-        arguments=("verify", "plan.json", "--steps", "0"), telling=("Invalid value for '--steps'",)
+        arguments=("verify", "plan.json", "--steps", "0"),
+        telling=("'0' is not a count", "at: --steps"),
     ),
     "a tolerance below nothing": Mistake(
         arguments=("verify", "plan.json", "--tolerance", "-1"),
-        telling=("Invalid value for '--tolerance'",),
+        telling=("'-1' is no difference", "at: --tolerance"),
     ),
     "a script over the model": Mistake(
         arguments=("emit", "plan.json", "-o", "model.py", "--force"), telling=(IN_THE_WAY,)

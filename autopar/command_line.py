@@ -1,0 +1,62 @@
+"""Tells what is wrong with a command line in our own form, where typer would in its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from difflib import get_close_matches
+from typing import Any
+
+import typer
+from typer.core import TyperCommand
+
+from autopar.planner.errors import InputError
+
+# Typer hands out only the children of its UsageError; where that is differs between its versions.
+_UsageError: Any = typer.BadParameter.__base__
+
+
+class Command(TyperCommand):
+    """A command that refuses its arguments as everything else is refused."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the arguments that are left, as typer does."""
+        return read_arguments(super().parse_args, ctx, args)
+
+
+def read_arguments(
+    read: Callable[[Any, list[str]], list[str]], context: Any, arguments: list[str]
+) -> list[str]:
+    """Read arguments by typer's own reader; what that finds wrong is an error of ours."""
+    try:
+        return read(context, arguments)
+    except _UsageError as error:
+        raise _refusal(error, context) from None
+
+
+def _refusal(error: Any, context: Any) -> InputError:
+    """Return what typer found; which words, parameter or option it is about is in the error."""
+    path = context.command_path
+    every = f"{path} --help lists what there is"
+    if hasattr(error, "possibilities"):
+        near = _near(error.option_name, context)
+        fix = f"did you mean {near}? " if near else ""
+        return InputError(f"there is no option {error.option_name}", where=path, fix=fix + every)
+    name = getattr(getattr(error, "param", None), "metavar", None)
+    if name is not None and not error.message:
+        wanted = [one.metavar for one in context.command.params if one.metavar and one.required]
+        return InputError(
+            f"{name} is missing",
+            where=path,
+            expected=error.param.help,
+            fix=" ".join([path, *wanted]),
+        )
+    told = error.format_message().rstrip(".")
+    return InputError(told[:1].lower() + told[1:], where=path, fix=every)
+
+
+def _near(option: str, context: Any) -> str:
+    """Return the option that was meant by one that is not there, as far as it can be guessed."""
+    known = (name for one in context.command.params for name in (*one.opts, *one.secondary_opts))
+    bare = {name.lstrip("-"): name for name in known}
+    near = get_close_matches(option.lstrip("-"), bare, n=1, cutoff=0.5)
+    return bare[near[0]] if near else ""
