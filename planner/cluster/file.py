@@ -1,6 +1,5 @@
 """Turns a cluster file (TOML, documented in docs/cluster-file.md) into a cluster."""
 
-import tomllib
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -22,6 +21,7 @@ from autopar.planner.cluster.sheet import (
     link_of,
     link_tables,
 )
+from autopar.planner.cluster.toml_text import parsed
 from autopar.planner.errors import InputError
 
 SECTIONS = ("nodes", "network", "racks", "devices", "links")
@@ -45,14 +45,7 @@ def read_cluster(path: Path) -> Cluster:
 
 def parse_cluster(source: str, *, where: str) -> Cluster:
     """Return the cluster that a text describes; `where` names the text in messages."""
-    try:
-        table = tomllib.loads(source)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(
-            f"not a valid TOML file: {error}",
-            where=where,
-            fix="a key or section may stand there only once, and texts need quotes",
-        ) from None
+    table = parsed(source, where=where)
     try:
         return _cluster(table)
     except InputError as error:

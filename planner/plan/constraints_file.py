@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from autopar.planner.cluster import reading
 from autopar.planner.cluster.places import TOP, line_of
+from autopar.planner.cluster.toml_text import parsed
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.plan.constraints import Declared, RecomputePin, SplitRule, StagePin
@@ -32,14 +32,7 @@ def read_constraints(path: Path) -> tuple[Declared, ...]:
 
 def parse_constraints(source: str, *, where: str) -> tuple[Declared, ...]:
     """Return what a text declares; `where` names the text in messages."""
-    try:
-        table = tomllib.loads(source)
-    except tomllib.TOMLDecodeError as error:
-        raise InputError(
-            f"not a valid TOML file: {error}",
-            where=where,
-            fix="a key or section may stand there only once, and texts need quotes",
-        ) from None
+    table = parsed(source, where=where)
 
     def origin(place: str) -> str:
         line = line_of(source, place)
