@@ -27,6 +27,7 @@ from autopar.planner.plan.constraint_names import check_names
 from autopar.planner.plan.constraints import Constraints, without_recompute
 from autopar.planner.plan.constraints_options import gathered_constraints
 from autopar.planner.plan.degrees import check_degrees
+from autopar.planner.plan.demands import check_memory
 from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.optimizer_limits import with_moments, with_optimizer
@@ -141,6 +142,7 @@ def make_plan(
     from autopar.planner.plan.search import search  # here alone: other commands need no solver
 
     check_degrees(cluster.size, constraints)
+    check_memory(cluster, constraints)
     model_file = load_model_file(spec, arguments)
     with reported("tracing the model") as report:
         graph = trace_for_rows(model_file, rows_at_once(constraints), constraints.precision)

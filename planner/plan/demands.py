@@ -9,6 +9,7 @@ from operator import or_
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.units import bytes_text
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.plan.constraints import Constraints, covers
@@ -49,6 +50,23 @@ def layout_rules(constraints: Constraints, axes: Axes) -> LayoutRules:
         forbidden=frozenset(forbidden | (reserved - wanted)) & known,
         pins=pins,
         bans=bans,
+    )
+
+
+def check_memory(cluster: Cluster, constraints: Constraints) -> None:
+    """Refuse a limit that no device reaches: who says it takes the devices for larger ones."""
+    wanted = constraints.memory
+    largest = max((node.device for node in cluster.nodes), key=lambda one: one.memory_bytes)
+    if wanted is None or (wanted.size_bytes or 0) <= largest.memory_bytes:
+        return
+    declared = next(one for one in reversed(constraints.declared) if one.field == "memory")
+    has = bytes_text(largest.memory_bytes)
+    raise InputError(
+        f"a limit of {bytes_text(wanted.size_bytes or 0)} for each device, and {largest.name} has "
+        f"{has}",
+        where=declared.origin,
+        expected=f'at most "{has}", or a share of what a device has, such as "90%"',
+        fix="a device with more memory goes into a cluster file, see docs/cluster-file.md",
     )
 
 

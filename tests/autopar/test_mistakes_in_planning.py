@@ -11,6 +11,7 @@ from tests.autopar.mistakes import MODEL, Mistake, assert_clear, changed, commit
 
 CPUS = ("--gpus", "2", "--device", "cpu", "--global-batch", "8", "--precision", "fp32")
 PLAN = ("plan", "model.py", *CPUS)
+GPUS = ("plan", "model.py", "--gpus", "2", "--device", "h100-sxm")
 RULES = (*PLAN, "-c", "rules.toml")
 
 
@@ -116,6 +117,16 @@ MISTAKES = {
     "a unit in small letters": memory("3gb", "unknown unit 'gb'", "did you mean 3 GB?"),
     "a unit without its B": memory("3G", "unknown unit 'G'", "did you mean 3 GB?"),
     "a share without its sign": memory("90", "'90' has no unit"),
+    "more memory than the devices have": Mistake(
+        arguments=(*GPUS, "--memory", "900 GiB"),
+        files=changed(""),
+        telling=("a limit of 900 GiB for each device, and h100-sxm has 80 GiB", "at: --memory"),
+    ),
+    "more memory than the devices have, in a file": Mistake(
+        arguments=(*GPUS, "-c", "rules.toml"),
+        files=changed("") | {"rules.toml": '[limits]\ntp = 2\nmemory = "81 GiB"\n'},
+        telling=("h100-sxm has 80 GiB", "at: rules.toml, line 3", "docs/cluster-file.md"),
+    ),
     "more rows than the model's code takes": Mistake(
         arguments=PLAN,
         files={"model.py": MODEL.replace("self.embed(x)", "self.embed(x.view(7, *x.shape[1:]))")},
