@@ -78,7 +78,7 @@ def _table(plan: Plan) -> Table:
             f"{row.mfu:.1%}",
             bytes_text(row.device_bytes),
             f"{row.communication_seconds / step:.0%}",
-            f"{max(0.0, row.idle_seconds) / step:.0%}",
+            f"{row.idle_seconds / step:.0%}",
             style="bold" if number == 1 else None,
         )
     return table

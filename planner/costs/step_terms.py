@@ -19,6 +19,8 @@ from autopar.planner.costs.prediction import (
 from autopar.planner.costs.rank_groups import RankGroups, summed_seconds
 from autopar.planner.costs.stage_load import StageLoad
 
+_ROUNDING = 1e-12  # of a sum, far below what any bubble is
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Step:
@@ -85,12 +87,18 @@ def time_terms(step: Step) -> tuple[TimeTerm, ...]:
         ("compute", busiest.compute_seconds, source),
         ("recompute", busiest.recompute_seconds, source),
         ("tensor communication", busiest.tensor_seconds, net),
-        ("pipeline bubble", step.pipeline_seconds - busiest.seconds, Provenance.FORMULA),
+        ("pipeline bubble", _idle_seconds(step, busiest), Provenance.FORMULA),
         ("exposed data parallel", exposed, net),
         ("optimizer", step.optimizer_seconds, host),
         ("framework", busiest.framework_seconds + step.framework_step_seconds, host),
     )
     return tuple(TimeTerm(name=n, seconds=s, provenance=p) for n, s, p in rows)
+
+
+def _idle_seconds(step: Step, busiest: Busiest) -> float:
+    """Return what is left of the pipeline; what sums differ by in their last digits is nothing."""
+    rest = step.pipeline_seconds - busiest.seconds
+    return rest if rest > _ROUNDING * step.pipeline_seconds else 0.0
 
 
 def busiest_rank(step: Step) -> Busiest:

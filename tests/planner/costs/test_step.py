@@ -67,6 +67,13 @@ def test_a_norm_is_summed_over_every_axis_whose_ranks_have_other_gradients(
     assert seconds_of(found)["optimizer"] == pytest.approx(sums * once)
 
 
+@pytest.mark.parametrize("microbatches", [1, 3, 7, 10, 23])
+def test_one_rank_has_no_bubble_not_even_of_rounding(microbatches: int) -> None:
+    uneven = layer(forward_seconds=0.1e-3, backward_seconds=0.7e-3, recompute_seconds=0.3e-3)
+    found = predicted([[uneven] * 3], replace(ARRANGEMENT, microbatches=microbatches))
+    assert seconds_of(found)["pipeline bubble"] == 0.0
+
+
 def test_the_optimizer_moves_30_bytes_per_parameter() -> None:
     # 24 of fp32 state, 4 of gradient, 2 of the 16-bit copy: 3 GB at 0.85 · 3.35 TB/s, and a launch.
     (one,) = [
