@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from autopar.console import tell_note
+from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.plan.plan import Plan
+from autopar.planner.precision import Precision
+from autopar.planner.profile.measured import MeasuredFile
 
 FULL = 0.92  # of a device: predictions of memory are less sure than the rest is large
 
@@ -25,3 +28,17 @@ def note_plan(plan: Plan) -> None:
             "prediction, which was too low in most runs that were measured (docs/accuracy.md). "
             'Should it not fit, plan with more to spare: --memory "85%".'
         )
+
+
+def note_profile(measured: MeasuredFile, cluster: Cluster, precision: Precision) -> None:
+    """Say where a profile is of other devices, or in another precision, than what is planned."""
+    devices = dict.fromkeys(node.device.name for node in cluster.nodes)
+    keys = [op.key for op in measured.ops]
+    if any(key.device in devices and key.precision is precision for key in keys):
+        return
+    kinds = sorted({f"{key.device} in {key.precision}" for key in keys})
+    tell_note(
+        f"the profile has ops on {' and '.join(kinds) or 'no device'}, the plan is for "
+        f"{' and '.join(devices)} in {precision}: formulas price its ops. Profile on such a "
+        "device, with such a --precision (docs/profile.md)."
+    )

@@ -11,7 +11,7 @@ from autopar.codegen.emit import emit, refuse_overwriting, write_text
 from autopar.codegen.layer_lists import LostLayersError
 from autopar.commands import plan_options as options
 from autopar.console import results, tell_note
-from autopar.plan_notes import note_plan
+from autopar.plan_notes import note_plan, note_profile
 from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
@@ -81,6 +81,8 @@ def plan(
     declared = gathered_constraints(pin or (), demands, constraints)
     machines = options.cluster_of(gpus, device, nodes, cluster)
     measured = read_measurements(profile) if profile else None
+    if measured is not None:
+        note_profile(measured, machines, declared.precision)
     refuse_named_as_file(output)
     refuse_foreign(output / FILE_NAME)
     refuse_replacing(output / SCRIPT_NAME, model_path(model))

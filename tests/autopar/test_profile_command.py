@@ -49,6 +49,25 @@ def test_profile_writes_a_file_that_plan_takes_its_times_from(
     terms = {one["name"]: one for one in json.loads(planned.out)["prediction"]["terms"]}
     assert terms["compute"]["provenance"] == "measured"
     assert terms["optimizer"]["provenance"] == "measured"
+    assert "note: " not in planned.err
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--device", "h100-sxm", "--precision", "fp32"), "the plan is for h100-sxm in fp32"),
+        (("--device", "cpu", "--precision", "bf16"), "the plan is for cpu in bf16"),
+    ],
+)
+def test_a_profile_that_has_nothing_of_a_plan_is_noted(
+    autopar: Autopar, options: tuple[str, ...], told: str
+) -> None:
+    profiled(autopar, "--batch", "8")
+    rows = ("--global-batch", "8", "--pin", "microbatch=8")
+    planned = autopar("plan", MNIST, "--gpus", "1", *options, *rows, "--profile", "m.toml")
+    assert planned.code == 0, planned.err
+    assert planned.err.startswith("note: the profile has ops on cpu in fp32, ")
+    assert f"{told}: formulas price its ops" in planned.err
 
 
 def test_profiling_again_adds_to_the_file(autopar: Autopar, tmp_path: Path) -> None:
