@@ -21,13 +21,18 @@ from autopar.validation_page import page, predictions_csv
 
 
 def validate(
-    tables: Annotated[list[Path], typer.Argument(metavar="TABLE.csv …", help="Published runs.")],
+    tables: Annotated[
+        list[Path], typer.Argument(metavar="TABLE.csv …", help="Published runs: docs/accuracy.md.")
+    ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
     output: Annotated[
-        Path | None, typer.Option("-o", "--output", help="Write each prediction to a CSV file.")
+        Path | None,
+        typer.Option("-o", "--output", metavar="FILE", help="Write each prediction to a CSV file."),
     ] = None,
 ) -> None:
     """Predict published runs, and tell how far the predictions are off.
+
+    A table is CSV, one run a line; docs/accuracy.md says what its columns hold.
 
     Example: autopar validate runs.csv -o predictions.csv
     """

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from autopar.planner.errors import InputError
+from autopar.planner.validation.skip import NEEDED, TIMES
 from autopar.planner.validation.table import COLUMNS, read_table
 from tests.planner.validation.rows import a_row, table_text
 
@@ -17,6 +19,26 @@ def refusal(folder: Path, text: str | bytes) -> InputError:
     with pytest.raises(InputError) as caught:
         read_table(path)
     return caught.value
+
+
+def documented() -> Iterator[tuple[str, str]]:
+    """Yield each column that docs/accuracy.md lists, and whether it is needed."""
+    page = (Path(__file__).parents[3] / "docs" / "accuracy.md").read_text(encoding="utf-8")
+    lines = page.partition("## The table of runs")[2].splitlines()
+    for line in (line for line in lines if line.startswith("| `")):
+        names, _, needed = (cell.strip() for cell in line.strip("|").split("|"))
+        yield from ((name.strip("` "), needed) for name in names.split(","))
+
+
+def test_the_documented_columns_are_those_that_are_read() -> None:
+    columns = [name for name, _ in documented()]
+    assert sorted(columns) == sorted(COLUMNS)
+
+
+def test_the_columns_that_are_documented_as_needed_are() -> None:
+    needed = {name for name, word in documented() if word == "yes"}
+    assert needed == {*NEEDED, "model_family"}  # a family is needed by being one that is known
+    assert {name for name, word in documented() if word == "one of them"} == set(TIMES)
 
 
 def test_cells_become_counts_figures_and_flags(tmp_path: Path) -> None:
