@@ -1,4 +1,4 @@
-"""Tells a model file that has changed since parts of it were printed into a script."""
+"""Tells a model file that has changed since a script was written for it."""
 
 import hashlib
 import sys
@@ -14,12 +14,12 @@ def source_digest(path: Path) -> str:
 
 
 def note_changes(model_file: ModuleType, digest: str, mesh: Mesh) -> None:
-    """Say on the first rank that the script has code of a model file that is another one by now."""
+    """Say on the first rank that the model file is another one than was planned by now."""
     path = Path(str(model_file.__file__))
     if mesh.rank == 0 and path.is_file() and source_digest(path) != digest:
         print(
-            f"note: {path.name} has changed since this script was written, whose classes still do "
-            "what they did in it\n  fix: plan again with `autopar plan`, or change them too",
+            f"note: {path.name} has changed since this script was written, whose plan, figures and "
+            "classes are of what it was\n  fix: plan again with `autopar plan`, or change them too",
             file=sys.stderr,
             flush=True,
         )

@@ -5,7 +5,7 @@ import math
 import time
 
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.refusal import leave
+from autopar.runtime.refusal import refuse
 
 
 class Progress:
@@ -22,16 +22,12 @@ class Progress:
         self._print(step, loss)
         is_finite = math.isfinite(loss)
         if not is_finite and not self._was_finite:
-            self._leave(step, loss)
+            refuse(
+                f"the loss is {loss} in step {step}, and was no number in the line before",
+                fix="a lower --lr, or a scheduler that warms up; if --dtype float32 trains, 16 "
+                "bits are too few; else look for rows that have no targets",
+            )
         self._was_finite = is_finite  # fp16 skips a step that overflows, and goes on
-
-    def _leave(self, step: int, loss: float) -> None:
-        found = f"the loss is {loss} in step {step}, and was no number in the line before"
-        fix = (
-            "a lower --lr, or a scheduler that warms up; if --dtype float32 trains, 16 bits are "
-            "too few; else look for rows that have no targets"
-        )
-        leave(found, fix=fix, is_telling=self._is_printing)
 
     def _print(self, step: int, loss: float) -> None:
         now = time.perf_counter()

@@ -1,6 +1,7 @@
 """Turns safetensors, a file or a folder of them, into this rank's parameters, slice by slice."""
 
-from collections.abc import Iterator, Mapping
+import sys
+from collections.abc import Collection, Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,11 @@ import torch
 from torch import nn
 
 from autopar.runtime.filling import ShapeError, fill
-from autopar.runtime.mesh import Axis
+from autopar.runtime.mesh import Axis, Mesh
 from autopar.runtime.refusal import refuse
 from autopar.runtime.shards import Place, Split, group_aliases, places
+
+_MOST_TOLD = 5
 
 
 @torch.no_grad()
@@ -44,6 +47,23 @@ def load_safetensors(
                         f"weights of {folder} do not fit: {error}",
                         fix="give those of a model of these sizes, or plan with theirs (--arg …)",
                     )
+
+
+def note_unused(folder: Path | None, names: Collection[str], mesh: Mesh) -> None:
+    """Say on the first rank which tensors in the files, if any, are none of the whole model's."""
+    if folder is None or mesh.rank != 0:
+        return
+    with ExitStack() as files:
+        stored = sorted(dict(_open(folder, files)))
+    unused = [name for name in stored if name not in names]
+    if unused:
+        shown = ", ".join(unused[:_MOST_TOLD]) + (" …" if len(unused) > _MOST_TOLD else "")
+        print(
+            f"note: {len(unused)} of the {len(stored)} tensors in {folder} are none of the "
+            f"model's, and are not used: {shown}",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _open(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
@@ -81,8 +101,8 @@ def _check_all_there(aliases: list[list[Place]], stored: Mapping[str, Any], fold
         if isinstance(group[0].tensor, nn.Parameter) and _stored_name(group, stored) is None
     ]
     if missing:
-        shown = ", ".join(missing[:5]) + (" …" if len(missing) > 5 else "")
-        has = ", ".join(sorted(stored)[:5])
+        shown = ", ".join(missing[:_MOST_TOLD]) + (" …" if len(missing) > _MOST_TOLD else "")
+        has = ", ".join(sorted(stored)[:_MOST_TOLD])
         refuse(
             f"{folder} lacks {len(missing)} parameters: {shown}; it has {has} …",
             fix="give weights of this model, under its names",

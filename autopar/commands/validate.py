@@ -22,7 +22,7 @@ from autopar.validation_page import page, predictions_csv
 
 def validate(
     tables: Annotated[
-        list[Path], typer.Argument(metavar="TABLE.csv …", help="Published runs: docs/accuracy.md.")
+        list[Path], typer.Argument(metavar="TABLE.csv", help="Published runs: docs/accuracy.md.")
     ],
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
     output: Annotated[

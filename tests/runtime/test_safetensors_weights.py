@@ -1,3 +1,4 @@
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -6,8 +7,8 @@ from safetensors.torch import save_file
 from torch import nn
 
 from autopar.runtime.initial_weights import record
-from autopar.runtime.mesh import Axis
-from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.mesh import Axis, start, stop
+from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, local_part
 
 CPU = torch.device("cpu")
@@ -78,6 +79,24 @@ def test_missing_names_are_told_together(
     with pytest.raises(SystemExit):
         load_safetensors(record(_Model, seed=0)[0], tmp_path, {}, Axis(0, 1, None), device=CPU)
     assert "lacks 2 parameters: embedding.weight, fused.bias" in capsys.readouterr().err
+
+
+def test_tensors_that_the_model_has_not_are_named_once_and_those_under_any_name_of_it_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more = {f"old.{number}": torch.zeros(1) for number in range(7)}
+    _save(tmp_path, _weights() | {"head.weight": torch.randn(5, 4), "table": torch.ones(3)} | more)
+    mesh, recipe = start(pipeline=1, data=1, tensor=1), record(_Model, seed=0)[1]
+    note_unused(tmp_path, recipe.shapes, replace(mesh, rank=1))
+    assert capsys.readouterr().err == ""
+    note_unused(tmp_path, recipe.shapes, mesh)
+    assert capsys.readouterr().err == (
+        f"note: 7 of the 12 tensors in {tmp_path} are none of the model's, and are not used: "
+        "old.0, old.1, old.2, old.3, old.4 …\n"
+    )
+    note_unused(tmp_path, {*recipe.shapes, *more}, mesh)
+    assert capsys.readouterr().err == ""
+    stop(mesh)
 
 
 def test_a_wrong_shape_and_an_empty_folder_are_refused(

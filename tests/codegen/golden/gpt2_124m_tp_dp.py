@@ -25,7 +25,7 @@ Memory of the fullest device: 10.86 GiB of 76 GiB (14%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 95f0d22496d00138.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 2ac7f796c82643a8.
 
 from __future__ import annotations
 
@@ -55,7 +55,8 @@ from autopar.runtime.model_source import note_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all, split_randomness
-from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.refusal import OptionParser
+from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, shard_parameters
 from autopar.runtime.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 
@@ -92,10 +93,9 @@ SHARD = 4  # data ranks that share one copy of the model's states
 ZERO = 1  # optimizer states are shared out over the data ranks of a shard
 BUCKET_BYTES = 100 * 2**20  # gradients that travel together, beside the backward
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 1024  # of 64 rows
+MODEL_DIGEST = "77aed949dc829dff"  # of the model file that was planned
 
 # ---------------------------------------------------------- the classes that the plan changes
-
-MODEL_DIGEST = "77aed949dc829dff"  # of the model file that they are made from
 
 
 class TensorParallelSelfAttention(SelfAttention):
@@ -202,6 +202,7 @@ def built(mesh: Mesh, dtype: torch.dtype) -> tuple[nn.Module, Recipe]:
 def ready(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
     """Give the model its weights, each rank those that it holds, and build the optimizer."""
     splits = named(SPLITS, names_of(model))
+    note_unused(options.weights, recipe.shapes, mesh)
     if options.weights is not None:
         load_safetensors(model, options.weights, splits, mesh.tensor, device=mesh.device)
     recipe.materialise(model, splits, mesh.tensor, mesh.device)
@@ -294,7 +295,7 @@ def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh:
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
-    parser = argparse.ArgumentParser()
+    parser = OptionParser()
     parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")

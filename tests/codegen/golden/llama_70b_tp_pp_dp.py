@@ -24,7 +24,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.73 s (+2.6%): +1.27 s recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 5da9d9a973aa9f5c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 85f702866f775b37.
 
 from __future__ import annotations
 
@@ -56,7 +56,8 @@ from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
-from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.refusal import OptionParser
+from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, shard_parameters
 from autopar.runtime.vocabulary import vocab_parallel_cross_entropy
 
@@ -95,10 +96,9 @@ BUCKET_BYTES = 400 * 2**20  # gradients that travel together, beside the backwar
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 128 rows
+MODEL_DIGEST = "80ff848d99af9d7f"  # of the model file that was planned
 
 # ---------------------------------------------------------- the classes that the plan changes
-
-MODEL_DIGEST = "80ff848d99af9d7f"  # of the model file that they are made from
 
 
 class TensorParallelBlock(Block):
@@ -268,6 +268,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
     """Give the stages their weights, each rank those that it holds, and build the optimizer."""
+    note_unused(options.weights, recipe.shapes, mesh)
     for part in model.parts:
         splits = named(SPLITS, names_of(part))
         if options.weights is not None:
@@ -348,7 +349,7 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
-    parser = argparse.ArgumentParser()
+    parser = OptionParser()
     parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")

@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 21bbc90d6283e7d9.
+# Written by autopar 0.1.0, which never overwrites changes by hand: ef8afc0be3d6c92d.
 
 from __future__ import annotations
 
@@ -53,7 +53,8 @@ from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
-from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.refusal import OptionParser
+from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import llama as model_file
@@ -89,10 +90,9 @@ ZERO = 3  # parameters, gradients and optimizer states are shared out over data 
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 64 rows
+MODEL_DIGEST = "80ff848d99af9d7f"  # of the model file that was planned
 
 # ---------------------------------------------------------- the classes that the plan changes
-
-MODEL_DIGEST = "80ff848d99af9d7f"  # of the model file that they are made from
 
 
 class FirstStage(Llama):
@@ -156,6 +156,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
     """Give the stages their weights, each rank those that it holds, and build the optimizer."""
+    note_unused(options.weights, recipe.shapes, mesh)
     for part in model.parts:
         if options.weights is not None:
             load_safetensors(part, options.weights, {}, mesh.tensor, device=mesh.device)
@@ -234,7 +235,7 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
-    parser = argparse.ArgumentParser()
+    parser = OptionParser()
     parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")

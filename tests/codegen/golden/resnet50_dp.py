@@ -23,7 +23,7 @@ Memory of the fullest device: 6.32 GiB of 76 GiB (8%)
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a9b3fb8abd4d393d.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 53eaccde6ba14134.
 
 from __future__ import annotations
 
@@ -45,10 +45,12 @@ from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.initial_weights import Recipe, record
 from autopar.runtime.loss import Weighed, mean_loss, scale_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
+from autopar.runtime.model_source import note_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
-from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.refusal import OptionParser
+from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import resnet as model_file
@@ -83,6 +85,7 @@ SHARD = 8  # data ranks that share one copy of the model's states
 ZERO = 1  # optimizer states are shared out over the data ranks of a shard
 BUCKET_BYTES = 25 * 2**20  # gradients that travel together, beside the backward
 SAMPLES_PER_STEP = MICROBATCH * MICROBATCHES * DATA  # the global batch, 512 rows
+MODEL_DIGEST = "962ada1c95035b01"  # of the model file that was planned
 
 # -------------------------------------------------------------------------------- the model
 
@@ -105,6 +108,7 @@ def built(mesh: Mesh, dtype: torch.dtype) -> tuple[nn.Module, Recipe]:
 
 def ready(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
     """Give the model its weights, each rank those that it holds, and build the optimizer."""
+    note_unused(options.weights, recipe.shapes, mesh)
     if options.weights is not None:
         load_safetensors(model, options.weights, {}, mesh.tensor, device=mesh.device)
     recipe.materialise(model, {}, mesh.tensor, mesh.device)
@@ -162,6 +166,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
+    note_changes(model_file, MODEL_DIGEST, mesh)
     model, recipe = built(mesh, options.dtype)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -194,7 +199,7 @@ def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh:
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
-    parser = argparse.ArgumentParser()
+    parser = OptionParser()
     parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")

@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 3396ec5809ca9044.
+# Written by autopar 0.1.0, which never overwrites changes by hand: f2a7bb77ba7da9cd.
 
 from __future__ import annotations
 
@@ -51,7 +51,8 @@ from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
-from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.refusal import OptionParser
+from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.tied import Tie, TiedWeights
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
@@ -87,10 +88,9 @@ ZERO = 0  # every data rank holds whole parameters, gradients and optimizer stat
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 512  # of 32 rows
+MODEL_DIGEST = "7ece4e6eb1b9e75d"  # of the model file that was planned
 
 # ---------------------------------------------------------- the classes that the plan changes
-
-MODEL_DIGEST = "7ece4e6eb1b9e75d"  # of the model file that they are made from
 
 
 class FirstStage(T5):
@@ -159,6 +159,7 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
 
 def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
     """Give the stages their weights, each rank those that it holds, and build the optimizer."""
+    note_unused(options.weights, recipe.shapes, mesh)
     for part in model.parts:
         if options.weights is not None:
             load_safetensors(part, options.weights, {}, mesh.tensor, device=mesh.device)
@@ -239,7 +240,7 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
-    parser = argparse.ArgumentParser()
+    parser = OptionParser()
     parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
