@@ -12,6 +12,7 @@ from autopar.codegen.standalone import write_standalone
 from autopar.console import results
 from autopar.planner.destination import refuse_replacing, write_whole
 from autopar.planner.errors import ExitCode, InputError
+from autopar.planner.model_file import model_path
 from autopar.planner.plan.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.document import read_plan
 
@@ -37,6 +38,9 @@ def emit_script(
 ) -> None:
     """Write the training script of a plan.
 
+    With --standalone -o names a folder, else it is standalone beside the plan.
+    The model file is not copied there: it may stay, or lie beside the script.
+
     Example: autopar emit out/plan.json -o train.py
     """
     found = read_plan(plan)
@@ -46,7 +50,12 @@ def emit_script(
             raise InputError("--check and --standalone do not go together")
         folder = output if output is not None else beside / "standalone"
         path = write_standalone(found, folder, beside, force=force)
-        results().print(f"Written: {path}", markup=False)
+        model = model_path(found.model.spec).name
+        results().print(
+            f"Written: {path}\n"
+            f"To train on another machine, copy {folder} there, and {model} into it.",
+            markup=False,
+        )
         return
     path = output if output is not None else beside / FILE_NAME
     refuse_replacing(path, beside / PLAN_NAME)

@@ -1,0 +1,42 @@
+"""`autopar emit --standalone` makes a folder that trains elsewhere, with the model file in it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.autopar.commands import run
+from tests.autopar.mistakes import MODEL
+
+
+def test_a_standalone_folder_trains_elsewhere_with_the_model_file_that_it_asks_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    here, there = tmp_path / "here", tmp_path / "there"
+    here.mkdir()
+    monkeypatch.chdir(here)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("model.py").write_text(MODEL, encoding="utf-8")
+    machine = ("--gpus", "1", "--device", "cpu", "--precision", "fp32", "--global-batch", "4")
+    assert run(monkeypatch, capsys, "plan", "model.py", *machine, "-o", "out").code == 0
+    ran = run(monkeypatch, capsys, "emit", "out", "--standalone", "-o", "alone")
+    assert ran.code == 0
+    assert "copy alone there, and model.py into it" in ran.out
+    shutil.move("alone", there)
+    shutil.move("model.py", there)
+    done = subprocess.run(
+        [sys.executable, "train.py", "--steps", "1"],
+        cwd=there,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("step      1   loss")
+    assert (done.stderr, list(there.rglob("planner"))) == ("", [])
