@@ -234,6 +234,16 @@ _REASONS: tuple[tuple[str, str, str], ...] = (
         "give each half as a key of its own, and join them in the forward with torch.cat",
     ),
     (
+        r"not linked with support for cuda|not compiled with CUDA|Found no NVIDIA driver",
+        "the forward moves a tensor to a device ({line})",
+        "create tensors on the device of an input: the script moves the model and each batch",
+    ),
+    (
+        r"Batching rule not implemented for autopar",
+        "the model maps a module over rows with torch.vmap, which has no plain graph ({line})",
+        "compute all rows at once, by broadcasting",
+    ),
+    (
         r"UnsupportedOperator.*sparse",
         "the model makes a sparse tensor ({line})",
         "compute with dense tensors, or with an index and values",

@@ -321,7 +321,7 @@ def test_a_loss_that_cannot_train_is_told(
         ("x = x + torch.ones(4, device='cpu' if x.is_meta else 'meta')", "different devices"),
         ("x = x + self.not_there", "not_there"),
         ("x = x.unknown_method()", "unknown_method"),
-        ("x = x + x.to('cuda')", "cuda"),
+        ("x = x + x.to('cuda')", "the script moves the model and each batch"),
         ("raise ValueError('an input of odd length')", "an input of odd length"),
         ("assert x.shape[1] == 5, 'five columns'", "five columns"),
         ("x = torch.from_numpy(x.detach().numpy())", "numpy"),
