@@ -19,10 +19,13 @@ from autopar.tables import plain_table
 
 def dryrun(
     plan: PLAN,
-    rank: Annotated[int, whole("--rank", least=0, metavar="R", text="Which rank.")] = 0,
+    rank: Annotated[int, whole("--rank", least=0, metavar="R", text="Which rank, from 0.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Run the script's own code for one rank, without computing, at the full number of ranks.
+
+    Tells its peak memory beside what was predicted, and every collective of a step.
+    It needs no GPU, and no other rank.
 
     Example: autopar dryrun out/plan.json --rank 3
     """

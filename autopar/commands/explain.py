@@ -38,14 +38,19 @@ from autopar.progress import reported
 def explain_plan(
     plan: Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")],
     stage: Annotated[
-        int | None, whole("--stage", least=0, metavar="I", text="Only this stage.")
+        int | None, whole("--stage", least=0, metavar="I", text="Only this stage, from 0.")
     ] = None,
     memory: Annotated[bool, typer.Option("--memory", help="Only the memory.")] = False,
     comm: Annotated[
         bool, typer.Option("--comm", help="Only communication and what is split.")
     ] = False,
     other: Annotated[
-        str | None, typer.Option("--why-not", metavar="KEY=VALUE,…", help="What that would cost.")
+        str | None,
+        typer.Option(
+            "--why-not",
+            metavar="KEY=VALUE,…",
+            help="What another plan would cost, and why it was not chosen.",
+        ),
     ] = None,
     profile: Annotated[
         Path | None,

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from autopar.commands.plan_options import ARG, MODEL
 from autopar.console import progress, results
 from autopar.inspection_page import page
 from autopar.number_options import whole
@@ -19,12 +20,11 @@ from autopar.planner.trace import trace
 
 
 def inspect(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")],
-    arg: Annotated[
-        list[str] | None,
-        typer.Option("--arg", metavar="KEY=VALUE", help="An argument for the model file."),
-    ] = None,
-    batch: Annotated[int, whole("--batch", least=1, text="Rows to cost.")] = 1,
+    model: MODEL,
+    arg: ARG = None,
+    batch: Annotated[
+        int, whole("--batch", least=1, text="Rows of a microbatch, whose costs are shown.")
+    ] = 1,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Show what autopar understands of a model: parameters, layers, axes, costs.

@@ -65,7 +65,7 @@ def plan(
 ) -> None:
     """Plan how to split the training of a model, prove the choice, and write the script.
 
-    DIR gets plan.json and train.py, which runs under torchrun.
+    The script, train.py, runs under torchrun. Without --gpus, --cluster says the machines.
 
     Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
     """

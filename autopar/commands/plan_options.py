@@ -17,7 +17,11 @@ from autopar.planner.errors import InputError
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")]
 ARG = Annotated[
     list[str] | None,
-    typer.Option("--arg", metavar="KEY=VALUE", help="An argument for the model file."),
+    typer.Option(
+        "--arg",
+        metavar="KEY=VALUE",
+        help="An argument for functions of the model file; several may be given.",
+    ),
 ]
 GPUS = Annotated[str | None, typer.Option("--gpus", metavar="N", help="Devices in all.")]
 DEVICE = Annotated[
@@ -28,10 +32,12 @@ DEVICE = Annotated[
         help="Such as a100-80gb-sxm; else the GPUs here, or h100-sxm where there are none.",
     ),
 ]
-NODES = Annotated[str | None, typer.Option("--nodes", metavar="N", help="Machines.")]
+NODES = Annotated[
+    str | None, typer.Option("--nodes", metavar="N", help="Machines that the devices are in.")
+]
 CLUSTER = Annotated[
     Path | None,
-    typer.Option("--cluster", metavar="FILE", help="Other machines: docs/cluster-file.md."),
+    typer.Option("--cluster", metavar="FILE", help="A file of machines: docs/cluster-file.md."),
 ]
 GLOBAL_BATCH = Annotated[
     str | None,
@@ -45,7 +51,7 @@ PIN = Annotated[
     typer.Option(
         "--pin",
         metavar="KEY=VALUE,…",
-        help="pp, dp, tp, shard, microbatch, stages_per_rank, zero, schedule.",
+        help="Exactly so: pp, dp, tp, shard, microbatch, stages_per_rank, zero, schedule.",
     ),
 ]
 MAX_TP = Annotated[str | None, typer.Option("--max-tp", metavar="N", help="Most tensor ranks.")]
@@ -66,7 +72,10 @@ OBJECTIVE = Annotated[
 CONSTRAINTS = Annotated[
     Path | None,
     typer.Option(
-        "-c", "--constraints", metavar="FILE", help="More of them: docs/constraints-file.md."
+        "-c",
+        "--constraints",
+        metavar="FILE",
+        help="A file of constraints: docs/constraints-file.md.",
     ),
 ]
 TIME_LIMIT = Annotated[
@@ -78,7 +87,7 @@ PROFILE = Annotated[
     typer.Option("--profile", metavar="FILE", help="Measured times: docs/profile.md."),
 ]
 OUTPUT = Annotated[
-    Path, typer.Option("-o", "--output", metavar="DIR", help="Where plan.json goes.")
+    Path, typer.Option("-o", "--output", metavar="DIR", help="Where plan.json and train.py go.")
 ]
 FORCE = Annotated[bool, typer.Option("--force", help="Overwrite a train.py changed by hand.")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

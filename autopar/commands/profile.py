@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
+from autopar.commands.plan_options import ARG, MODEL
 from autopar.console import results
 from autopar.number_options import seconds, whole
 from autopar.planner.axes.infer import infer_axes
@@ -33,11 +34,8 @@ _OP_SHARE = 0.1  # of the whole time, at most, for one op
 
 
 def profile(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")],
-    arg: Annotated[
-        list[str] | None,
-        typer.Option("--arg", metavar="KEY=VALUE", help="An argument for the model file."),
-    ] = None,
+    model: MODEL,
+    arg: ARG = None,
     batch: Annotated[
         list[int] | None,
         whole("--batch", least=1, text="Rows of a microbatch; several may be given."),

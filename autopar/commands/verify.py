@@ -33,7 +33,7 @@ _MOST_TOLD = 4
 def verify_plan(
     plan: PLAN,
     arg: ARG = None,
-    steps: Annotated[int, whole("--steps", least=1, text="To train.")] = 5,
+    steps: Annotated[int, whole("--steps", least=1, text="Steps to train.")] = 5,
     tolerance: Annotated[
         float,
         difference("--tolerance", text="Largest difference to accept."),
@@ -42,10 +42,11 @@ def verify_plan(
 ) -> None:
     """Train a few steps by the script on CPU processes and in one process, and compare.
 
-    Both compute in float64, without dropout, on this machine. With --arg the model is a smaller one
-    of the same file, planned under the plan's own degrees, schedule and splits, with few rows.
+    Both compute in float64, without dropout. Exits with 1 where they differ.
+    With --arg the model is a smaller one of the same file, planned with few rows
+    under the plan's own degrees, schedule and splits.
 
-    Example: autopar verify big/plan.json --arg layers=4 --arg dim=64 --steps 3
+    Example: autopar verify out/plan.json --arg layers=2 --arg dim=96 --arg seq_len=64 --steps 3
     """
     found = read_plan(plan)
     folder = plan if plan.is_dir() else plan.parent

@@ -32,6 +32,17 @@ def test_the_example_of_a_command_is_understood_to_its_last_word(command: str) -
     assert not context.args
 
 
+def test_the_model_of_the_example_of_verify_is_one_that_can_be_planned(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = example("verify")
+    smaller = [word for word in words if "=" in word]
+    gpt2 = str(Path(autopar.__file__).parent / "models_zoo" / "gpt2.py")
+    arguments = [part for text in ("size=124m", *smaller) for part in ("--arg", text)]
+    ran = run(monkeypatch, capsys, "inspect", gpt2, *arguments)
+    assert (ran.code, ran.err) == (0, "")
+
+
 def test_the_examples_run_one_after_another(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
