@@ -15,7 +15,6 @@ class ExitCode(IntEnum):
     NO_PLAN = 5  # the solver stopped without a plan
     MISMATCH = 6  # environment and plan do not match
     TRAINING_FAILED = 7
-    PREEMPTED = 75  # left with a checkpoint; EX_TEMPFAIL of sysexits.h
     INTERRUPTED = 130
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,8 @@ import pytest
 from autopar import cli
 from autopar.commands import plan
 from autopar.lazy_commands import FUNCTIONS
+from autopar.planner.errors import ExitCode
+from autopar.runtime import refusal
 from tests.autopar.commands import run
 
 
@@ -59,3 +62,9 @@ def test_no_command_shows_all_of_them_and_is_bad_usage(
     ran = run(monkeypatch, capsys)
     assert (ran.code, ran.err) == (2, "")
     assert all(name in ran.out for name in FUNCTIONS)
+
+
+def test_the_documented_exit_codes_are_those_there_are() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text(encoding="utf-8")
+    assert [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)] == list(ExitCode)
+    assert (refusal.USAGE, refusal.MISMATCH) == (ExitCode.USAGE, ExitCode.MISMATCH)
