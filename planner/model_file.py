@@ -107,7 +107,7 @@ def _import(path: Path) -> ModuleType:
     shadowed = sys.modules.get(path.stem)
     sys.modules[path.stem] = module  # dataclasses and pickling look a module up by its name
     try:
-        with _guarded(f"importing {path.name}", path), _no_process_group(path):
+        with _guarded(f"importing {path.name}", path), _no_process_group(path), _uncompiled():
             spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[path.stem]
@@ -305,6 +305,20 @@ def _no_process_group(path: Path) -> Iterator[None]:
     with ExitStack() as patches:
         for holder in holders:
             patches.enter_context(patch.object(holder, "init_process_group", refuse))
+        yield
+
+
+@contextmanager
+def _uncompiled() -> Iterator[None]:
+    """Have functions that a model file compiles by torch.jit stay Python, which can be traced."""
+    import torch
+
+    plain = torch.jit.script
+
+    def script(obj: Any, *positional: Any, **named: Any) -> Any:
+        return obj if inspect.isfunction(obj) else plain(obj, *positional, **named)
+
+    with patch.object(torch.jit, "script", script):
         yield
 
 

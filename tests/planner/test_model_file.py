@@ -6,9 +6,11 @@ from textwrap import dedent
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.planner.errors import InputError
 from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.trace import trace
 
 
 @pytest.fixture(autouse=True)
@@ -146,3 +148,36 @@ def test_a_fault_names_the_line_in_the_model_file(tmp_path: Path) -> None:
 def test_an_interrupt_is_no_fault_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(KeyboardInterrupt):
         loaded(tmp_path, "raise KeyboardInterrupt")
+
+
+COMPILED = """
+import torch
+from torch import nn
+
+@torch.jit.script
+def clamped(x: torch.Tensor, most: float):
+    return (x / most).tanh() * most
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.map = nn.Linear(4, 4)
+
+    def forward(self, x):
+        return clamped(self.map(x), 5.0).square().mean()
+
+def build_model():
+    return Model()
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 4)}
+"""
+
+
+def test_functions_that_a_model_file_compiles_are_traced_as_python(tmp_path: Path) -> None:
+    plain = torch.jit.script
+    (tmp_path / "compiled.py").write_text(COMPILED, encoding="utf-8")
+    graph = trace(load_model_file(str(tmp_path / "compiled.py")))
+    assert torch.jit.script is plain
+    assert "aten.tanh.default" in {op.target for op in graph.ops}
+    assert graph.fixed_batch is None
