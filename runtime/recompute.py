@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from functools import partial, wraps
 from typing import Any, Literal, TypeAlias
 
@@ -11,6 +11,7 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,
+    _StopRecomputationError,
     checkpoint,
     create_selective_checkpoint_contexts,
 )
@@ -72,15 +73,39 @@ def _contexts(
     """Return what surrounds the forward, and what surrounds it when it runs again."""
     first, again = buffers.contexts()
     if policy is None:
-        return first, again
+        return first, _all(_stopping(), again)
     keeping, kept = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return _both(first, keeping), _both(again, kept)
+    return _all(first, keeping), _all(_stopping(), again, kept)
 
 
 @contextmanager
-def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
-    with outer, inner:
+def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
         yield
+
+
+@contextmanager
+def _stopping() -> Iterator[None]:
+    """Stop a forward that runs again where torch stops it, though the forward catches that.
+
+    As soon as all that the backward needs is there, torch leaves the forward by an exception, and
+    so saves its last matmul; code that catches every exception raises another instead.
+    """
+    try:
+        yield
+    except Exception as error:
+        if _is_caught_stop(error):
+            raise _StopRecomputationError from error
+        raise
+
+
+def _is_caught_stop(error: BaseException | None) -> bool:
+    """Whether an error was raised while torch's stop was handled."""
+    while error is not None and not isinstance(error, _StopRecomputationError):
+        error = error.__context__
+    return error is not None
 
 
 def _policy(keep: frozenset[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:

@@ -45,6 +45,22 @@ class CallTree:
         keywords = tuple(value for _, value in record.keywords)
         return frozenset(refs((record.arguments, keywords)))
 
+    def untold(self, call: str) -> frozenset[str]:
+        """Return the tensors of a forward that a call reads, though it is not given them.
+
+        Others have left them where it finds them: on a module, or in what both know. Buffers are
+        no such tensors: whoever runs the module has them.
+        """
+        tensors = self.graph.tensors
+        made = {name for op in self.ops.get(call, ()) for name in op.outputs}
+        read = {name for op in self.ops.get(call, ()) for name in op.inputs}
+        kept = (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT)
+        return frozenset(
+            name
+            for name in read - made - self.entering(call)
+            if tensors[tensors[name].storage].origin not in kept
+        )
+
     def leaving(self, call: str) -> frozenset[str]:
         """Return the tensors in the result of a call."""
         return frozenset(

@@ -53,6 +53,12 @@ def own_attributes(source: str) -> frozenset[str]:
     return frozenset(name for found in loads for name, _ in found)
 
 
+def remembers(source: str) -> bool:
+    """Whether a class, once built, reads attributes that it sets."""
+    stores = (_attributes(function, ast.Store) for function in _methods(source))
+    return not own_attributes(source).isdisjoint(name for found in stores for name, _ in found)
+
+
 def _methods(source: str) -> Iterator[ast.FunctionDef]:
     """Yield the methods of a class but its constructor."""
     try:

@@ -16,6 +16,7 @@ from autopar.codegen.forward.forward_source import (
     keeps_state,
     left_on_others,
     own_attributes,
+    remembers,
 )
 from autopar.codegen.forward.identifiers import is_identifier
 from autopar.codegen.forward.imported import Imported, imported, imported_classes
@@ -62,6 +63,7 @@ class Module:
     is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
     keeps_state: bool = False  # it reads an attribute that an earlier call, or its caller, has set
+    remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
     reads_sizes: bool = False  # of tensors: numbers that it computes with may be such sizes
     functions: tuple[Imported, ...] = ()  # autograd Functions that are at hand there
 
@@ -95,6 +97,7 @@ def modules_of(model: nn.Module) -> Modules:
             container=_container(module),
             numbers=tuple(_numbers(module)),
             is_importable=_is_importable(kind),
+            remembers=remembers(sources[kind]),
             **facts[key],
         )
     return found

@@ -15,6 +15,7 @@ from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, common
 from autopar.codegen.forward.changes import is_changed, is_split, is_split_random
 from autopar.codegen.forward.mistaken_sizes import mistakes_sizes
 from autopar.codegen.forward.split import Split
+from autopar.codegen.forward.state import finds_state
 from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import WHOLE, Layout
 from autopar.planner.random_ops import is_random
@@ -36,6 +37,11 @@ class Opening:
     inlined: frozenset[str]
     places: Mapping[tuple[str, str, Layout], str]
     leaves: Mapping[str, tuple[str, Layout]]
+
+    @property
+    def printed(self) -> frozenset[str]:
+        """The calls whose code is printed."""
+        return self.opened | self.inlined
 
     def scope(self, op: Op) -> str:
         """Return the call whose printed code contains an op, or the call that hides it."""
@@ -144,7 +150,9 @@ class _Opener:
         self._open_for_randomness()
         if self.tree.graph.was_noticed:
             self._open_all_around()
-        self._open_for_state()
+        while found := finds_state(self._so_far()):
+            for call in found:
+                self._open(call)
         return self._so_far()
 
     def _so_far(self) -> Opening:
@@ -297,19 +305,6 @@ class _Opener:
             for around in self.tree.chains[call]:
                 if around != LOSS:
                     self._open(around)
-
-    def _open_for_state(self) -> None:
-        """Open what keeps state where its caller is open: that may have been what resets it."""
-        for call, chain in self.tree.chains.items():
-            if len(chain) < 3 or self.tree.graph.calls[call].is_function or call in self.inlined:
-                continue
-            module = self.split.modules.get(self.tree.graph.calls[call].path)
-            if (
-                module is not None
-                and module.keeps_state
-                and chain[-2] in self.opened | self.inlined
-            ):
-                self._open(call)
 
     def _chain_from(self, op: Op, call: str) -> tuple[str, ...]:
         chain = self.tree.chain(op)

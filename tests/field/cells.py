@@ -93,6 +93,7 @@ AWKWARD: Mapping[str, Subject] = {
     "writing layers": _own("writing_layers"),
     "odd modules": _own("odd_modules"),
     "siamese": _own("siamese"),
+    "left behind": _own("left_behind"),
     "unread": _own("unread"),
     "adapters": _own("adapters"),
     "own choices": _own("own_choices"),

@@ -39,6 +39,8 @@ ONCE_WRONG = {
     ("ResNet", "tp 2"): "a module that refuses another number of channels",
     ("in place", "tp 2"): "a squeeze where ranks have one head, writes into what is handed on",
     ("siamese", "dp 2"): "a norm that runs three times for each microbatch",
+    ("left behind", "pp 2"): "what an earlier call left on a module, functions of an instance",
+    ("left behind", "full dp 2"): "a forward that turns every exception into its own",
     ("unread", "zero-3 2"): "weights of units whose results nothing reads",
     ("unread", "pp 2"): "a result of which nobody computes a part",
     ("own choices", "tp 2"): "classes of one name, checkpoints, a region of inference",

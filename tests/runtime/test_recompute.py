@@ -28,10 +28,22 @@ class Matmuls(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def gradients(mode: Mode, keep: tuple[str, ...] = MATMULS) -> tuple[list[Tensor], int, int]:
+class Telling(Layer):
+    """Raises an error of its own over any other, as einx does around its operations."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        try:
+            return super().forward(x)
+        except Exception as error:
+            raise ValueError(f"wrong input of shape {tuple(x.shape)}") from error
+
+
+def gradients(
+    mode: Mode, keep: tuple[str, ...] = MATMULS, kind: type[Layer] = Layer
+) -> tuple[list[Tensor], int, int]:
     """Return the gradients, the matrix products of the backward, and the bytes kept for it."""
     torch.manual_seed(0)
-    layer = Layer()
+    layer = kind()
     recompute(layer, mode, keep=keep)
     x = torch.randn(4, 8, requires_grad=True)
     kept: dict[int, int] = {}
@@ -62,6 +74,25 @@ def test_full_computes_products_again_and_selective_does_not() -> None:
     assert gradients("selective")[1] == plain
     assert gradients("full")[1] == plain + 1  # early stop: the last product is not needed
     assert gradients("selective", keep=())[1] == plain + 1
+
+
+@pytest.mark.parametrize("mode", ["selective", "full"])
+def test_a_forward_that_turns_every_exception_into_its_own_may_run_again(mode: Mode) -> None:
+    expected, _, _ = gradients("none")
+    found, _, _ = gradients(mode, kind=Telling)
+    assert len(found) == 5
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_an_error_of_a_forward_that_runs_again_is_its_own() -> None:
+    layer = Layer()
+    recompute(layer, "full")
+    loss = layer(torch.randn(4, 8, requires_grad=True)).sum()
+    layer.up.bias = None  # type: ignore[assignment]
+    layer.up.weight = None  # type: ignore[assignment]
+    with pytest.raises(TypeError):
+        loss.backward()
 
 
 def test_less_is_kept() -> None:
