@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from functools import partial, wraps
 from typing import Any, Literal, TypeAlias
 
@@ -73,36 +73,34 @@ def _contexts(
     """Return what surrounds the forward, and what surrounds it when it runs again."""
     first, again = buffers.contexts()
     if policy is None:
-        return first, _all(_stopping(), again)
+        return first, _both(_Stopping(), again)
     keeping, kept = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return _all(first, keeping), _all(_stopping(), again, kept)
+    return _both(first, keeping), _both(_Stopping(), _both(again, kept))
 
 
 @contextmanager
-def _all(*contexts: AbstractContextManager[Any]) -> Iterator[None]:
-    with ExitStack() as stack:
-        for context in contexts:
-            stack.enter_context(context)
+def _both(outer: AbstractContextManager[Any], inner: AbstractContextManager[Any]) -> Iterator[None]:
+    with outer, inner:
         yield
 
 
-@contextmanager
-def _stopping() -> Iterator[None]:
-    """Stop a forward that runs again where torch stops it, though the forward catches that.
+class _Stopping:
+    """Stops a forward that runs again where torch stops it, though the forward catches that.
 
     As soon as all that the backward needs is there, torch leaves the forward by an exception, and
-    so saves its last matmul; code that catches every exception raises another instead.
+    so saves its last matmul; code that catches every exception raises another instead. A class,
+    because a generator's frames would keep the error alive, and with it what the forward made.
     """
-    try:
-        yield
-    except Exception as error:
-        if _is_caught_stop(error):
-            raise _StopRecomputationError from error
-        raise
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if _is_stop(error):
+            raise _StopRecomputationError from None
 
 
-def _is_caught_stop(error: BaseException | None) -> bool:
-    """Whether an error was raised while torch's stop was handled."""
+def _is_stop(error: BaseException | None) -> bool:
+    """Whether an error is torch's stop, or was raised while that was handled."""
     while error is not None and not isinstance(error, _StopRecomputationError):
         error = error.__context__
     return error is not None
