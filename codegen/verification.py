@@ -23,6 +23,7 @@ from autopar.planner.plan.plan import Plan
 
 LAST_LINES = 15  # of what a failed script printed
 _KILLED = re.compile(r"exitcode\s*: -9\b")  # of what torchrun says failed first
+_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # as runtime.refusal has it
 _TRACEBACK = "Traceback (most recent call last)"
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
 STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
@@ -106,6 +107,8 @@ def failure_of(printed: str, ranks: int) -> ScriptFailedError:
             fix="verify a smaller model of the same file (autopar verify PLAN --arg layers=…), or "
             "end what else takes memory",
         )
+    if refusal := _REFUSED.search(printed):
+        return ScriptFailedError(f"the script refuses to run: {refusal[1]}", fix=refusal[2])
     told = "\n".join(first_traceback(printed.strip().splitlines())[-LAST_LINES:])
     return ScriptFailedError(f"the script failed on {ranks} processes:\n{told}")
 

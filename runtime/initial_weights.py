@@ -5,7 +5,7 @@ replays, one parameter at a time, only what it holds, each random op seeded by i
 """
 
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -17,6 +17,7 @@ from autopar.runtime.mesh import ALONE, Axis
 from autopar.runtime.pretended_cpu import recorded
 from autopar.runtime.randomness import seeded
 from autopar.runtime.recorded_ops import META, Recording
+from autopar.runtime.refusal import refuse
 from autopar.runtime.shards import (
     Place,
     Split,
@@ -34,6 +35,7 @@ class Recipe:
 
     shapes: Mapping[str, tuple[int, ...]]
     make: Callable[[str], Tensor]
+    bare: Collection[str] = frozenset()  # what the constructor made, and gave no numbers
 
     @torch.no_grad()
     def materialise(
@@ -66,8 +68,17 @@ class Recipe:
     def _source(self, place: Place) -> tuple[tuple[int, ...], Tensor | None]:
         if place.name not in self.shapes:
             raise KeyError(f"the recorded model has no {place.name}: its names may not change")
-        is_dry_run = detect_fake_mode() is not None  # which needs shapes only
-        return self.shapes[place.name], None if is_dry_run else self.make(place.name)
+        if detect_fake_mode() is not None:  # a dry run, which needs shapes only
+            return self.shapes[place.name], None
+        if place.name in self.bare and isinstance(place.tensor, nn.Parameter):
+            refuse(
+                f"the parameter {place.name} has no initial weights: the model's constructor "
+                "takes memory for it (torch.empty) and never fills that, so each rank would start "
+                "from other numbers",
+                fix="fill it in build_model, say by nn.init.normal_(parameter, std=0.02), or start "
+                "from trained --weights",
+            )
+        return self.shapes[place.name], self.make(place.name)
 
 
 def record(factory: Callable[[], nn.Module], *, seed: int) -> tuple[nn.Module, Recipe]:
@@ -83,7 +94,14 @@ def record(factory: Callable[[], nn.Module], *, seed: int) -> tuple[nn.Module, R
     values = {place.name: recording.value(place.tensor) for place in _tensors(model)}
     _move_to_meta(model, recording.on_meta)
     shapes = {name: value.size for name, value in values.items()}
-    return model, Recipe(shapes, lambda name: recording.replay([values[name]])[0])
+    bare = recording.bare()
+    return model, Recipe(
+        shapes,
+        make=lambda name: recording.replay([values[name]])[0],
+        bare={
+            name for name, value in values.items() if value.storage in bare and 0 not in value.size
+        },
+    )
 
 
 def build(factory: Callable[[], nn.Module], *, seed: int) -> nn.Module:

@@ -21,6 +21,7 @@ CPU = torch.device("cpu")
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "bernoulli_"} | {
     "_no_grad_trunc_normal_"
 }
+COPIES = {"clone", "_to_copy"}
 
 
 class UnrecordableError(Exception):
@@ -122,6 +123,10 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         values = list(values)
         return replay(self.ops, self.constants, values, self.seed)
 
+    def bare(self) -> frozenset[int]:
+        """Return the storages that were never given numbers: what they hold is left to chance."""
+        return bare_storages(self.ops)
+
     def on_meta(self, leaf: Any) -> Any:
         """Let a real tensor be represented by a meta tensor, and remember its numbers."""
         if not isinstance(leaf, Tensor) or is_recorded(leaf):
@@ -195,6 +200,18 @@ def needed_ops(ops: list[RecordedOp], storages: Iterable[int]) -> Iterator[Recor
         contents |= op.reads
         existing |= op.reads | op.overwrites
     return reversed(needed)
+
+
+def bare_storages(ops: Iterable[RecordedOp]) -> frozenset[int]:
+    """Find the storages that are made without numbers and never get any, and copies of such."""
+    bare: frozenset[int] = frozenset()
+    for op in ops:
+        name = op.function.__name__.split(".")[0]
+        if "empty" in name or (name in COPIES and op.reads <= bare):
+            bare |= {value.storage for value in op.makes if value}
+        else:
+            bare -= op.writes
+    return bare
 
 
 def replay(

@@ -113,3 +113,15 @@ def test_a_process_that_was_killed_is_told_as_such(tmp_path: Path) -> None:
     assert "one of 2 processes was killed" in str(error)
     assert "smaller model" in error.fix
     assert "the script failed" in str(failure_of("Traceback (most recent call last):\nKeyError", 2))
+
+
+def test_what_a_script_refuses_is_told_in_its_own_words(tmp_path: Path) -> None:
+    script = tmp_path / "refuses.py"
+    script.write_text(
+        "from autopar.runtime.refusal import refuse\nrefuse('no such rows', fix='give some')\n"
+    )
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", str(script)]
+    done = subprocess.run(torchrun, capture_output=True, text=True, check=False)
+    error = failure_of(done.stderr, 2)
+    assert str(error).startswith("the script refuses to run: no such rows")
+    assert error.fix == "give some"
