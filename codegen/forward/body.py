@@ -16,7 +16,6 @@ from autopar.codegen.forward.expressions import (
     call,
     joined,
     method,
-    sequence,
     text,
 )
 from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
@@ -25,11 +24,12 @@ from autopar.codegen.forward.module_calls import call_line, unnamed_function
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.operations import Place, base_name, gives_many, printed
 from autopar.codegen.forward.owned import NeedsInlineError, Owner
+from autopar.codegen.forward.repeats import Repeats
 from autopar.codegen.forward.sizes import Sizes, whole_sizes
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Op, Origin, Ref, Value
-from autopar.planner.layouts import WHOLE, Layout
+from autopar.planner.graph import Op, Origin, Value
+from autopar.planner.layouts import Layout
 from autopar.planner.random_ops import is_random
 
 LOSS_WEIGHTS = "loss_weights"  # the name that a microbatch has for them
@@ -46,11 +46,13 @@ class BodyBuilder:
         self.loss_weights = f'batch["{LOSS_WEIGHTS}"]' if scope == LOSS else LOSS_WEIGHTS
         self.sizes = Sizes(self.split, self.axis)
         self.have: dict[str, Layout] = {}
-        self.same: dict[Held, Held] = {}  # results of ops that do nothing
+        self.same: dict[Held, Held] = {}  # results of ops that do nothing, or nothing new
+        self.repeats = Repeats(self.graph)
         self.defined: set[Held] = set()
         self.arguments: dict[Held, str] = {}
         self.lines: list[Line] = []
         self.unpacked: set[str] = set()  # arguments that are containers
+        self.containers: dict[Expression, str] = {}  # these, by what they hold
         self.called: set[str] = set()
         self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
         self.written = {
@@ -74,14 +76,16 @@ class BodyBuilder:
         copied = method(held, "clone")
         self.lines.append(Line(results=held, expression=copied, is_ordered=True, reason=why))
 
-    def bind_pattern(self, pattern: Pattern, source: str) -> None:
-        """Have the values inside a container from outside."""
+    def bind_pattern(self, pattern: Pattern, source: str, names: tuple[str, ...] = ()) -> None:
+        """Have the values inside a container from outside, under names if they are all plain."""
         new = [held for held in held_in(pattern) if held.tensor not in self.have]
         if new:
             self.unpacked.add(source.partition("[")[0])
-            self.lines.append(Line(results=pattern, expression=text(source), is_ordered=True))
+            self.lines.append(Line(results=pattern, expression=text(source), names=names))
             for held in new:
                 self.define(held)
+            if isinstance(pattern, tuple) and all(isinstance(item, Held) for item in pattern):
+                self.containers[joined(tuple(held_in(pattern)))] = source
 
     def define(self, held: Held) -> None:
         """Have a value at hand from here on."""
@@ -125,14 +129,21 @@ class BodyBuilder:
             expression = call("scale_loss", expression, text(f"{self.loss_weights}[{number}]"))
             self.unpacked.add(LOSS_WEIGHTS)
         made = tuple(map(self._made, op.outputs))
+        is_ordered = is_random(op) or bool(op.writes) or self.reads_written(op)
+        if not is_ordered and not gives_many(op):
+            earlier = self.repeats.earlier(expression, made[0])
+            if earlier is not None:
+                self._rename(made[0], earlier)
+                return
         self.lines.append(
             Line(
                 results=made if gives_many(op) else made[0],
                 expression=expression,
-                is_ordered=is_random(op) or bool(op.writes) or self.reads_written(op),
+                is_ordered=is_ordered,
                 has_gradient=op.grad_enabled,
                 is_random=is_split_random(op, self.split),
                 hint=base_name(op.target),
+                names=tuple(self.tree.named.get(name, "") for name in op.outputs),
             )
         )
         for held in made:
@@ -142,11 +153,13 @@ class BodyBuilder:
         """Let the result of an op be another name for its input."""
         source = self.value(op.inputs[0], self.split.need(op, 0), op)
         if isinstance(source, Held):
-            made = self._made(op.outputs[0])
-            self.same[made] = source
-            self.have.setdefault(made.tensor, made.layout)
+            self._rename(self._made(op.outputs[0]), source)
             return
         raise InputError(f"{op.name} only renames what the module holds", where=op.location)
+
+    def _rename(self, made: Held, source: Held) -> None:
+        self.same[made] = source
+        self.have.setdefault(made.tensor, made.layout)
 
     def _is_nothing(self, op: Op) -> bool:
         """Whether an op takes all of a dim; what the module itself holds is taken as it says."""
@@ -273,26 +286,6 @@ class BodyBuilder:
             return self.sizes.whole(value)
         assert value is None or isinstance(value, (bool, int, float, str))
         return literal(value)
-
-    # --- what goes out ---------------------------------------------------------------------------
-
-    def result(self, value: Value) -> Expression:
-        """Return what a call returns, in the layouts in which it leaves."""
-        if isinstance(value, Ref) and value.tensor not in self.graph.tensors:
-            return literal(None)  # nothing that the loss depends on
-        if isinstance(value, Ref):
-            left = self.opening.leaves.get(value.tensor)
-            layout = self.have.get(value.tensor, self.split.made(value.tensor))
-            need = left[1] if left is not None and left[0] == self.scope else layout
-            if value.tensor == self.graph.loss:
-                need = WHOLE
-            return self.value(value.tensor, need)
-        if isinstance(value, tuple):
-            items = tuple(self.result(item) for item in value)
-            return sequence(value, items)
-        if value is None or isinstance(value, (bool, int, float)):
-            return literal(value)
-        raise NeedsInlineError(self.scope, self.graph.calls[self.scope], reason=str(value))
 
     def body(self, result: Expression | None) -> Body:
         """Return what was built."""

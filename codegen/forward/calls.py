@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+from autopar.codegen.forward.author_names import author_names
 from autopar.planner.graph import Graph, Op, Origin, refs
 
 LOSS = "(loss)"
@@ -24,6 +25,7 @@ class CallTree:
     maker: Mapping[str, Op]
     users: Mapping[str, tuple[Op, ...]]
     written_later: frozenset[str]  # tensors to whose memory an op writes that comes after them
+    named: Mapping[str, str]  # tensors to which the model's author gives a name
 
     def chain(self, op: Op) -> tuple[str, ...]:
         """Return the calls around an op, outermost first."""
@@ -99,6 +101,7 @@ def call_tree(graph: Graph) -> CallTree:
         maker=MappingProxyType({t: op for op in graph.ops for t in op.outputs}),
         users=MappingProxyType({t: tuple(ops) for t, ops in users.items()}),
         written_later=_written_later(graph),
+        named=author_names(graph),
     )
 
 

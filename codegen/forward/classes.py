@@ -9,17 +9,18 @@ from dataclasses import dataclass
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.changes import is_split
-from autopar.codegen.forward.expressions import Expression, Held
+from autopar.codegen.forward.expressions import Held
 from autopar.codegen.forward.identifiers import comment, is_identifier, string
-from autopar.codegen.forward.lines import Body, Pattern, tuple_of
+from autopar.codegen.forward.lines import Body, Pattern
 from autopar.codegen.forward.modules import Argument, Module
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.results import is_mapping, pairs
+from autopar.codegen.forward.returns import returned
 from autopar.codegen.forward.wrapping import wrapped_definition
 from autopar.codegen.forward.writer import Style, written
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Listed, Mapped, Ref, Value, refs
+from autopar.planner.graph import Mapped, Ref, Value, refs
 
 _KINDS = inspect.Parameter
 
@@ -43,16 +44,6 @@ def printed_forward(opening: Opening, call: str) -> Printed:
         builder.add(op)
     body = builder.body(returned(builder, record.result))
     return forward(module, body, builder, _signature(module), docstring=_does(module))
-
-
-def returned(builder: BodyBuilder, value: Value) -> Expression:
-    """Return the result of a call; a tuple stands in a return without brackets."""
-    if is_mapping(value):
-        record = builder.graph.calls[builder.scope]
-        raise NeedsInlineError(builder.scope, record, reason="its result is no plain tuple")
-    if isinstance(value, tuple) and not isinstance(value, Listed) and len(value) > 1:
-        return tuple_of([builder.result(item) for item in value])
-    return builder.result(value)
 
 
 def forward(
@@ -163,7 +154,9 @@ def _bind(builder: BodyBuilder, name: str, value: Value) -> None:
         if is_mapping(value):
             record = builder.graph.calls[builder.scope]
             raise NeedsInlineError(builder.scope, record, reason=f"{name} is a mapping")
-        builder.bind_pattern(_pattern(builder, value), name)
+        path = builder.graph.calls[builder.scope].path
+        names = builder.split.modules[path].unpacks.get(name, ())
+        builder.bind_pattern(_pattern(builder, value), name, names)
 
 
 def _pattern(builder: BodyBuilder, value: Value) -> Pattern:

@@ -29,6 +29,8 @@ _WHOLE: Mapping[str, str] = MappingProxyType(
     {"torch": "import torch", "F": "import torch.nn.functional as F"}
 )
 
+IMPORTED = frozenset(_MODULES.keys() | _WHOLE.keys())  # what no variable may be called
+
 
 def imports_of(sources: Iterable[str]) -> tuple[str, ...]:
     """Return the import lines of some sources, one per module, sorted."""

@@ -25,6 +25,7 @@ class Line:
     is_random: bool = False
     reason: str = ""
     hint: str = ""
+    names: tuple[str, ...] = ()  # what the model's author calls the results, "" where nothing
     module: str | None = None
     arguments: tuple[tuple[str, Expression], ...] = ()
 

@@ -94,7 +94,8 @@ def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:
     if is_mapping(value):
         raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
     if isinstance(value, tuple):
-        return sequence(value, tuple(_argument(item, unit, body) for item in value))
+        given = sequence(value, tuple(_argument(item, unit, body) for item in value))
+        return text(body.containers[given]) if given in body.containers else given
     if isinstance(value, Extent):
         return body.sizes.whole(value)
     if isinstance(value, DType):

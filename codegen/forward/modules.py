@@ -11,6 +11,7 @@ from typing import Any
 
 from torch import Tensor, autograd, nn
 
+from autopar.codegen.forward.author_names import unpacked
 from autopar.codegen.forward.forward_source import (
     checks_sizes,
     keeps_state,
@@ -60,6 +61,7 @@ class Module:
     returns: str
     container: Container
     numbers: tuple[tuple[str, int | float], ...]
+    unpacks: Mapping[str, tuple[str, ...]]  # the variables into which its forward unpacks another
     is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
     keeps_state: bool = False  # it reads an attribute that an earlier call, or its caller, has set
@@ -117,6 +119,7 @@ def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
         "keeps_state": is_told or keeps_state(source),
         "reads_sizes": reads_sizes(module.forward, type(module)),
         "functions": tuple(_functions(module)),
+        "unpacks": unpacked(source),
     }
 
 

@@ -3,50 +3,27 @@
 from __future__ import annotations
 
 import builtins
-import re
-from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain, count
 
 from autopar.codegen.forward.expressions import Expression, Fact, Form, Held, Slot, pieces
 from autopar.codegen.forward.identifiers import identifier, is_identifier
+from autopar.codegen.forward.imports import IMPORTED
 from autopar.codegen.forward.lines import Line, held_in
 from autopar.codegen.forward.loops import Loop
-from autopar.codegen.forward.sizes import Wanted, wanted
+from autopar.codegen.forward.size_names import Shape, shapes_of
 from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.statements import Statement
 
 _ATTENTION = "F.scaled_dot_product_attention"
 _LOSSES = ("F.cross_entropy", "vocab_parallel_cross_entropy")
 _TELLING = frozenset({"cos", "sin", "query", "key", "value", "q", "k", "v", "gate", "up", "weight"})
+_CASTS = frozenset({"to", "float", "type_as", "contiguous"})
+_SHAPES = frozenset({"expand", "flatten", "permute", "reshape", "transpose", "unsqueeze", "view"})
 _VAGUE = frozenset({"input", "x", "self", "args", "query", "key", "value"})
 _USUAL = ("x", "y", "z", "h", "u", "w")
 _AXIS = "tensor"  # the argument of a loss that is printed
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Shape:
-    """The sizes of one value that a body gives names to: one entry per dim, "" where unused.
-
-    `same` holds the names of sizes that another value has given before.
-    """
-
-    held: Held
-    names: tuple[str, ...]
-    same: tuple[str, ...]
-
-    def name(self, dim: int) -> str:
-        """Return the name of one size, "" where it has none."""
-        return self.names[dim] or self.same[dim]
-
-    @property
-    def text(self) -> str:
-        """The right way to unpack the sizes, with `{}` for the value."""
-        named = [i for i, name in enumerate(self.names) if name]
-        if len(named) == 1:
-            return f"{self.names[named[0]]} = {{}}.shape[{named[0]}]"
-        return f"{', '.join(name or '_' for name in self.names)} = {{}}.shape"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -90,11 +67,13 @@ class _Namer:
         split: Split,
     ) -> None:
         self.statements, self.split = statements, split
+        modules = split.modules.values()
+        self.unpacks = {name: one for module in modules for name, one in module.unpacks.items()}
         self.names = dict(arguments)
         self.typed = {held for held, name in arguments.items() if name in typed}
         self.kinds = {name: name in typed for name in arguments.values()}
         self.frame = {_AXIS, *(name.partition("[")[0] for name in arguments.values())}
-        self.shapes = tuple(self._shapes())
+        self.shapes = tuple(shapes_of(statements, split, self.frame))
         self.hints = dict(self._hints())
         self.last = self._last_uses()
         self.reserved = {name for shape in self.shapes for name in shape.names}
@@ -123,7 +102,10 @@ class _Namer:
 
     def _name(self, held: Held, statement: Statement, number: int, position: int) -> None:
         others = {self.names[h] for h in held_in(statement.results) if h in self.names}
-        name = self._free(number, self._wishes(held, statement, number, position), others)
+        wishes = self._wishes(held, statement, number, position)
+        if self.split.graph.tensors[held.tensor].requires_grad:
+            wishes += _USUAL
+        name = self._free(number, wishes, others)
         self.names[held] = name
         known = self.kinds.setdefault(name, is_tensor(statement.expression, self.typed))
         if known:
@@ -135,20 +117,22 @@ class _Namer:
             for held, name in self.names.items()
             if self.last.get(held, -1) > number or name in others
         }
-        for wish in (*wishes, *_USUAL):
-            if wish not in busy and wish not in self.reserved and wish not in others:
-                return wish
         stem = wishes[0] if wishes else "y"
-        return next(
-            name
-            for name in (f"{stem}{i}" for i in count(2))
-            if name not in busy and name not in self.reserved
-        )
+        busy |= self.reserved | others | IMPORTED
+        numbered = (f"{stem}{i}" for i in count(2))
+        usual = _USUAL if len(stem) == 1 else ()
+        return next(name for name in chain(wishes, usual, numbered) if name not in busy)
 
     def _wishes(self, held: Held, statement: Statement, number: int, position: int) -> list[str]:
-        hint, line = self.hints.get(held), statement.line
-        if hint is not None:
-            return [hint]
+        hint, author = self.hints.get(held), _author_name(held, statement)
+        wishes = [author] if author and not hasattr(builtins, author) else []
+        return [
+            *wishes,
+            *([hint] if hint is not None else self._guesses(held, statement, number, position)),
+        ]
+
+    def _guesses(self, held: Held, statement: Statement, number: int, position: int) -> list[str]:
+        line = statement.line
         before = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
         is_call = line.module is not None
         if isinstance(statement.results, tuple) and len(statement.results) > 1 and not is_call:
@@ -158,12 +142,17 @@ class _Namer:
             return ["loss"]
         if _is_call_of(statement.expression, (_ATTENTION,)):
             return ["y"]
-        telling = line.hint.removesuffix("_proj")
+        telling = _hint(statement).removesuffix("_proj")
         if telling in _TELLING:
             return [identifier(telling)]
         dims = self.split.axes.dims
         ends_here = before is not None and self.last.get(before, -1) <= number
-        if before is not None and ends_here and dims[before.tensor] == dims[held.tensor]:
+        is_reshaped = all(line.hint in _SHAPES | _CASTS for line in statement.lines)
+        if (
+            before is not None
+            and ends_here
+            and (is_reshaped or dims[before.tensor] == dims[held.tensor])
+        ):
             name = self.names[before]
             return [name] if is_identifier(name) and not hasattr(builtins, name) else []
         return self._wishes_by_type(held, line.hint)
@@ -197,16 +186,20 @@ class _Namer:
         yield from found.items()
 
     def _passed(self, statement: Statement) -> Iterator[tuple[str, Held]]:
-        """Yield the values that a module is given, with the module's own names for them."""
-        line = statement.line
-        module = self.split.modules.get(line.module) if line.module is not None else None
-        if module is None:
-            return
-        names = [argument.name for argument in module.arguments]
-        for position, (keyword, value) in enumerate(line.arguments):
-            name = keyword or (names[position] if position < len(names) else "")
-            if isinstance(value, Held) and is_identifier(name) and name not in _VAGUE:
-                yield name, value
+        """Yield the values that modules are given, with the modules' own names for them."""
+        for line in reversed(statement.lines):
+            module = self.split.modules.get(line.module) if line.module is not None else None
+            names = [argument.name for argument in module.arguments] if module is not None else []
+            for position, (keyword, value) in enumerate(line.arguments if module else ()):
+                name = keyword or (names[position] if position < len(names) else "")
+                if isinstance(value, Held) and is_identifier(name) and name not in _VAGUE:
+                    yield name, value
+                parts = [piece for piece in pieces(value) if isinstance(piece, Held)]
+                names_inside = self.unpacks.get(name, ())
+                if isinstance(value, Form) and len(parts) == len(names_inside):
+                    yield from (
+                        (one, held) for one, held in zip(names_inside, parts, strict=True) if one
+                    )
 
     def _last_uses(self) -> dict[Held, int]:
         bound = {
@@ -221,38 +214,24 @@ class _Namer:
                     last[piece.held] = number
         return last
 
-    def _shapes(self) -> Iterator[Shape]:
-        """Name the sizes of a value that are used more than once."""
-        facts = [
-            piece
-            for statement in self.statements
-            for piece in pieces(statement.expression)
-            if isinstance(piece, Fact) and piece.what.startswith("shape[")
-        ]
-        counts = Counter(fact.held for fact in facts)
-        taken = self.frame | {"self", "x", "q", "k", "v", "y"}
-        sizes: dict[Wanted, str] = {}
-        for held, uses in counts.items():
-            if uses < 2:
-                continue
-            used = {fact.what for fact in facts if fact.held == held}
-            names, same = [], []
-            for position, size in enumerate(wanted(self.split, held.tensor, held.layout)):
-                is_used = f"shape[{position}]" in used
-                same.append(sizes.get(size, "") if is_used else "")
-                is_new = is_used and not same[-1]
-                name = _fresh(self.split.axes.text(size.dim), taken) if is_new else ""
-                names.append(name)
-                taken.add(name)
-                if is_new:
-                    sizes[size] = name
-            yield Shape(held=held, names=tuple(names), same=tuple(same))
+
+def _author_name(held: Held, statement: Statement) -> str:
+    """Return what the model's author calls a value, or what it is another shape or type of."""
+    made = list(held_in(statement.line.results))
+    if len(statement.line.names) == len(made) > 1:
+        return statement.line.names[made.index(held)]
+    for line in reversed(statement.lines):
+        if len(line.names) == 1 and line.names[0]:
+            return line.names[0]
+        if line.hint not in _SHAPES | _CASTS:
+            break
+    return ""
 
 
-def _fresh(axis: str, taken: set[str]) -> str:
-    name = identifier(re.sub(r"_\d+$", "", axis))
-    stem = "size" if re.fullmatch(r"x?\d*", name) else name
-    return next(n for n in chain([stem], (f"{stem}{i}" for i in count(2))) if n not in taken)
+def _hint(statement: Statement) -> str:
+    """Return what a statement does: its outermost line that does not only change the type."""
+    hints = [line.hint for line in reversed(statement.lines)]
+    return next((hint for hint in hints if hint not in _CASTS), hints[0])
 
 
 def is_tensor(expression: Expression, typed: set[Held] | frozenset[Held]) -> bool:

@@ -19,7 +19,6 @@ from autopar.codegen.forward.classes import (
     described,
     forward,
     printed_forward,
-    returned,
 )
 from autopar.codegen.forward.cutting import Cutter, Part
 from autopar.codegen.forward.expressions import Expression, Held, pieces
@@ -31,6 +30,7 @@ from autopar.codegen.forward.opened import Crossing, OpenedClass, Stage
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError, Owner
 from autopar.codegen.forward.results import is_plain
+from autopar.codegen.forward.returns import returned
 from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import WHOLE
 

@@ -11,6 +11,7 @@ from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
 from autopar.codegen.forward.loops import Loop
 
 _HEAVIEST = 6  # operations in one statement
+_MOST_ARGUMENTS = 2  # of a module's call inside of another one's
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,8 @@ class Statement:
     expression: Expression
     results: Pattern
     reasons: tuple[str, ...]
-    parts: tuple[int, ...]  # the lines in it, in the order of evaluation
+    parts: tuple[int, ...]  # the numbers of the lines in it, in the order of evaluation
+    lines: tuple[Line, ...]  # these lines
     folded: tuple[Held, ...]  # the values that got no name
 
 
@@ -92,6 +94,7 @@ class _Folder:
             results=results,
             reasons=tuple(dict.fromkeys([*reasons, *([line.reason] if line.reason else [])])),
             parts=(*parts, number),
+            lines=(*(one for inner in taken.values() for one in inner.lines), line),
             folded=tuple(held for piece, s in taken.items() for held in (*s.folded, piece)),
         )
 
@@ -100,6 +103,9 @@ class _Folder:
         if inner is None or held in self.kept or self.uses[held] != 1 or held in self.facts:
             return False
         if held in self.carried or isinstance(inner.line, Loop) or isinstance(line, Loop):
+            return False
+        is_long = inner.line.module is not None and len(inner.line.arguments) > _MOST_ARGUMENTS
+        if is_long and line.module is not None:
             return False
         is_like = (
             inner.line.has_gradient == line.has_gradient or line.results is None

@@ -26,6 +26,8 @@ def wrapped(line: str, *, indent: int) -> list[str]:
     if indent + len(line) <= WIDTH:
         return [margin + line]
     start = _last_bracket(line)
+    while start and line[start] == "[" and line[start - 1] in _CLOSE:  # f(…)[0] breaks in f's
+        start = _last_bracket(line[:start])
     if start is None:
         return _choice(line, indent) if " if " in _bare(line) else _bracketed(line, indent)
     end = _closing(line, start)

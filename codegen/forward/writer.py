@@ -19,8 +19,9 @@ from autopar.codegen.forward.expressions import (
 from autopar.codegen.forward.identifiers import comment
 from autopar.codegen.forward.lines import Body, Pattern
 from autopar.codegen.forward.loops import Loop, rolled
-from autopar.codegen.forward.naming import Named, Shape, is_tensor, named, values_to_keep
+from autopar.codegen.forward.naming import Named, is_tensor, named, values_to_keep
 from autopar.codegen.forward.owned import Owner
+from autopar.codegen.forward.size_names import Shape
 from autopar.codegen.forward.split import Split
 from autopar.codegen.forward.statements import Statement, statements
 from autopar.codegen.forward.wrapping import WIDTH, wrapped

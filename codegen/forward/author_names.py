@@ -1,0 +1,157 @@
+"""Finds what the author of a model calls a value: the variable that a line of the source sets."""
+
+from __future__ import annotations
+
+import ast
+import linecache
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from functools import cache
+from itertools import groupby
+from textwrap import dedent
+from types import MappingProxyType
+
+from autopar.planner.graph import Graph, Op
+
+_USABLE = re.compile(r"(?!l$)[a-z][a-z0-9_]*")
+# What people write where ATen has another name.
+_ALSO: Mapping[str, str] = MappingProxyType(
+    {"to": "float type_as half bfloat16 double long int bool", "view": "reshape flatten unflatten"}
+)
+_OPERATORS: Mapping[type[ast.AST], str] = MappingProxyType(
+    {
+        ast.Add: "add", ast.Sub: "sub rsub", ast.Mult: "mul", ast.Div: "div reciprocal",
+        ast.MatMult: "matmul mm bmm", ast.Pow: "pow", ast.Mod: "remainder", ast.USub: "neg",
+        ast.FloorDiv: "floor_divide", ast.BitAnd: "__and__ bitwise_and logical_and",
+        ast.BitOr: "__or__ bitwise_or logical_or", ast.Invert: "bitwise_not logical_not",
+        ast.Lt: "lt", ast.LtE: "le", ast.Gt: "gt", ast.GtE: "ge", ast.Eq: "eq", ast.NotEq: "ne",
+    }
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Setting:
+    """A statement that gives names to what one operation makes."""
+
+    first: int
+    last: int
+    names: tuple[str, ...]
+    does: frozenset[str]  # what the operation may be called
+    is_function: bool  # the operation is a plain function, and so no module
+
+    def is_by(self, target: str) -> bool:
+        """Whether an op is the operation that the statement ends with."""
+        name = target.split(".")[1] if "." in target else target
+        return not self.does.isdisjoint((name, name.rstrip("_"), *_ALSO.get(name, "").split()))
+
+
+def author_names(graph: Graph) -> Mapping[str, str]:
+    """Return the names of the tensors to which a statement of the model's source gives one.
+
+    The last op of a statement makes what it sets, if it is what the statement does last: in
+    `x = self.norm(x[:, 0])` the module is. What a function makes is what other code uses.
+    """
+    own: dict[str, list[Op]] = defaultdict(list)
+    users: dict[str, set[str]] = defaultdict(set)
+    for op in graph.ops:
+        own[op.call].append(op)
+        for name in op.inputs:
+            users[name].add(op.name)
+    found: dict[str, str] = {}
+    for ops in own.values():
+        for setting, run in groupby(ops, key=lambda op: _setting(op.location)):
+            if setting is not None:
+                made = _set_by(setting, tuple(run), users)
+                found |= zip(made, setting.names, strict=True) if made else ()
+    return MappingProxyType({tensor: name for tensor, name in found.items() if name})
+
+
+def _set_by(setting: _Setting, ops: Sequence[Op], users: Mapping[str, Set[str]]) -> tuple[str, ...]:
+    """Return the tensors that a statement gives its names to, nothing where that is unclear."""
+    made = ops[-1].outputs
+    if setting.is_by(ops[-1].target):
+        return made if len(made) == len(setting.names) else ()
+    if not setting.is_function or len(setting.names) != 1:
+        return ()
+    inside = {op.name for op in ops}
+    left = [name for op in ops for name in op.outputs if not users[name] <= inside]
+    return tuple(left) if len(left) == 1 else ()
+
+
+def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
+    """Return by the name of a variable the names into which a function unpacks it."""
+    try:
+        tree = ast.parse(dedent(source))
+    except SyntaxError:  # a lambda amid an expression
+        return MappingProxyType({})
+    return MappingProxyType(
+        {
+            node.value.id: _names(node.targets[0])
+            for node in ast.walk(tree)
+            if isinstance(node, ast.Assign)
+            and isinstance(node.value, ast.Name)
+            and isinstance(node.targets[0], ast.Tuple)
+        }
+    )
+
+
+def _setting(location: str) -> _Setting | None:
+    """Return the innermost statement at file:line that sets variables."""
+    file, _, line = location.rpartition(":")
+    if not line.isdigit():
+        return None
+    around = [one for one in _settings(file) if one.first <= int(line) <= one.last]
+    return min(around, key=lambda one: one.last - one.first, default=None)
+
+
+@cache
+def _settings(file: str) -> tuple[_Setting, ...]:
+    try:
+        tree = ast.parse("".join(linecache.getlines(file)))
+    except (SyntaxError, ValueError):
+        return ()
+    return tuple(_settings_in(tree))
+
+
+def _settings_in(tree: ast.AST) -> Iterator[_Setting]:
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Assign) and len(node.targets) == 1:
+            target, does = node.targets[0], _does(node.value)
+        elif isinstance(node, ast.AnnAssign) and node.value is not None:
+            target, does = node.target, _does(node.value)
+        elif isinstance(node, ast.AugAssign):
+            target, does = node.target, _OPERATORS.get(type(node.op), "")
+        else:
+            continue
+        yield _Setting(
+            first=node.lineno,
+            last=node.end_lineno or node.lineno,
+            names=_names(target),
+            does=frozenset(does.split()),
+            is_function=isinstance(node.value, ast.Call) and isinstance(node.value.func, ast.Name),
+        )
+
+
+def _names(target: ast.AST) -> tuple[str, ...]:
+    """Return the variables that are set, "" for what a script would not call so."""
+    parts = target.elts if isinstance(target, ast.Tuple) else (target,)
+    names = [part.id if isinstance(part, ast.Name) else "" for part in parts]
+    return tuple(name if _USABLE.fullmatch(name) else "" for name in names)
+
+
+def _does(value: ast.expr) -> str:
+    """Return what the outermost operation of an expression may be called."""
+    match value:
+        case ast.Call(func=ast.Attribute(attr=name) | ast.Name(id=name)):
+            return name
+        case ast.BinOp(op=operator) | ast.UnaryOp(op=operator):
+            return _OPERATORS.get(type(operator), "")
+        case ast.Compare(ops=[operator]):
+            return _OPERATORS.get(type(operator), "")
+        case ast.Subscript():
+            return "slice select index"
+        case ast.IfExp(body=body):
+            return _does(body)
+    return ""
