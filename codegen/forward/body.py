@@ -289,4 +289,9 @@ class BodyBuilder:
 
     def body(self, result: Expression | None) -> Body:
         """Return what was built."""
-        return Body(arguments=dict(self.arguments), lines=tuple(self.lines), result=result)
+        return Body(
+            arguments=dict(self.arguments),
+            containers=frozenset(self.unpacked),
+            lines=tuple(self.lines),
+            result=result,
+        )

@@ -17,7 +17,7 @@ from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.results import is_mapping, pairs
 from autopar.codegen.forward.returns import returned
-from autopar.codegen.forward.wrapping import wrapped_definition
+from autopar.codegen.forward.wrapping import wrapped_definition, wrapped_del
 from autopar.codegen.forward.writer import Style, written
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Mapped, Ref, Value, refs
@@ -74,8 +74,9 @@ def forward(
     bound_names = {source.partition("[")[0] for source in sources}
     used = [n for n in names if n in bound_names and re.search(rf"\b{n}\b", text)]
     unused = [name for name in names if name not in used and name != "_"]
-    maybe = [name for name in used if annotations.get(name, "").endswith(" | None")]
-    opening = [f"        del {', '.join(unused)}"] if unused else []
+    declared = {_name(one): one.partition(" = ")[0] for one in signature}
+    maybe = [name for name in used if declared[name].endswith(" | None")]
+    opening = wrapped_del(unused, indent=8) if unused else []
     opening += [f"        assert {name} is not None" for name in maybe]
     head = wrapped_definition("forward", ["self", *signature], module.returns, indent=4)
     return Printed(

@@ -35,6 +35,7 @@ class Body:
     """The lines of a printed call, its tensor arguments by name, and what it returns."""
 
     arguments: Mapping[Held, str]
+    containers: frozenset[str]  # the names of arguments that hold several tensors
     lines: tuple[Line, ...]
     result: Expression | None
 

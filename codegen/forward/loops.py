@@ -190,7 +190,7 @@ def _slice(first: Line, last: Line, owner: Owner, slice_text: str | None) -> str
 def _variable(modules: Modules, path: str) -> str:
     """Return the last word of the class's name: `block` for EncoderBlock."""
     module = modules.get(path)
-    words = re.findall(r"[A-Z]+[a-z0-9]*|[a-z0-9]+", module.class_name if module else "")
+    words = re.findall(r"[A-Z]+(?![a-z])|[A-Z]?[a-z0-9]+", module.class_name if module else "")
     return identifier(words[-1]) if words else "module"
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from autopar.codegen.forward.changes import is_split_random
 from autopar.codegen.forward.expressions import Expression, Form, Held, call, mapped, sequence, text
 from autopar.codegen.forward.lines import Line, Pattern
 from autopar.codegen.forward.literals import literal
+from autopar.codegen.forward.modules import is_number
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.results import is_mapping, pairs
 from autopar.planner.errors import InputError
@@ -23,12 +25,7 @@ def call_line(unit: str, body: BodyBuilder) -> Line:
     """Return the call of a module that is called as a whole."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
-    arguments = [("", _argument(value, unit, body)) for value in record.arguments]
-    arguments += [
-        (name, _argument(value, unit, body))
-        for name, value in record.keywords
-        if not _is_left_out(name, value, unit, body)
-    ]
+    arguments = [(name, _argument(value, unit, body)) for name, value in _given(unit, body)]
     results = _pattern(record.result, unit, body)
     target = _target(unit, body)
     positional = [value for name, value in arguments if not name]
@@ -45,6 +42,23 @@ def call_line(unit: str, body: BodyBuilder) -> Line:
         module=record.path,
         arguments=tuple(arguments),
     )
+
+
+def _given(unit: str, body: BodyBuilder) -> Iterator[tuple[str, Value]]:
+    """Yield the arguments of a call, "" for a name where it has none, as far as they tell."""
+    record = body.graph.calls[unit]
+    positional = list(record.arguments)
+    if not record.is_function:
+        declared = body.split.modules[record.path].arguments
+        while positional and len(positional) <= len(declared):
+            last = declared[len(positional) - 1]
+            if last.kind is not last.kind.POSITIONAL_OR_KEYWORD or not last.is_said(positional[-1]):
+                break
+            positional.pop()
+    yield from (("", value) for value in positional)
+    for name, value in record.keywords:
+        if not _is_left_out(name, value, unit, body):
+            yield name, value
 
 
 def _target(unit: str, body: BodyBuilder) -> Form:
@@ -75,15 +89,15 @@ def _is_left_out(name: str, value: Value, unit: str, body: BodyBuilder) -> bool:
 
     That is an empty cache for later calls, and what printed code of the module does not read.
     """
+    is_opened = unit in body.opening.opened
     for argument in body.split.modules[body.graph.calls[unit].path].arguments:
         if argument.name == name:
             is_object = isinstance(value, str) and any(objects(value))
-            is_unread = unit in body.opening.opened or str(value).endswith("Cache>")
-            plain = value is None or isinstance(value, (bool, int, float))
-            return argument.default is not None and (
-                (is_object and is_unread) or (plain and argument.default == repr(value))
+            is_unread = is_opened or str(value).endswith("Cache>")
+            return argument.is_said(value) or (
+                argument.default is not None and is_object and is_unread
             )
-    return False
+    return is_opened and is_number(value)  # its printed code has that number itself
 
 
 def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:

@@ -22,6 +22,7 @@ from autopar.codegen.forward.forward_source import (
 from autopar.codegen.forward.identifiers import is_identifier
 from autopar.codegen.forward.imported import Imported, imported, imported_classes
 from autopar.codegen.forward.size_readers import reads_sizes
+from autopar.planner.graph import Value
 
 
 class Container(StrEnum):
@@ -32,6 +33,11 @@ class Container(StrEnum):
     KEY = "key"  # ModuleDict
 
 
+def is_number(value: Value) -> bool:
+    """Whether a plain argument is None, a truth or a number."""
+    return value is None or isinstance(value, (bool, int, float))
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Argument:
     """One parameter of a forward: its kind as inspect has it, its type and default as text."""
@@ -40,6 +46,10 @@ class Argument:
     kind: inspect._ParameterKind
     annotation: str
     default: str | None
+
+    def is_said(self, value: Value) -> bool:
+        """Whether a value is what the argument is anyway."""
+        return self.default is not None and is_number(value) and self.default == repr(value)
 
     @property
     def text(self) -> str:

@@ -10,7 +10,7 @@ from itertools import chain, count
 from autopar.codegen.forward.expressions import Expression, Fact, Form, Held, Slot, pieces
 from autopar.codegen.forward.identifiers import identifier, is_identifier
 from autopar.codegen.forward.imports import IMPORTED
-from autopar.codegen.forward.lines import Line, held_in
+from autopar.codegen.forward.lines import Body, Line, held_in
 from autopar.codegen.forward.loops import Loop
 from autopar.codegen.forward.size_names import Shape, shapes_of
 from autopar.codegen.forward.split import Split
@@ -50,22 +50,23 @@ def values_to_keep(lines: Sequence[Line]) -> frozenset[Held]:
 
 def named(
     statements: Sequence[Statement],
-    arguments: Mapping[Held, str],
+    body: Body,
     typed: frozenset[str],
     split: Split,
 ) -> Named:
-    """Return names for the values of some statements, whose arguments have theirs."""
-    return _Namer(statements, arguments, typed, split).named()
+    """Return names for the values of a body's statements; its arguments have theirs."""
+    return _Namer(statements, body, typed, split).named()
 
 
 class _Namer:
     def __init__(
         self,
         statements: Sequence[Statement],
-        arguments: Mapping[Held, str],
+        body: Body,
         typed: frozenset[str],
         split: Split,
     ) -> None:
+        arguments = body.arguments
         self.statements, self.split = statements, split
         modules = split.modules.values()
         self.unpacks = {name: one for module in modules for name, one in module.unpacks.items()}
@@ -73,6 +74,7 @@ class _Namer:
         self.typed = {held for held, name in arguments.items() if name in typed}
         self.kinds = {name: name in typed for name in arguments.values()}
         self.frame = {_AXIS, *(name.partition("[")[0] for name in arguments.values())}
+        self.frame |= body.containers
         self.shapes = tuple(shapes_of(statements, split, self.frame))
         self.hints = dict(self._hints())
         self.last = self._last_uses()
@@ -136,8 +138,7 @@ class _Namer:
         before = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
         is_call = line.module is not None
         if isinstance(statement.results, tuple) and len(statement.results) > 1 and not is_call:
-            stem = self.names.get(before, "part") if before is not None else "part"
-            return [f"{stem}{position + 1}"]
+            return [f"{self._stem(before, held)}{position + 1}"]
         if _is_call_of(statement.expression, _LOSSES):
             return ["loss"]
         if _is_call_of(statement.expression, (_ATTENTION,)):
@@ -147,15 +148,21 @@ class _Namer:
             return [identifier(telling)]
         dims = self.split.axes.dims
         ends_here = before is not None and self.last.get(before, -1) <= number
-        is_reshaped = all(line.hint in _SHAPES | _CASTS for line in statement.lines)
         if (
             before is not None
             and ends_here
-            and (is_reshaped or dims[before.tensor] == dims[held.tensor])
+            and (_is_reshaping(statement) or dims[before.tensor] == dims[held.tensor])
         ):
             name = self.names[before]
             return [name] if is_identifier(name) and not hasattr(builtins, name) else []
         return self._wishes_by_type(held, line.hint)
+
+    def _stem(self, whole: Held | None, part: Held) -> str:
+        """Return what the parts of a value are called after: that value, if it is alike."""
+        tensors = self.split.graph.tensors
+        if whole is None or tensors[whole.tensor].dtype != tensors[part.tensor].dtype:
+            return "part"
+        return self.names.get(whole, "part")
 
     def _wishes_by_type(self, held: Held, hint: str) -> list[str]:
         tensor = self.split.graph.tensors[held.tensor]
@@ -180,9 +187,11 @@ class _Namer:
                 found.setdefault(held, name)
             wanted = [found.get(held) for held in held_in(statement.results)]
             first = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
-            is_chain = first is not None and first not in self.names and len(wanted) == 1
-            if is_chain and wanted[0] in ("q", "k", "v") and first is not None:
-                found.setdefault(first, wanted[0])
+            is_chain = first not in self.names and len(wanted) == 1 and _is_reshaping(statement)
+            if first is not None and is_chain:
+                (held,) = held_in(statement.results)
+                name = _author_name(held, statement) or wanted[0] or ""
+                found |= {first: name} if name and first not in found else {}
         yield from found.items()
 
     def _passed(self, statement: Statement) -> Iterator[tuple[str, Held]]:
@@ -226,6 +235,11 @@ def _author_name(held: Held, statement: Statement) -> str:
         if line.hint not in _SHAPES | _CASTS:
             break
     return ""
+
+
+def _is_reshaping(statement: Statement) -> bool:
+    """Whether a statement only changes the shape or the type of a value."""
+    return all(line.hint in _SHAPES | _CASTS for line in statement.lines)
 
 
 def _hint(statement: Statement) -> str:

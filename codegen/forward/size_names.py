@@ -69,5 +69,6 @@ def shapes_of(statements: Sequence[Statement], split: Split, frame: Set[str]) ->
 
 def _fresh(axis: str, taken: set[str]) -> str:
     name = identifier(re.sub(r"_\d+$", "", axis))
-    stem = "size" if re.fullmatch(r"x?\d*", name) else name
+    is_one = re.fullmatch(r"\w+", axis) is not None
+    stem = "size" if re.fullmatch(r"x?\d*", name) else name if is_one else "length"
     return next(n for n in chain([stem], (f"{stem}{i}" for i in count(2))) if n not in taken)

@@ -58,8 +58,8 @@ def _squeezed(op: Op, body: BodyBuilder) -> Form:
     given = changes.argument(op, "dim")
     asked = given if isinstance(given, tuple) else range(len(shape)) if given is None else (given,)
     places = {_number(dim) % len(shape) for dim in asked}
-    dims = joined(tuple(literal(place) for place in sorted(places) if shape[place] == ONE))
-    return method(body.inputs(op)[0], "squeeze", dims)
+    dims = [literal(place) for place in sorted(places) if shape[place] == ONE]
+    return method(body.inputs(op)[0], "squeeze", dims[0] if len(dims) == 1 else joined(tuple(dims)))
 
 
 def _are_alike(op: Op, body: BodyBuilder) -> bool:

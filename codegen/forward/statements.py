@@ -11,6 +11,7 @@ from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
 from autopar.codegen.forward.loops import Loop
 
 _HEAVIEST = 6  # operations in one statement
+_MOST_UNPACKED = 3  # results of a module's call, of which one is used
 _MOST_ARGUMENTS = 2  # of a module's call inside of another one's
 
 
@@ -130,7 +131,8 @@ def _single(line: Line, uses: Counter[Held], facts: set[Held]) -> tuple[Expressi
     if not isinstance(line.results, tuple):
         return line.expression, line.results if needed else None
     flat = [item for item in line.results if not isinstance(item, tuple)]
-    if len(needed) == 1 and len(flat) == len(line.results):
+    is_unpacked = line.module is not None and len(flat) <= _MOST_UNPACKED  # as people write it
+    if len(needed) == 1 and len(flat) == len(line.results) and not is_unpacked:
         index = line.results.index(needed[0])
         return Form((Slot(line.expression), f"[{index}]")), needed[0]
     return line.expression, _without(line.results, set(needed))

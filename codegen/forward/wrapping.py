@@ -26,13 +26,21 @@ def wrapped(line: str, *, indent: int) -> list[str]:
     if indent + len(line) <= WIDTH:
         return [margin + line]
     start = _last_bracket(line)
-    while start and line[start] == "[" and line[start - 1] in _CLOSE:  # f(…)[0] breaks in f's
-        start = _last_bracket(line[:start])
+    while start and indent + start >= WIDTH and line[start] == "[" and line[start - 1] in _CLOSE:
+        start = _last_bracket(line[:start])  # f(…)[0] breaks in f's
     if start is None:
         return _choice(line, indent) if " if " in _bare(line) else _bracketed(line, indent)
     end = _closing(line, start)
     head, body, tail = line[: start + 1], line[start + 1 : end], line[end:]
     return [margin + head, *_body(body, indent + 4), margin + tail]
+
+
+def wrapped_del(names: list[str], *, indent: int) -> list[str]:
+    """Return a statement that deletes some names, over several lines where it is long."""
+    margin, line = " " * indent, f"del {', '.join(names)}"
+    if indent + len(line) <= WIDTH:
+        return [margin + line]
+    return [f"{margin}del (", *(f"{margin}    {name}," for name in names), f"{margin})"]
 
 
 def wrapped_definition(name: str, arguments: list[str], returns: str, *, indent: int) -> list[str]:

@@ -64,7 +64,7 @@ def _attempt(
 ) -> tuple[list[str], list[Held]]:
     """Return the source with some values named, and those to name where lines are too long."""
     found = statements(body, kept=kept)
-    names = named(found, body.arguments, style.typed, owner.split)
+    names = named(found, body, style.typed, owner.split)
     writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
     return writer.lines(), writer.too_long
 
@@ -183,9 +183,10 @@ class _Writer:
         yield f"{' ' * indent}return out"
 
     def _with_comment(self, source: str, statement: Statement, indent: int) -> list[str]:
-        if indent + len(source) > WIDTH and statement.folded and not _breaks_well(statement):
-            self.too_long.append(_to_be_named(statement))
         lines = wrapped(source, indent=indent)
+        fits = len(lines) == 1 or _breaks_well(statement)
+        if statement.folded and (not fits or max(map(len, lines)) > WIDTH):
+            self.too_long.append(_to_be_named(statement))
         if not statement.reasons:
             return lines
         if len(statement.reasons) == 1:

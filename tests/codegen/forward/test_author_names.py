@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -48,7 +49,8 @@ class Spoken(nn.Module):
         angles = (l.cos(), l.sin())
         turned = self.inner(features, angles)
         total = (turned + distance + gather + angles[0] - angles[1]).sum() + first.mean()
-        return self.out(total.expand(4)).square().sum()
+        out: Tensor = self.out(total.expand(4))
+        return out.square().sum()
 
 
 def printed(model: nn.Module, *, opened: list[str]) -> dict[str, str]:
@@ -97,7 +99,8 @@ class Passing(nn.Module):
         self.inner = Inner()
 
     def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
-        return self.inner(x, angles) * 2
+        inner: Tensor = self.inner(x, angles)
+        return inner * 2
 
 
 class Handing(nn.Module):
@@ -110,7 +113,8 @@ class Handing(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = ids.float()
-        return self.out(self.passing(x, (x.cos(), x.sin()))).square().mean()
+        out: Tensor = self.out(self.passing(x, (x.cos(), x.sin())))
+        return out.square().mean()
 
 
 def test_a_container_is_handed_on_as_it_came() -> None:
@@ -118,6 +122,33 @@ def test_a_container_is_handed_on_as_it_came() -> None:
     passing = next(source for source in sources.values() if "Passing" in source.splitlines()[0])
     assert "self.inner(x, angles)" in passing
     assert "= angles" not in passing
+
+
+class Renaming(Passing):
+    """Uses the name of what it is given for something else, and hands it on afterwards."""
+
+    def forward(self, x: Tensor, angles: Any) -> Tensor:
+        cosines, sines = angles
+        before = (cosines, sines)
+        angles = torch.add(cosines, sines)
+        inner: Tensor = self.inner(x, before)
+        out: Tensor = inner * angles + x * angles
+        return out
+
+
+class Reusing(Handing):
+    """Gives two tensors to a module that calls something else as it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passing = Renaming()
+
+
+def test_a_variable_does_not_take_the_name_of_what_is_handed_on() -> None:
+    sources = printed(Reusing(), opened=["", "passing"])
+    renaming = next(source for source in sources.values() if "Renaming" in source.splitlines()[0])
+    assert "self.inner(x, angles)" in renaming
+    assert " angles = " not in renaming
 
 
 def test_variables_that_are_unpacked_are_found_in_source_alone() -> None:

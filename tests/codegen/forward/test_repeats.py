@@ -16,7 +16,7 @@ class Masked(nn.Module):
         self.out = nn.Linear(4, 4)
 
     def forward(self, ids: Tensor) -> Tensor:
-        scores = self.out(ids.float()).unsqueeze(-1) * torch.ones(4)
+        scores: Tensor = self.out(ids.float()).unsqueeze(-1) * torch.ones(4)
         for window in (1, 2):
             rows = torch.arange(4, device=ids.device).unsqueeze(1)
             columns = torch.arange(4, device=ids.device).unsqueeze(0)
@@ -34,7 +34,8 @@ class Writing(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         marked, plain = torch.zeros(4), torch.zeros(4)
         marked[1] = 1.0
-        return (self.out(ids.float()) * (marked + 2 * plain)).square().mean()
+        out: Tensor = self.out(ids.float())
+        return (out * (marked + 2 * plain)).square().mean()
 
 
 class Learning(nn.Module):
