@@ -146,16 +146,16 @@ class _Namer:
         telling = _hint(statement).removesuffix("_proj")
         if telling in _TELLING:
             return [identifier(telling)]
-        dims = self.split.axes.dims
         ends_here = before is not None and self.last.get(before, -1) <= number
-        if (
-            before is not None
-            and ends_here
-            and (_is_reshaping(statement) or dims[before.tensor] == dims[held.tensor])
-        ):
+        is_next = _is_reshaping(statement) or (before is not None and self._are_alike(before, held))
+        if before is not None and ends_here and is_next:
             name = self.names[before]
             return [name] if is_identifier(name) and not hasattr(builtins, name) else []
         return self._wishes_by_type(held, line.hint)
+
+    def _are_alike(self, one: Held, other: Held) -> bool:
+        dims = self.split.axes.dims
+        return dims[one.tensor] == dims[other.tensor]
 
     def _stem(self, whole: Held | None, part: Held) -> str:
         """Return what the parts of a value are called after: that value, if it is alike."""
@@ -187,9 +187,11 @@ class _Namer:
                 found.setdefault(held, name)
             wanted = [found.get(held) for held in held_in(statement.results)]
             first = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
-            is_chain = first not in self.names and len(wanted) == 1 and _is_reshaping(statement)
-            if first is not None and is_chain:
-                (held,) = held_in(statement.results)
+            if first is None or first in self.names or len(wanted) != 1:
+                continue
+            (held,) = held_in(statement.results)
+            is_turned = wanted[0] in ("q", "k", "v") and self._are_alike(first, held)
+            if is_turned or _is_reshaping(statement):
                 name = _author_name(held, statement) or wanted[0] or ""
                 found |= {first: name} if name and first not in found else {}
         yield from found.items()

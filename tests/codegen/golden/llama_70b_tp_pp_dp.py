@@ -24,7 +24,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.73 s (+2.6%): +1.27 s recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 4b4ced2d76b866d8.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 144f9fa1e61f04aa.
 
 from __future__ import annotations
 
@@ -124,17 +124,17 @@ class TensorParallelAttention(Attention):
         seq2 = x.shape[1]
         y = gather(x, 1, self.tensor)  # shards of seq gathered: split along kv_heads from here on
         batch, seq, _ = y.shape
-        y = self.q_proj(y).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        q = self.q_proj(y).view(batch, seq, -1, self.head_dim).transpose(1, 2)
         # from shards of seq to shards of kv_heads
-        z = exchange(self.k_proj(x).view(batch, seq2, -1, self.head_dim), 1, 2, self.tensor)
-        z = z.transpose(1, 2)
+        k = exchange(self.k_proj(x).view(batch, seq2, -1, self.head_dim), 1, 2, self.tensor)
+        k = k.transpose(1, 2)
         # from shards of seq to shards of kv_heads
         v = exchange(self.v_proj(x), 1, 2, self.tensor).view(batch, seq, -1, self.head_dim)
         v = v.transpose(1, 2)
-        y1, y2 = y.chunk(2, dim=-1)
-        q = y * cos + torch.cat((-y2, y1), dim=-1) * sin
-        z1, z2 = z.chunk(2, dim=-1)
-        k = z * cos + torch.cat((-z2, z1), dim=-1) * sin
+        q1, q2 = q.chunk(2, dim=-1)
+        q = q * cos + torch.cat((-q2, q1), dim=-1) * sin
+        k1, k2 = k.chunk(2, dim=-1)
+        k = k * cos + torch.cat((-k2, k1), dim=-1) * sin
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         # partial sums over kv_heads, added up into shards of seq
         return scatter_sum(self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1)), 1, self.tensor)
