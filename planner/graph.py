@@ -33,7 +33,7 @@ class DType:
     name: str
 
 
-Value = Ref | DType | Extent | str | bool | int | float | None | tuple["Value", ...]
+Value = Ref | DType | Extent | str | bool | int | float | complex | None | tuple["Value", ...]
 
 
 class Listed(tuple[Value, ...]):

@@ -271,7 +271,7 @@ class BodyBuilder:
         """Return a whole size, or another plain argument."""
         if isinstance(value, Extent):
             return self.sizes.whole(value)
-        assert value is None or isinstance(value, (bool, int, float, str))
+        assert value is None or isinstance(value, (bool, int, float, complex, str))
         return literal(value)
 
     # --- what goes out ---------------------------------------------------------------------------
@@ -290,7 +290,7 @@ class BodyBuilder:
         if isinstance(value, tuple):
             items = tuple(self.result(item) for item in value)
             return sequence(value, items)
-        if value is None or isinstance(value, (bool, int, float)):
+        if value is None or isinstance(value, (bool, int, float, complex)):
             return literal(value)
         raise NeedsInlineError(self.scope, self.graph.calls[self.scope], reason=str(value))
 

@@ -79,7 +79,7 @@ def _is_left_out(name: str, value: Value, unit: str, body: BodyBuilder) -> bool:
         if argument.name == name:
             is_object = isinstance(value, str) and any(objects(value))
             is_unread = unit in body.opening.opened or str(value).endswith("Cache>")
-            plain = value is None or isinstance(value, (bool, int, float))
+            plain = value is None or isinstance(value, (bool, int, float, complex))
             return argument.default is not None and (
                 (is_object and is_unread) or (plain and argument.default == repr(value))
             )

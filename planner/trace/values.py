@@ -166,7 +166,7 @@ class Values:
             return self.ledger.symbols.extent(leaf)
         if isinstance(leaf, torch.dtype):
             return DType(self.ledger.dtype(leaf))
-        if isinstance(leaf, (int, float, str, bool, type(None))):
+        if isinstance(leaf, (int, float, complex, str, bool, type(None))):
             return leaf
         path = self.paths.get(id(leaf))
         return f"<{type(leaf).__name__}>" if path is None else f"<{MODULE}{path}>"
@@ -181,6 +181,6 @@ def structured(value: Any) -> Value:
     if isinstance(value, (tuple, list)):
         kind = Listed if isinstance(value, list) else tuple
         return kind(map(structured, value))
-    if isinstance(value, (Ref, DType, Extent, str, bool, int, float, type(None))):
+    if isinstance(value, (Ref, DType, Extent, str, bool, int, float, complex, type(None))):
         return value
     return f"<{type(value).__name__}>"

@@ -30,6 +30,7 @@ CALCULATIONS: dict[str, str] = {
     "im2col": "F.unfold(x.unsqueeze(1), 2)",
     "col2im": "F.fold(F.unfold(x.unsqueeze(1), 2), (3, 6), 2)",
     "zeros_like": "x + torch.zeros_like(x, memory_format=torch.contiguous_format)",
+    "mul": "(x * (0.5 - 2j)).imag",
     "outer": "torch.outer(x[0, 0], y[0, 0])",
 }
 
