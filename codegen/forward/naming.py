@@ -152,8 +152,9 @@ class _Namer:
         before = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
         is_call = line.module is not None
         if isinstance(statement.results, tuple) and len(statement.results) > 1 and not is_call:
-            stem = self.names.get(before, "part") if before is not None else "part"
-            return [f"{stem}{position + 1}"]
+            source = self.names.get(before, "part") if before is not None else "part"
+            stem = source if is_identifier(source) else identifier(source.rpartition("[")[2])
+            return [f"{stem}{position + 1}"]  # of batch["x"]: x1
         if _is_call_of(statement.expression, _LOSSES):
             return ["loss"]
         if _is_call_of(statement.expression, (_ATTENTION,)):
