@@ -84,7 +84,8 @@ class Turned(nn.Module):
 
     def forward(self, x: Tensor, **more: Tensor) -> Tensor:
         sine, cosine = more["angles"].chunk(2, dim=-1)
-        return x * self.out(sine) + cosine.sum(-1, keepdim=True)
+        scale: Tensor = self.out(sine)
+        return x * scale + cosine.sum(-1, keepdim=True)
 
 
 class Turning(nn.Module):
@@ -96,7 +97,8 @@ class Turning(nn.Module):
 
     def forward(self, ids: Tensor) -> Tensor:
         x = self.embed(ids)
-        return self.first(x, angles=x.tanh()).square().mean()
+        turned: Tensor = self.first(x, angles=x.tanh())
+        return turned.square().mean()
 
 
 class Moved(nn.Module):
