@@ -14,7 +14,7 @@ from autopar.codegen.forward.imported import Imported
 from autopar.codegen.imports import KNOWN, sorted_imports
 from autopar.codegen.python_text import Source, assigned, call, identifier, literal
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Graph, Ref
+from autopar.planner.graph import Graph, Ref, batch_key
 from autopar.planner.model_file import ModelFile
 
 MODULE = "model_file"  # the name that the script has for the model file
@@ -50,7 +50,7 @@ def model_arguments(graph: Graph, *, takes_all: bool, has_weights: bool) -> Sour
     keywords = graph.calls[""].keywords
     names = [name for name, value in keywords if isinstance(value, Ref)]
     plain = [f"{identifier(n)}={literal(v)}" for n, v in keywords if not isinstance(v, Ref)]
-    if takes_all or (set(names) == set(graph.inputs) and not has_weights):
+    if takes_all or (set(names) == set(map(batch_key, graph.inputs)) and not has_weights):
         parts = ["**batch"]
     else:
         parts = [f"{identifier(name)}=batch[{literal(name)}]" for name in names]

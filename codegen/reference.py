@@ -15,6 +15,8 @@ from torch.optim import AdamW
 
 from autopar.codegen.exactness import Exactly
 from autopar.codegen.settings_lines import has_batch_norm
+from autopar.planner.axes.infer import infer_axes
+from autopar.planner.axes.terms import leaves
 from autopar.planner.costs.norm_statistics import BATCH_NORM
 from autopar.planner.graph import Graph, Ref
 from autopar.planner.model_file import load_model_file
@@ -39,7 +41,7 @@ class Task:
     block: int  # rows of one microbatch of all data ranks
     blocks: int
     norms_blocks: bool  # whether batch norm gives each block statistics of its own
-    norms_again: bool  # and a norm runs again for a block, before it does for the next one
+    runs_blocks: bool  # and only running each block by itself does that
     steps: int
     uses_dataset: bool
     dtype: str
@@ -67,7 +69,7 @@ def task_of(
         block=arranged.microbatch * arranged.data,
         blocks=arranged.microbatches,
         norms_blocks=has_batch_norm(plan.graph),
-        norms_again=_norms_again(plan.graph),
+        runs_blocks=_norms_again(plan.graph) or _norms_across(plan.graph),
         steps=steps,
         uses_dataset=uses_dataset,
         dtype=dtype,
@@ -78,6 +80,16 @@ def _norms_again(graph: Graph) -> bool:
     """Whether a batch norm keeps statistics more than once in a forward."""
     kept = [op.writes for op in graph.ops if op.target == BATCH_NORM and op.writes]
     return len(set(kept)) < len(kept)
+
+
+def _norms_across(graph: Graph) -> bool:
+    """Whether a batch norm finds the rows of a block apart: time·batch, with the batch inside."""
+    norms = [op for op in graph.ops if op.target == BATCH_NORM]
+    dims = infer_axes(graph).dims if norms else {}
+    of_rows = [
+        [not leaf.size.is_constant for leaf in leaves(dims[op.inputs[0]][0])] for op in norms
+    ]
+    return any(True in found and not found[0] for found in of_rows)
 
 
 def train_alone(task: Task) -> Trained:
@@ -120,7 +132,7 @@ def _accumulate(
     task: Task,
 ) -> float:
     """Leave the gradients of the global batch in the model, and return its loss."""
-    groups = [[block] for block in blocks] if task.norms_again else [blocks]
+    groups = [[block] for block in blocks] if task.runs_blocks else [blocks]
     total = 0.0
     for group in groups:
         batch = {key: torch.cat([block[key] for block in group]) for key in group[0]}

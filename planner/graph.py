@@ -8,7 +8,7 @@ so.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -33,7 +33,7 @@ class DType:
     name: str
 
 
-Value = Ref | DType | Extent | str | bool | int | float | None | tuple["Value", ...]
+Value = Ref | DType | Extent | str | bool | int | float | complex | None | tuple["Value", ...]
 
 
 class Listed(tuple[Value, ...]):
@@ -189,6 +189,16 @@ class Graph:
     autocast_at: str = ""
     devices_meet_at: str = ""
     was_noticed: bool = False
+
+
+def input_name(key: str, taken: Container[str]) -> str:
+    """Return the name of the tensor that the batch has under a key, which a parameter may have."""
+    return f'batch["{key}"]' if key in taken else key
+
+
+def batch_key(name: str) -> str:
+    """Return the key of an input in the batch."""
+    return name.removeprefix('batch["').removesuffix('"]')
 
 
 def refs(value: Value) -> Iterator[str]:

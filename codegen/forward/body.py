@@ -284,7 +284,7 @@ class BodyBuilder:
         """Return a whole size, or another plain argument."""
         if isinstance(value, Extent):
             return self.sizes.whole(value)
-        assert value is None or isinstance(value, (bool, int, float, str))
+        assert value is None or isinstance(value, (bool, int, float, complex, str))
         return literal(value)
 
     def body(self, result: Expression | None) -> Body:

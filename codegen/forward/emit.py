@@ -29,7 +29,7 @@ from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import added_to_counts, valid_targets, weighed_terms
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
-from autopar.planner.graph import refs
+from autopar.planner.graph import batch_key, refs
 from autopar.planner.plan.plan import Plan
 
 
@@ -126,7 +126,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         imports=imports_of(sources),
         inlined=opening.inlined,
         functions=tuple(_applied(split, sources)),
-        own_rows=split.own_rows,
+        own_rows=tuple(map(batch_key, split.own_rows)),
     )
 
 

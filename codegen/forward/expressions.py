@@ -19,11 +19,12 @@ class Level(IntEnum):
     OR = 3
     XOR = 4
     AND = 5
-    SUM = 6
-    PRODUCT = 7
-    SIGN = 8
-    POWER = 9
-    CALL = 10  # calls, attributes, names, literals
+    SHIFT = 6
+    SUM = 7
+    PRODUCT = 8
+    SIGN = 9
+    POWER = 10
+    CALL = 11  # calls, attributes, names, literals
 
 
 @dataclass(frozen=True, slots=True)

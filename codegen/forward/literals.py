@@ -7,7 +7,7 @@ import math
 from autopar.codegen.forward.expressions import Expression, Form, Level, joined, text
 from autopar.codegen.forward.identifiers import string
 
-Plain = str | bool | int | float | None
+Plain = str | bool | int | float | complex | None
 
 
 def literal(value: Plain) -> Form:
@@ -17,6 +17,9 @@ def literal(value: Plain) -> Form:
     if isinstance(value, float) and not math.isfinite(value):
         sign = "-" if value < 0 else ""
         return text(f'float("{sign}{"nan" if math.isnan(value) else "inf"}")')
+    if isinstance(value, complex):
+        is_finite = math.isfinite(value.real) and math.isfinite(value.imag)
+        return text(repr(value) if is_finite else f'complex("{value!r}")')
     negative = isinstance(value, (int, float)) and not isinstance(value, bool) and value < 0
     return text(repr(value), Level.SIGN if negative else Level.CALL)
 
@@ -32,7 +35,7 @@ def nested(value: object) -> Form:
     if isinstance(value, tuple):
         inner = ", ".join(_text(nested(item)) for item in value)
         return text(f"[{inner}]")
-    assert value is None or isinstance(value, (str, bool, int, float))
+    assert value is None or isinstance(value, (str, bool, int, float, complex))
     return literal(value)
 
 

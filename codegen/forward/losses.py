@@ -10,7 +10,7 @@ from autopar.codegen.forward.lines import Pattern
 from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.wrapping import wrapped_definition
 from autopar.codegen.forward.writer import Style, written
-from autopar.planner.graph import Ref, Value, refs
+from autopar.planner.graph import Ref, Value, batch_key, refs
 from autopar.planner.layouts import WHOLE
 
 
@@ -38,7 +38,7 @@ def printed_loss(opening: Opening) -> str:
 def bind_batch(builder: BodyBuilder) -> None:
     """Have the batch's tensors at hand as `batch["key"]`."""
     for name in builder.graph.inputs:
-        builder.bind(Held(name, builder.split.made(name)), f"batch[{string(name)}]")
+        builder.bind(Held(name, builder.split.made(name)), f"batch[{string(batch_key(name))}]")
 
 
 def _pattern(opening: Opening, value: Value) -> Pattern:

@@ -35,7 +35,7 @@ class Container(StrEnum):
 
 def is_number(value: Value) -> bool:
     """Whether a plain argument is None, a truth or a number."""
-    return value is None or isinstance(value, (bool, int, float))
+    return value is None or isinstance(value, (bool, int, float, complex))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -162,7 +162,8 @@ class _Namer:
         tensors = self.split.graph.tensors
         if whole is None or tensors[whole.tensor].dtype != tensors[part.tensor].dtype:
             return "part"
-        return self.names.get(whole, "part")
+        name = self.names.get(whole, "part")
+        return name if is_identifier(name) else identifier(name.rpartition("[")[2])  # of batch["x"]
 
     def _wishes_by_type(self, held: Held, hint: str) -> list[str]:
         tensor = self.split.graph.tensors[held.tensor]

@@ -32,7 +32,7 @@ def printed(op: Op, place: Place) -> Form:
     function = table.FUNCTIONS.get(name)
     if function is not None and function.fits(arguments.raw):
         return function_call(arguments, function)
-    return by_schema(arguments, name)
+    return by_schema(arguments, table.WRITING.get(name, name))
 
 
 def gives_many(op: Op) -> bool:

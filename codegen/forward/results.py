@@ -31,4 +31,4 @@ def is_plain(value: Value) -> bool:
     """Whether a result is made of tensors, numbers and tuples: no mapping, no object, no text."""
     if isinstance(value, tuple):
         return all(map(is_plain, value))
-    return value is None or isinstance(value, (Ref, bool, int, float))
+    return value is None or isinstance(value, (Ref, bool, int, float, complex))

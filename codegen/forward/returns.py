@@ -27,7 +27,7 @@ def _result(builder: BodyBuilder, value: Value) -> Expression:
         return _tensor(builder, value.tensor)
     if isinstance(value, tuple):
         return sequence(value, tuple(_result(builder, item) for item in value))
-    if value is None or isinstance(value, (bool, int, float)):
+    if value is None or isinstance(value, (bool, int, float, complex)):
         return literal(value)
     scope = builder.scope
     raise NeedsInlineError(scope, builder.graph.calls[scope], reason=str(value))

@@ -31,7 +31,7 @@ from autopar.codegen.forward.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError, Owner
 from autopar.codegen.forward.results import is_plain
 from autopar.codegen.forward.returns import returned
-from autopar.planner.graph import Op, Origin
+from autopar.planner.graph import Op, Origin, batch_key
 from autopar.planner.layouts import WHOLE
 
 _POSITIONAL = ("x", "y", "z", "u", "v", "w")
@@ -167,7 +167,8 @@ class _Printer:
         return names.get(number, f"Stage{number + 1}")
 
     def _builder(self, part: Part) -> BodyBuilder:
-        names = [n for n in _POSITIONAL if n not in self.graph.inputs]
+        keys = {name: batch_key(name) for name in self.graph.inputs}
+        names = [n for n in _POSITIONAL if n not in keys.values()]
         names += [f"x{i}" for i in range(2, 100)]
         builder = BodyBuilder(self._opening_of(part), ROOT)
         written = self._written_storages(part)
@@ -175,8 +176,8 @@ class _Printer:
             builder.bind(held, name)
             if self.graph.tensors[held.tensor].storage in written:
                 builder.copy(held)
-        for name in self.graph.inputs:
-            builder.bind(Held(name, self.split.made(name)), name)
+        for name, key in keys.items():
+            builder.bind(Held(name, self.split.made(name)), key)
         mine = {op.name for op in part.ops}
         for op in part.ops:
             unit = builder.unit(op) if op.call != LOSS else None
@@ -216,7 +217,7 @@ class _Printer:
         positional = [f"{builder.arguments[held]}: Tensor" for held in part.takes]
         used = {name for op in part.ops for name in op.inputs}
         read = [n for n in self.graph.inputs if n in used or self._is_read(n, builder)]
-        batch = [f"{name}: Tensor" for name in read]
+        batch = [f"{batch_key(name)}: Tensor" for name in read]
         weighs = any(op.name in self.split.weighed for op in part.ops)
         is_all = len(read) == len(self.graph.inputs) and weighs == bool(self.split.weighed)
         batch += [f"{LOSS_WEIGHTS}: Tensor"] if weighs else []

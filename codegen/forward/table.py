@@ -211,6 +211,22 @@ BINARY: Mapping[str, tuple[str, Level]] = MappingProxyType(
         "bitwise_and": ("&", Level.AND),
         "__or__": ("|", Level.OR),
         "bitwise_or": ("|", Level.OR),
+        "__xor__": ("^", Level.XOR),
+        "bitwise_xor": ("^", Level.XOR),
+        "__lshift__": ("<<", Level.SHIFT),
+        "bitwise_left_shift": ("<<", Level.SHIFT),
+        "__rshift__": (">>", Level.SHIFT),
+        "bitwise_right_shift": (">>", Level.SHIFT),
+    }
+)
+# Methods whose own name is an operator that writes: `mask &= other`.
+WRITING: Mapping[str, str] = MappingProxyType(
+    {
+        "__iand__": "bitwise_and_",
+        "__ior__": "bitwise_or_",
+        "__ixor__": "bitwise_xor_",
+        "__ilshift__": "bitwise_left_shift_",
+        "__irshift__": "bitwise_right_shift_",
     }
 )
 UNARY: Mapping[str, str] = MappingProxyType({"neg": "-", "bitwise_not": "~"})

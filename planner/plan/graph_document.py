@@ -2,8 +2,9 @@
 
 What JSON has no word for stands as an object of one key: {"tensor": …} for a tensor as an argument,
 {"dtype": …} for an element type, {"size": …} for a size, {"float": …} for a float, so that 1.0 and
-infinity survive every JSON tool. Lists are tuples; {"list": […]} is what the model has as a list. A
-size is a number, or the list of its coefficients where it depends on the batch.
+infinity survive every JSON tool, {"complex": [real, imaginary]} for two of them. Lists are tuples;
+{"list": […]} is what the model has as a list. A size is a number, or the list of its coefficients
+where it depends on the batch.
 """
 
 from __future__ import annotations
@@ -136,6 +137,8 @@ def value_document(value: Value) -> JsonValue:
             return {"size": list(value.coefficients)}
         case float():
             return {"float": value if math.isfinite(value) else str(value)}
+        case complex():
+            return {"complex": [value_document(value.real), value_document(value.imag)]}
         case Listed():
             return {"list": [value_document(item) for item in value]}
         case Mapped():
@@ -164,6 +167,10 @@ def value_of(document: JsonValue) -> Value:
             return Extent(tuple(int(str(size)) for size in sizes))
         case {"float": number, **rest} if not rest and _is_float(number):
             return float(str(number))
+        case {"complex": [real, imaginary], **rest} if not rest:
+            parts = value_of(real), value_of(imaginary)
+            if isinstance(parts[0], float) and isinstance(parts[1], float):
+                return complex(parts[0], parts[1])
     raise ValueError(f"{str(document)[:60]} is not an argument of an op")
 
 

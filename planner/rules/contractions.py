@@ -104,15 +104,13 @@ def added_product(first: str, second: str) -> ShapeFunction:
 
 def einsum(case: Case) -> Signature:
     """The equation itself is the signature."""
-    equation = str(case.argument("equation")).replace(" ", "")
-    left, _, right = equation.partition("->")
     names = list(refs(case.argument("tensors")))
-    terms = left.split(",")
-    if "..." in equation or (not right and "->" not in equation) or len(terms) != len(names):
+    terms, result = _terms(str(case.argument("equation")), [len(case.shape(n)) for n in names])
+    if len(terms) != len(names):
         return opaque(case)
     letters, known = Letters(), dict[str, Dim]()
 
-    def dims(term: str, name: str) -> Dims:
+    def dims(term: tuple[str, ...], name: str) -> Dims:
         sizes = zip(term, case.shape(name), strict=True)
         return tuple(
             UNIT if size == ONE else known.setdefault(letter, letters.new(size))
@@ -120,4 +118,29 @@ def einsum(case: Case) -> Signature:
         )
 
     operands = tuple((name, dims(term, name)) for term, name in zip(terms, names, strict=True))
-    return Signature(operands=operands, results=((case.result, dims(right, case.result)),))
+    return Signature(operands=operands, results=((case.result, dims(result, case.result)),))
+
+
+def _terms(equation: str, ranks: list[int]) -> tuple[list[tuple[str, ...]], tuple[str, ...]]:
+    """Return the letters of each operand of an equation, and those of its result.
+
+    What `...` stands for is numbered from the right, where such dims are aligned. An equation that
+    names no result has what it names once, in the order of the alphabet.
+    """
+    left, arrow, right = equation.replace(" ", "").partition("->")
+    given = left.split(",")
+    counts = [rank - len(term.replace(_MANY, "")) for term, rank in zip(given, ranks, strict=False)]
+    many = max((n for n, term in zip(counts, given, strict=False) if _MANY in term), default=0)
+    if not arrow:
+        right = _MANY + "".join(sorted(c for c in set(left) - {",", "."} if left.count(c) == 1))
+    terms = [_spelt(term, count) for term, count in zip(given, counts, strict=False)]
+    return terms, _spelt(right, many)
+
+
+_MANY = "..."
+
+
+def _spelt(term: str, many: int) -> tuple[str, ...]:
+    before, dots, after = term.partition(_MANY)
+    numbered = (f"…{position}" for position in range(many if dots else 0, 0, -1))
+    return (*before, *numbered, *after)

@@ -162,12 +162,16 @@ _RULES = (
     *_elementwise("masked_fill.Scalar masked_fill_.Scalar masked_fill.Tensor", "mask"),
     *_elementwise("maximum minimum min.other max.other", "self, other"),
     *_elementwise("eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar "
-                  "gt.Tensor gt.Scalar ge.Tensor ge.Scalar __and__.Tensor __or__.Tensor "
-                  "logical_not logical_and logical_or bitwise_not bitwise_and.Tensor isnan "
-                  "isinf floor ceil "
-                  "round sign floor_divide remainder.Scalar remainder.Tensor erf log1p copy_ fill_ "
-                  "fill_.Scalar detach zeros_like ones_like full_like rand_like randn_like "
+                  "gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_not logical_and logical_or "
+                  "logical_xor bitwise_not isnan isinf floor ceil round sign floor_divide "
+                  "remainder.Scalar remainder.Tensor erf log1p copy_ fill_ fill_.Scalar detach "
+                  "zeros_like ones_like full_like rand_like randn_like "
                   "empty_like bernoulli bernoulli_.float"),
+    *_elementwise("__and__.Tensor __and__.Scalar bitwise_and.Tensor bitwise_and.Scalar "
+                  "__or__.Tensor __or__.Scalar bitwise_or.Tensor bitwise_or.Scalar "
+                  "__xor__.Tensor __xor__.Scalar bitwise_xor.Tensor bitwise_xor.Scalar "
+                  "__iand__.Tensor __iand__.Scalar __ior__.Tensor __ior__.Scalar "
+                  "__ixor__.Tensor __ixor__.Scalar __lshift__.Scalar __rshift__.Scalar"),
     # --- views
     *_views("view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints "
             "unflatten.int", s.reshape),

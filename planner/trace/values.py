@@ -20,6 +20,7 @@ from autopar.planner.graph import (
     Origin,
     Ref,
     Value,
+    input_name,
 )
 from autopar.planner.trace.export import Exported
 from autopar.planner.trace.ledger import Ledger
@@ -52,6 +53,7 @@ class Values:
 
     def __init__(self, exported: Exported, names: ModelNames, ledger: Ledger) -> None:
         self.program, self.recording = exported.program, exported.recording
+        self.batch = exported.subject.batch
         self.names, self.ledger = names, ledger
         self.paths = {id(module): path for path, module in self.recording.modules.items()}
         self.constants: dict[str, Constant] = {}
@@ -60,7 +62,8 @@ class Values:
         }
 
     def read_placeholders(self, scope: Scope) -> None:
-        """Read what comes from outside the program."""
+        """Read what comes from outside the program: parameters and buffers, then the batch."""
+        keys = (key for key, value in self.batch.items() if isinstance(value, torch.Tensor))
         for node in self.program.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -71,7 +74,7 @@ class Values:
             elif spec.kind is InputKind.BUFFER:
                 name, origin = self.names.buffer(target), Origin.BUFFER
             elif spec.kind is InputKind.USER_INPUT:
-                name, origin = node.name, Origin.INPUT
+                name, origin = input_name(next(keys), self.ledger.tensors), Origin.INPUT
             else:
                 name, origin = target, Origin.CONSTANT
             self.bind_outside(node, name, origin, scope)
@@ -166,7 +169,7 @@ class Values:
             return self.ledger.symbols.extent(leaf)
         if isinstance(leaf, torch.dtype):
             return DType(self.ledger.dtype(leaf))
-        if isinstance(leaf, (int, float, str, bool, type(None))):
+        if isinstance(leaf, (int, float, complex, str, bool, type(None))):
             return leaf
         path = self.paths.get(id(leaf))
         return f"<{type(leaf).__name__}>" if path is None else f"<{MODULE}{path}>"
@@ -181,6 +184,6 @@ def structured(value: Any) -> Value:
     if isinstance(value, (tuple, list)):
         kind = Listed if isinstance(value, list) else tuple
         return kind(map(structured, value))
-    if isinstance(value, (Ref, DType, Extent, str, bool, int, float, type(None))):
+    if isinstance(value, (Ref, DType, Extent, str, bool, int, float, complex, type(None))):
         return value
     return f"<{type(value).__name__}>"

@@ -3,11 +3,40 @@
 from __future__ import annotations
 
 import copy
+from pathlib import Path
 
 import torch
 from torch import nn
 
 from autopar.codegen.reference import normed_in_blocks
+from autopar.planner.model_file import load_model_file
+from autopar.planner.trace import trace
+from tests.codegen.equality import compare
+from tests.codegen.plans import plan_for
+
+TIME_FIRST = """
+import torch
+from torch import nn
+
+
+class TimeFirst(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(3, 8), nn.BatchNorm1d(8), nn.Linear(8, 2)
+
+    def forward(self, x):
+        x = self.first(x).tanh().transpose(0, 1)
+        x = self.norm(x.reshape(-1, 8)).view(x.shape)
+        return self.last(x.mean(0)).square().mean()
+
+
+def build_model():
+    return TimeFirst()
+
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 5, 3)}
+"""
 
 
 def test_blocks_are_normed_one_after_another() -> None:
@@ -22,3 +51,12 @@ def test_blocks_are_normed_one_after_another() -> None:
         statistics = (getattr(one[1], name) for one in (model, other))
         torch.testing.assert_close(*statistics, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(model(x), other(x), rtol=1e-12, atol=1e-12)
+
+
+def test_a_norm_over_time_and_batch_takes_the_statistics_of_a_microbatch(tmp_path: Path) -> None:
+    path = tmp_path / "time_first.py"
+    path.write_text(TIME_FIRST, encoding="utf-8")
+    file = load_model_file(str(path))
+    plan = plan_for(file, trace(file), (), degrees=(1, 2, 1), microbatch=2)
+    assert plan.arrangement.microbatches == 2
+    assert compare(plan, steps=2).is_within(1e-9)

@@ -14,9 +14,10 @@ from tests.field.op_trial import Kind, database, findings
 # Each was wrong once, or is printed, or split, in a way of its own.
 NAMES = (
     "amax", "roll", "mT", "topk", "diff", "matmul", "squeeze", "tensordot", "cdist", "stft",
-    "block_diag", "as_strided", "real", "nn.functional.pad.reflect", "nn.functional.max_unpool2d",
-    "nn.functional.interpolate.trilinear", "nn.functional.adaptive_max_pool2d",
-    "nn.functional.conv1d", "nn.functional.embedding_bag", "nn.functional.cross_entropy",
+    "einsum", "block_diag", "as_strided", "real", "nn.functional.pad.reflect",
+    "nn.functional.max_unpool2d", "nn.functional.interpolate.trilinear",
+    "nn.functional.adaptive_max_pool2d", "nn.functional.conv1d", "nn.functional.embedding_bag",
+    "nn.functional.cross_entropy",
 )  # fmt: skip
 
 

@@ -75,6 +75,32 @@ class Listing(nn.Module):
         return torch.stack(found).square().mean()
 
 
+class Turned(nn.Module):
+    """Takes what it splits by a name that its signature does not have."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(2, 4)
+
+    def forward(self, x: Tensor, **more: Tensor) -> Tensor:
+        sine, cosine = more["angles"].chunk(2, dim=-1)
+        scale: Tensor = self.out(sine)
+        return x * scale + cosine.sum(-1, keepdim=True)
+
+
+class Turning(nn.Module):
+    """Gives a child what it calls by a name of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first = nn.Embedding(8, 4), Turned()
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        turned: Tensor = self.first(x, angles=x.tanh())
+        return turned.square().mean()
+
+
 class Moved(nn.Module):
     """Adds what a dict has for it."""
 

@@ -21,6 +21,7 @@ from tests.codegen.forward.small_models import (
     Numbering,
     Repeating,
     Resetting,
+    Turning,
     file_of,
 )
 
@@ -54,6 +55,11 @@ def test_a_list_is_given_as_a_list(calls: list[str]) -> None:
 @pytest.mark.parametrize("calls", [[""], ["first"], ["first", "second"], ["", "second"]])
 def test_a_dict_is_given_and_taken_as_a_dict(calls: list[str]) -> None:
     model, changed = printed(Keying, calls)
+    torch.testing.assert_close(learned(changed), learned(model))
+
+
+def test_parts_of_what_a_dict_of_keywords_has_get_names() -> None:
+    model, changed = printed(Turning, ["first"])
     torch.testing.assert_close(learned(changed), learned(model))
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import operator
+
 import pytest
 import torch
 from torch import Tensor
@@ -10,11 +12,13 @@ from torch.nn import functional
 from autopar.codegen.forward.expressions import rendered, text
 from autopar.codegen.forward.op_arguments import Place
 from autopar.codegen.forward.operations import printed
-from autopar.planner.graph import Op, Ref, Value
+from autopar.planner.graph import MODEL_DTYPE, Op, Ref, Value
+from autopar.planner.graph import Tensor as Traced
 from autopar.planner.trace import trace
 from tests.planner.rules.calculating import file_of
 
 ROWS = 4
+MODULES = {"F": functional, "torch": torch, "operator": operator}
 CALCULATIONS: dict[str, str] = {
     "mse_loss": "F.mse_loss(x, y, reduction='sum')",
     "l1_loss": "F.l1_loss(x, y, reduction='sum')",
@@ -30,6 +34,12 @@ CALCULATIONS: dict[str, str] = {
     "im2col": "F.unfold(x.unsqueeze(1), 2)",
     "col2im": "F.fold(F.unfold(x.unsqueeze(1), 2), (3, 6), 2)",
     "zeros_like": "x + torch.zeros_like(x, memory_format=torch.contiguous_format)",
+    "mul": "(x * (0.5 - 2j)).imag",
+    "__xor__": "(x > y) ^ (x < 0)",
+    "bitwise_left_shift": "1 << x.long()",
+    "__rshift__": "x.long() >> 1",
+    "__iand__": "operator.iand((x > y).clone(), x < 0)",
+    "__ixor__": "operator.ixor(x.long().clone(), 3)",
     "outer": "torch.outer(x[0, 0], y[0, 0])",
 }
 
@@ -37,19 +47,31 @@ CALCULATIONS: dict[str, str] = {
 @pytest.mark.parametrize("name", CALCULATIONS)
 def test_what_is_printed_computes_what_the_op_does(name: str) -> None:
     def calculate(x: Tensor, weight: Tensor) -> Tensor:
-        given = {"F": functional, "torch": torch, "x": x @ weight, "y": x.cos()}
+        given = {
+            "F": functional,
+            "torch": torch,
+            "operator": operator,
+            "x": x @ weight,
+            "y": x.cos(),
+        }
         found: Tensor = eval(CALCULATIONS[name], given)
         return found.sum() * weight
 
     graph = trace(file_of(calculate))
     op = next(op for op in graph.ops if op.target.split(".")[1] == name)
-    shapes = [[size.at(ROWS) for size in graph.tensors[one].shape] for one in op.inputs]
-    given = [torch.rand(shape) for shape in shapes]
+    given = [_drawn(graph.tensors[one]) for one in op.inputs]
     names = tuple(text(f"given[{i}]") for i in range(len(given)))
     place = Place(inputs=names, training=text("True"), dtype=None, device=None, sizes={})
     line, _ = rendered(printed(op, place), lambda _: pytest.fail("a value without a name"))
-    found = eval(line, {"F": functional, "torch": torch, "given": given})
-    assert torch.equal(found, _called(op, given))
+    expected = _called(op, [one.clone() for one in given])
+    assert "__" not in line  # which no script may say
+    assert torch.equal(eval(line, {**MODULES, "given": given}), expected)
+
+
+def _drawn(tensor: Traced) -> Tensor:
+    numbers = torch.rand([size.at(ROWS) for size in tensor.shape])
+    is_whole = tensor.dtype != MODEL_DTYPE
+    return (8 * numbers - 4).to(getattr(torch, tensor.dtype)) if is_whole else numbers
 
 
 def _called(op: Op, given: list[Tensor]) -> Tensor:

@@ -33,7 +33,8 @@ from tests.planner.subjects import ZOO_MODELS, zoo_graph
 
 texts = st.text(st.characters(codec=None))  # lone surrogates too: names come from users
 plain = st.one_of(
-    st.none(), st.booleans(), st.integers(), st.floats(), texts, texts.map(Ref), texts.map(DType),
+    st.none(), st.booleans(), st.integers(), st.floats(), st.complex_numbers(), texts,
+    texts.map(Ref), texts.map(DType),
     st.lists(st.integers()).map(lambda sizes: Extent(tuple(sizes))),
 )  # fmt: skip
 values = st.recursive(
@@ -62,7 +63,7 @@ def _typed(value: Value) -> str:
 @pytest.mark.parametrize(
     "document",
     [{}, {"tensor": 1}, {"tensor": "x", "more": 1}, {"size": [1.5]}, {"size": [True]}, 1.5,
-     {"float": "1"}, {"float": None}, {"float": True}, [{"unknown": 1}]],
+     {"float": "1"}, {"float": None}, {"float": True}, {"complex": [1.0, 2.0]}, [{"unknown": 1}]],
 )  # fmt: skip
 def test_what_stands_for_no_argument_is_refused(document: Any) -> None:
     with pytest.raises(ValueError, match="not an argument"):

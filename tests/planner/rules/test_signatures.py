@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -43,6 +44,21 @@ def test_what_is_added_to_a_product_has_its_letters() -> None:
 
     op, signature = signature_in(calculate, "addmm")
     assert dict(signature.operands)[op.inputs[0]] == signature.results[0][1]
+
+
+@pytest.mark.parametrize("equation", ["...d,de->...e", "b...d,de", "...md,de->...me"])
+def test_what_dots_of_an_equation_stand_for_has_letters(equation: str) -> None:
+    def calculate(x: Tensor, weight: Tensor) -> Tensor:
+        return torch.einsum(equation, x, weight)
+
+    op, signature = signature_in(calculate, "einsum")
+    (_, left), (_, right) = signature.operands
+    if "->" not in equation:  # dots, then what is named once, by the alphabet: m b e
+        assert signature.results[0][1] == (left[1], left[0], right[1])
+    else:
+        assert signature.results[0][1] == (*left[:2], right[1])
+    assert left[2] == right[0]
+    assert op.inputs == ("x", "weight")
 
 
 def test_an_empty_part_of_a_concatenation_has_its_other_dims() -> None:
