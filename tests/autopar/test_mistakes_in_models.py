@@ -97,7 +97,17 @@ IMPORTS = {
     "a relative import": Mistake(
         arguments=INSPECT,
         files={"model.py": "from .net import build_model\n", "net.py": MODEL},
-        telling=("attempted relative import", "import it without the dot"),
+        telling=("attempted relative import", "put an __init__.py beside", "without the dot"),
+    ),
+    "a relative import that leaves the package": Mistake(
+        arguments=inspecting("net/model.py"),
+        files={"net/__init__.py": "", "net/model.py": "from ..parts import x\n", "parts.py": ""},
+        telling=("beyond top-level package", "__init__.py into each folder"),
+    ),
+    "a package that would hide another": Mistake(
+        arguments=inspecting("json/model.py"),
+        files={"json/__init__.py": "", "json/model.py": "from .net import x\n"},
+        telling=("json would hide the module json", "rename it, such as my_json"),
     ),
     "a package that needs its parent on the path": Mistake(
         arguments=inspecting("zzz/model.py"),
