@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
@@ -158,6 +158,9 @@ def _check_function(function: object, name: str, *, path: Path, module: ModuleTy
     if not callable(function):
         found = f"{name} is a {type(function).__name__}, not a function"
         raise InputError(found, where=str(path), expected=CONTRACT)
+    if isinstance(getattr(function, "forward", None), MethodType):
+        found = f"{name} is a model, a {type(function).__name__}, not a function that makes one"
+        raise InputError(found, where=str(path), expected=CONTRACT, fix=f"def {name}(): return …")
 
 
 def _check_optional(module: ModuleType, path: Path) -> None:

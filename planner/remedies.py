@@ -89,7 +89,7 @@ def told(passed: Sequence[Any]) -> str:
     if len(passed) != 2:
         return ""
     outputs, batch = map(_in_words, passed)
-    return f"the outputs are {outputs}, the batch is {batch}"
+    return f"called as loss(outputs, batch): the outputs are {outputs}, the batch is {batch}"
 
 
 def _in_words(value: Any) -> str:

@@ -147,6 +147,41 @@ FUNCTIONS = {
         files=changed("def loss(outputs, batch): return outputs.square().mean(1)"),
         telling=("the loss has shape [B]", "at: loss of", "the mean over the rows"),
     ),
+    "a loss with more behind it": Mistake(
+        arguments=INSPECT,
+        files=changed("def loss(outputs, batch): return outputs.mean(), {'accuracy': 0.5}"),
+        telling=("loss returned a tuple", "a scalar tensor", "return it alone"),
+    ),
+    "a model in place of its factory": Mistake(
+        arguments=INSPECT,
+        files=changed("build_model = Model()"),
+        telling=("build_model is a model, a Model", "fix: def build_model(): return …"),
+    ),
+    "a batch without names": Mistake(
+        arguments=INSPECT,
+        files=changed("def example_batch(n): return torch.randn(n, 4), torch.randn(n)"),
+        telling=("example_batch returned a tuple", 'name each: {"x": …'),
+    ),
+    "a batch of arrays": Mistake(
+        arguments=INSPECT,
+        files=changed("def example_batch(n): return {'x': torch.randn(n, 4).numpy()}"),
+        telling=("batch['x'] is a ndarray", "torch.as_tensor"),
+    ),
+    "a batch in a batch": Mistake(
+        arguments=INSPECT,
+        files=changed("def example_batch(n): return {'x': {'left': torch.randn(n, 4)}}"),
+        telling=("batch['x'] is a dict", "a key of its own"),
+    ),
+    "an argument that the batch does not name": Mistake(
+        arguments=INSPECT,
+        files=changed("def example_batch(n): return {'input': torch.randn(n, 4)}"),
+        telling=("forward needs x", "the batch has ['input']", "let example_batch name it x"),
+    ),
+    "a model that does not learn": Mistake(
+        arguments=INSPECT,
+        files=changed("def build_model(): return Model().eval()"),
+        telling=("the model is in eval mode", "leave out .eval(), or return model.train()"),
+    ),
     "a loss of one argument": Mistake(
         arguments=INSPECT,
         files=changed("def loss(outputs): return outputs.mean()"),
@@ -182,6 +217,21 @@ DEVICES_AND_TYPES = {
         arguments=INSPECT,
         files=changed("def example_batch(n): return {'x': torch.ones(n, 4).double()}"),
         telling=("linear multiplies float64 by the model's own type", "give float32"),
+        code=4,
+    ),
+    "a model in float64": Mistake(
+        arguments=INSPECT,
+        files=changed("def build_model(): return Model().double()"),
+        telling=("the model is in float64", "leave out .double()"),
+    ),
+    "classes in 32 bits": Mistake(
+        arguments=INSPECT,
+        files=changed(
+            "def loss(outputs, batch):\n"
+            "    classes = batch['x'][:, 0].int()\n"
+            "    return torch.nn.functional.cross_entropy(outputs, classes)"
+        ),
+        telling=("cross_entropy_loss is given classes in int32", "expected: int64"),
         code=4,
     ),
     "float tokens": Mistake(
