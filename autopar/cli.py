@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import io
 import sys
+import warnings
 from typing import Annotated, NoReturn
 
 import typer
@@ -12,8 +14,9 @@ import typer
 import autopar
 from autopar.console import tell_error
 from autopar.lazy_commands import LazyGroup
-from autopar.planner.errors import AutoparError, ExitCode
+from autopar.planner.errors import AutoparError, ExitCode, InputError
 
+_UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000  # torch makes so many that looking through them takes long
 
 app = typer.Typer(
@@ -57,6 +60,7 @@ def autopar_options(
 
 def main() -> None:
     """Run the command line; every error of ours leaves with its documented exit code."""
+    warnings.simplefilter("ignore", DeprecationWarning)  # of torch's and PuLP's, as is usual
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
@@ -69,6 +73,12 @@ def main() -> None:
     except MemoryError:
         tell_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
         sys.exit(int(OutOfMemoryError.exit_code))
+    except OSError as error:
+        if error.errno not in _UNWRITABLE:
+            raise
+        found = f"the output cannot be written: {error.strerror}"
+        tell_error(InputError(found, fix="make room where it goes"))
+        sys.exit(int(ExitCode.USAGE))
     except KeyboardInterrupt:
         _leave_interrupted()
     except SystemExit as leaving:

@@ -2,19 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from rich import box
+from rich.console import Console, ConsoleOptions, RenderResult
 from rich.table import Table
+from rich.text import Text
 
 from autopar.planner.cluster.units import bytes_text, seconds_text
 
 BAR_WIDTH = 24
+_WIDE = 100  # characters; a narrower terminal needs them for the words
+
+
+class _FittingTable(Table):
+    """A table that stands close together where the terminal is narrow."""
+
+    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
+        if options.max_width < _WIDE:
+            self.padding, self.pad_edge, self.show_edge = (0, 1, 0, 0), False, False
+        yield from super().__rich_console__(console, options)
+        if not self.show_edge:
+            yield Text()  # as an edge below would be
 
 
 def plain_table(title: str, *columns: str, left: int = 1) -> Table:
-    """Return a table with a title, its first `left` columns aligned to the left."""
-    table = Table(title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD)
+    """Return a table with a title, its first `left` columns aligned to the left.
+
+    A bar, which has no heading, is cut off where there is no room for it.
+    """
+    table = _FittingTable(
+        title=title, title_justify="left", title_style="bold", box=box.SIMPLE_HEAD
+    )
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", overflow="fold")
+        side: Literal["left", "right"] = "left" if i < left else "right"
+        is_bar = i > 0 and not column
+        overflow: Literal["crop", "fold"] = "crop" if is_bar else "fold"
+        table.add_column(column, justify=side, overflow=overflow, no_wrap=is_bar)
     return table
 
 

@@ -12,10 +12,13 @@ from pathlib import Path
 from autopar.codegen.forward.identifiers import is_identifier
 from autopar.codegen.forward.imported import Imported
 from autopar.codegen.imports import KNOWN, sorted_imports
-from autopar.codegen.python_text import Source, assigned, call, identifier, literal
+from autopar.codegen.python_text import Source, assigned, call, identifier, literal, tuple_of
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Ref, batch_key
+from autopar.planner.import_name import import_name
 from autopar.planner.model_file import ModelFile
+from autopar.planner.plan.model_facts import sources
+from autopar.runtime.model_source import source_digest
 
 MODULE = "model_file"  # the name that the script has for the model file
 
@@ -59,20 +62,21 @@ def model_arguments(graph: Graph, *, takes_all: bool, has_weights: bool) -> Sour
 
 def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) -> Source:
     """Return the statements that import the model file, wherever the script is started."""
-    folder = os.path.relpath(file.path.parent, destination.parent)
+    known = import_name(file.path)
+    folder = os.path.relpath(known.folder, destination.parent)
     here = "Path(__file__).resolve().parent"
     place = here if folder == "." else f"{here} / {literal(Path(folder).as_posix())}"
-    stem = file.path.stem
     lines, after = [], list[str]()
-    if is_identifier(stem):
-        lines.append(f"import {stem} as {MODULE}")
+    is_plain = all(map(is_identifier, known.name.split(".")))
+    if is_plain:
+        lines.append(f"import {known.name} as {MODULE}")
     else:
-        after.append(f"{MODULE} = importlib.import_module({literal(stem)})")
+        after.append(f"{MODULE} = importlib.import_module({literal(known.name)})")
     for one in classes:
         _check_name(one)
         outer, _, inner = one.qualname.partition(".")
         called = "" if one.name == outer else f" as {identifier(one.name)}"
-        if one.module == stem and (inner or not is_identifier(stem)):
+        if one.module == known.name and (inner or not is_plain):
             after.append(f"{identifier(one.name)} = {MODULE}.{_dotted(one.qualname)}")
         elif inner:
             lines.append(f"from {_dotted(one.module)} import {identifier(outer)}")
@@ -112,10 +116,21 @@ def _functions(file: ModelFile) -> Iterator[str]:
 
 def _bound(file: ModelFile, name: str, own: str) -> str:
     """Return one function with its share of the arguments, as planning called it."""
-    function = getattr(sys.modules[file.path.stem], name)
+    function = getattr(sys.modules[import_name(file.path).name], name)
     parameters = inspect.signature(function).parameters
     share = [f"{identifier(k)}={literal(v)}" for k, v in file.arguments if k in parameters]
     full = f"{MODULE}.{identifier(name)}"
     if not share:
         return f"{own} = {full}"
     return assigned(own, call("partial", full, *share))
+
+
+def model_source(path: Path) -> Source:
+    """Return the names of a model file and of those that it imports, and what stands for them."""
+    files = sources(path)
+    names = (Path(os.path.relpath(file, path.parent)).as_posix() for file in files)
+    lines = [
+        assigned("MODEL_FILES", tuple_of(*map(literal, names)), "that were planned"),
+        f"MODEL_DIGEST = {literal(source_digest(files))}  # of their text",
+    ]
+    return Source("\n".join(lines))

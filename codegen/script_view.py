@@ -22,7 +22,7 @@ class ScriptView:
     docstring: Source
     model_imports: Source
     functions: Source
-    model_digest: str
+    model_source: Source  # its files, and what stands for their text
     settings: Source
     plan: Source
     classes: Source  # opened modules, stages, and a loss that is split

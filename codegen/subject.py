@@ -44,7 +44,9 @@ class Subject:
 def subject_of(plan: Plan, folder: Path) -> Subject:
     """Load the model file of a plan; relative paths are seen from here, or else from `folder`."""
     file = _model_file(plan, folder)
-    modules = modules_of(_built(file))
+    model = _built(file)
+    _check_same_parameters(plan, model, file.path)
+    modules = modules_of(model)
     split = split_of(plan, modules)
     check_parts(plan, split.layers, where="the plan")
     return Subject(
@@ -67,17 +69,39 @@ def _built(file: ModelFile) -> nn.Module:
     return model
 
 
+def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:
+    """Refuse a model that is built otherwise now: by a file that is no Python, or a variable."""
+    planned = {p.name: tuple(size.at(1) for size in p.shape) for p in plan.graph.parameters}
+    built = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    for name in sorted(planned.keys() | built.keys()):
+        now, then = built.get(name), planned.get(name)
+        if now != then:
+            raise ChangedModelError(
+                "the model file builds another model than was planned, though no Python file has "
+                f"changed: {name} {_sized(now)}, and {_sized(then)} in the plan",
+                where=str(path),
+                expected="what it reads (a configuration, an environment variable) as it was",
+                fix="plan again with `autopar plan`, or bring that back",
+            )
+
+
+def _sized(shape: tuple[int, ...] | None) -> str:
+    return "is not there" if shape is None else f"has the shape {list(shape)}"
+
+
 def model_spec(plan: Plan, folder: Path) -> str:
-    """Return `path.py:factory` of a plan's model; relative to here, or to `folder`."""
+    """Return `path.py:factory` of a plan's model; relative to here, to `folder` or one above it."""
     spec = plan.model.spec
     name = spec.rpartition(".py")[0] + ".py"
     if Path(name).is_file():
         return spec
-    if (folder / name).is_file():
-        return str(folder / spec)
+    resolved = folder.resolve()
+    for place in (resolved, *resolved.parents):
+        if (place / name).is_file():
+            return str(place / spec)
     raise InputError(
-        f"the plan is for {name}, which is neither here nor beside the plan",
-        where=f"{Path.cwd()} and {folder.resolve()}",
+        f"the plan is for {name}, which is neither here nor beside the plan or above it",
+        where=f"{Path.cwd()} and {resolved}",
         fix="run this where `autopar plan` was run, or plan again",
     )
 

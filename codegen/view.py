@@ -9,7 +9,12 @@ from pathlib import Path
 from autopar.codegen.forward.imported import LOSS_STAGE, Imported
 from autopar.codegen.forward.opened import Opened, OpenedClass
 from autopar.codegen.layer_lists import layer_lists, recomputations, writing_layers
-from autopar.codegen.model_calls import ModelCalls, model_arguments, model_calls
+from autopar.codegen.model_calls import (
+    ModelCalls,
+    model_arguments,
+    model_calls,
+    model_source,
+)
 from autopar.codegen.name_patterns import patterns
 from autopar.codegen.parameter_tables import once, parameter_tables, unread
 from autopar.codegen.python_text import (
@@ -37,7 +42,6 @@ from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.words import unit_word
-from autopar.runtime.model_source import source_digest
 
 
 def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
@@ -53,7 +57,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         docstring=docstring(plan, destination.name),
         model_imports=calls.imports,
         functions=calls.functions,
-        model_digest=source_digest(subject.file.path),
+        model_source=model_source(subject.file.path),
         settings=lines(settings_of(plan)),
         plan=lines(planned(plan)),
         classes=_classes(plan, opened, calls),

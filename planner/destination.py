@@ -52,7 +52,8 @@ def write_whole(path: Path, text: str, *, what: str) -> None:
         else:
             _replace(path.resolve(), text)  # what a link leads to, not the link
     except OSError as error:
-        raise InputError(f"{what} cannot be written: {error.strerror}", where=str(path)) from None
+        found = f"{what} cannot be written: {error.strerror}"
+        raise InputError(found, where=str(path), fix=_FIX) from None
 
 
 def _replace(path: Path, text: str) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib
 import importlib.util
 import inspect
 import sys
@@ -13,11 +14,12 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
-from types import ModuleType
+from types import MethodType, ModuleType
 from typing import Any
 from unittest.mock import patch
 
 from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.import_name import ImportName, import_name
 from autopar.planner.remedies import INSTEAD, instead_of, nearest_file, remedy, told
 
 REQUIRED = ("example_batch",)
@@ -96,35 +98,52 @@ def _split(spec: str) -> tuple[Path, str]:
 
 
 def _import(path: Path) -> ModuleType:
-    """Import the file by path, its folder first on sys.path as `python model.py` has it."""
-    _check_name(path)
-    spec = importlib.util.spec_from_file_location(path.stem, path)
+    """Import the file anew, its folder or its package's first on sys.path, as Python has it."""
+    known = import_name(path)
+    _check_name(path, known)
+    spec = importlib.util.spec_from_file_location(known.name, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    if str(path.parent) not in sys.path:
-        sys.path.insert(0, str(path.parent))
-    shadowed = sys.modules.get(path.stem)
-    sys.modules[path.stem] = module  # dataclasses and pickling look a module up by its name
+    if str(known.folder) not in sys.path:
+        sys.path.insert(0, str(known.folder))
+    _forget_packages_elsewhere(known)
+    shadowed = sys.modules.get(known.name)
     try:
         with _guarded(f"importing {path.name}", path), _no_process_group(path), _uncompiled():
+            if package := known.name.rpartition(".")[0]:
+                importlib.import_module(package)
+            sys.modules[known.name] = (
+                module  # dataclasses and pickling look a module up by its name
+            )
             spec.loader.exec_module(module)
     except BaseException:
-        del sys.modules[path.stem]
+        sys.modules.pop(known.name, None)
         if shadowed is not None:
-            sys.modules[path.stem] = shadowed
+            sys.modules[known.name] = shadowed
         raise
     return module
 
 
-def _check_name(path: Path) -> None:
+def _forget_packages_elsewhere(known: ImportName) -> None:
+    """Drop a package of the same name that another folder has, which was imported before."""
+    top, dot, _ = known.name.partition(".")
+    there = getattr(sys.modules.get(top), "__file__", None)
+    if dot and there and Path(there).parent != known.home:
+        for name in [name for name in sys.modules if name == top or name.startswith(f"{top}.")]:
+            del sys.modules[name]
+
+
+def _check_name(path: Path, known: ImportName) -> None:
     """Refuse a file that would be imported in the place of Python's or an installed module."""
-    there = getattr(sys.modules.get(path.stem), "__file__", None) or ""
-    if path.stem in sys.stdlib_module_names or "site-packages" in there:
+    top, dot, _ = known.name.partition(".")
+    there = getattr(sys.modules.get(top), "__file__", None) or ""
+    if top in sys.stdlib_module_names or "site-packages" in there:
+        found = known.home if dot else path
         raise InputError(
-            f"{path.name} would hide the module {path.stem}, which others import",
-            where=str(path),
-            fix=f"rename it, such as my_{path.name}",
+            f"{found.name} would hide the module {top}, which others import",
+            where=str(found),
+            fix=f"rename it, such as my_{found.name}",
         )
 
 
@@ -139,6 +158,9 @@ def _check_function(function: object, name: str, *, path: Path, module: ModuleTy
     if not callable(function):
         found = f"{name} is a {type(function).__name__}, not a function"
         raise InputError(found, where=str(path), expected=CONTRACT)
+    if isinstance(getattr(function, "forward", None), MethodType):
+        found = f"{name} is a model, a {type(function).__name__}, not a function that makes one"
+        raise InputError(found, where=str(path), expected=CONTRACT, fix=f"def {name}(): return …")
 
 
 def _check_optional(module: ModuleType, path: Path) -> None:
@@ -347,4 +369,4 @@ def _is_own(filename: str, path: Path) -> bool:
     """Whether a frame is the user's: in the folder of the model file, but no installed package."""
     if filename == __file__ or "site-packages" in filename:
         return False
-    return path.parent in Path(filename).parents
+    return import_name(path).home in Path(filename).parents

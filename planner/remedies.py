@@ -19,7 +19,12 @@ _KNOWN = (
     ("out of meta tensor", _ON_DEVICE),  # Module.to of a model that is built without memory
     (
         "no known parent package",
-        "import it without the dot: the folder of the model file is on the path",
+        "put an __init__.py beside the model file, which makes a package of its folder; or import "
+        "it without the dot: the folder of the model file is on the path",
+    ),
+    (
+        "beyond top-level package",
+        "put an __init__.py into each folder from there down to the model file's",
     ),
     (
         "can't allocate memory",
@@ -84,7 +89,7 @@ def told(passed: Sequence[Any]) -> str:
     if len(passed) != 2:
         return ""
     outputs, batch = map(_in_words, passed)
-    return f"the outputs are {outputs}, the batch is {batch}"
+    return f"called as loss(outputs, batch): the outputs are {outputs}, the batch is {batch}"
 
 
 def _in_words(value: Any) -> str:

@@ -9,12 +9,15 @@ import typer
 
 from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting
 from autopar.codegen.standalone import write_standalone
+from autopar.codegen.subject import model_spec
 from autopar.console import results
 from autopar.planner.destination import refuse_replacing, write_whole
 from autopar.planner.errors import ExitCode, InputError
+from autopar.planner.import_name import import_name
 from autopar.planner.model_file import model_path
 from autopar.planner.plan.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.document import read_plan
+from autopar.planner.plan.model_facts import sources
 
 PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
 
@@ -50,10 +53,10 @@ def emit_script(
             raise InputError("--check and --standalone do not go together")
         folder = output if output is not None else beside / "standalone"
         path = write_standalone(found, folder, beside, force=force)
-        model = model_path(found.model.spec).name
+        needed = ", ".join(_needed(model_path(model_spec(found, beside))))
         results().print(
             f"Written: {path}\n"
-            f"To train on another machine, copy {folder} there, and {model} into it.",
+            f"To train on another machine, copy {folder} there, and {needed} into it.",
             markup=False,
         )
         return
@@ -66,6 +69,12 @@ def emit_script(
         refuse_overwriting(path)
     write_whole(path, emit(found, destination=path, folder=beside), what="the script")
     results().print(f"Written: {path}", markup=False)
+
+
+def _needed(model: Path) -> list[str]:
+    """Return the model file and those that it imports, or the package that they are in."""
+    folder = import_name(model).folder
+    return sorted({file.relative_to(folder).parts[0] for file in sources(model)})
 
 
 def _check(path: Path, expected: str) -> None:

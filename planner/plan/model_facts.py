@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import ast
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.planner.graph import Graph
+from autopar.planner.import_name import INIT, import_name, imported_names
 from autopar.planner.model_file import ModelFile
 from autopar.planner.plan.plan import Model
 
@@ -42,31 +42,31 @@ def _tokens_per_row(graph: Graph) -> int:
 
 def source_hash(path: Path) -> str:
     """Return 64 hexadecimal digits of a model file and of the files beside it that it imports."""
-    digest = hashlib.sha256()
-    for file in sorted(_sources(path)):
+    digest, folder = hashlib.sha256(), import_name(path).folder
+    for file in sources(path):
         content = file.read_bytes()
-        digest.update(f"{file.relative_to(path.parent)} {len(content)}\n".encode())
+        digest.update(f"{file.relative_to(folder)} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
 
 
-def _sources(path: Path) -> set[Path]:
-    """Return a file and, through imports, what lies in its folder."""
-    found, waiting = {path}, [path]
+def sources(path: Path) -> list[Path]:
+    """Return a file and, through imports, what lies in the folder that they are looked up in."""
+    folder, found, waiting = import_name(path).folder, {path}, [path]
     while waiting:
-        for name in _imported(waiting.pop()):
-            module = path.parent.joinpath(*name.split("."))
-            for file in (module.with_name(f"{module.name}.py"), module / "__init__.py"):
-                if file.is_file() and file not in found:
+        importing = waiting.pop()
+        for name in imported_names(importing):
+            module = _place(name, importing, folder)
+            for file in (module.with_name(f"{module.name}.py"), module / INIT):
+                if file.is_file() and file not in found and folder in file.parents:
                     found.add(file)
                     waiting.append(file)
-    return found
+    return sorted(found)
 
 
-def _imported(path: Path) -> Iterator[str]:
-    for node in ast.walk(ast.parse(path.read_bytes())):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom) and node.module:
-            yield node.module
-            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+def _place(name: str, importing: Path, folder: Path) -> Path:
+    """Return where a module would be; one dot is the folder of the file, each other goes up."""
+    absolute = name.lstrip(".")
+    level = len(name) - len(absolute)
+    above = importing.parents[level - 1] if level else folder
+    return above.joinpath(*absolute.split(".")) if absolute else above

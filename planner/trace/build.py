@@ -14,39 +14,11 @@ from torch import nn
 
 from autopar.planner.errors import InputError
 from autopar.planner.model_file import ModelFile
+from autopar.planner.trace.model_checks import check_model, own_dtype
 
 # Prime and above two: a size that equals the batch by chance is unlikely, and torch
 # specialises sizes 0 and 1.
 TRACED_BATCH = 7
-
-# What wraps a model or a part of one, by its class or a base of it: what that is, what is expected,
-# what to do. By their names, for torch imports some when they are used.
-_REFUSED = (
-    (
-        "SyncBatchNorm",
-        "a SyncBatchNorm, which waits for all processes",
-        "plain batch norms: scripts give them the statistics of all data ranks",
-        "leave out convert_sync_batchnorm",
-    ),
-    (
-        "DataParallel DistributedDataParallel FullyShardedDataParallel FSDPModule",
-        "wrapped for data parallelism already",
-        "a plain model: the plan decides how it is shared, and the script does it",
-        "leave the wrapper out",
-    ),
-    (
-        "ScriptModule",
-        "compiled by torch.jit, which hides what it computes",
-        "modules in Python",
-        "leave out torch.jit.script and torch.jit.trace",
-    ),
-    (
-        "OptimizedModule",
-        "compiled by torch.compile, and traced by autopar instead",
-        "modules as they are before",
-        "leave out torch.compile in the model file",
-    ),
-)
 
 
 class Step(nn.Module):
@@ -72,8 +44,12 @@ class Step(nn.Module):
         if self.loss is None:
             where = f"{type(self.model).__name__}.forward, and {self.path} has no function `loss`"
             return checked_loss(outputs, where=where, fix=_NO_LOSS)
-        where = f"loss of {self.path}"
-        return checked_loss(self.loss(outputs, batch), where=where, fix=_ODD_LOSS)
+        where, loss = f"loss of {self.path}", self.loss(outputs, batch)
+        if isinstance(loss, (Mapping, tuple, list)):  # scripts take what it returns as it is
+            raise InputError(
+                f"loss returned {_kind(loss)}", where=where, expected=_LOSS, fix="return it alone"
+            )
+        return checked_loss(loss, where=where, fix=_ODD_LOSS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,7 +77,7 @@ def build(
     float64: among float64 weights it would not be seen that the two do not match.
     """
     model = _model(model_file, device)
-    own = _own_dtype(model)
+    own = own_dtype(model)
     raw = _batch(model_file, batch_size)
     keys = _accepted(model, raw, has_loss=model_file.loss is not None, path=model_file.path)
     if dtype is not None and own is torch.float32 and not _has_float64(raw):
@@ -125,11 +101,10 @@ def _model(model_file: ModelFile, device: str) -> nn.Module:
         fix = f"return {model.__name__}(…), not the class"
         raise InputError(f"{name} returned the class {model.__name__}", where=where, fix=fix)
     if not isinstance(model, nn.Module):
-        found = f"{name} returned {_kind(model)}"
-        raise InputError(found, where=where, expected="a torch.nn.Module")
+        found, fix = f"{name} returned {_kind(model)}", f"let {name} return the model, and it alone"
+        raise InputError(found, where=where, expected="a torch.nn.Module", fix=fix)
+    check_model(model, where)
     model.train()
-    _check_parameters(model, where)
-    _refuse_wrapped(model, where)
     return model
 
 
@@ -151,43 +126,16 @@ def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
     return moved
 
 
-def _refuse_wrapped(model: nn.Module, where: str) -> None:
-    for name, module in model.named_modules():
-        every = type(module).__mro__
-        bases = {base.__name__ for base in every if base.__module__.startswith("torch.")}
-        for kinds, is_what, expected, fix in _REFUSED:
-            if not bases.isdisjoint(kinds.split()):
-                found = f"{name or 'the model'} is {is_what}"
-                raise InputError(found, where=where, expected=expected, fix=fix)
-
-
-def _check_parameters(model: nn.Module, where: str) -> None:
-    parameters = dict(model.named_parameters())
-    if not parameters:
-        raise InputError("the model has no parameters", where=where, expected="something to train")
-    lazy = [n for n, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
-    if lazy:
-        fix = "give the layer its sizes, or run one batch through it in build_model"
-        raise InputError(f"parameter {lazy[0]} is lazy and has no shape yet", where=where, fix=fix)
-    if not any(p.requires_grad for p in parameters.values()):
-        fix = "leave requires_grad on for what should learn"
-        raise InputError(f"all {len(parameters)} parameters are frozen", where=where, fix=fix)
-    for name, parameter in parameters.items():
-        if parameter.layout != torch.strided:
-            found = f"parameter {name} is sparse ({parameter.layout})"
-            raise InputError(found, where=where, expected="dense parameters")
-        if parameter.is_complex():
-            fix = "hold its real and imaginary part as two parameters"
-            found = f"parameter {name} is complex ({parameter.dtype})"
-            raise InputError(found, where=where, expected="real parameters", fix=fix)
-
-
 def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:
     where = f"example_batch of {model_file.path}"
     batch = model_file.example_batch(batch_size)
     if not isinstance(batch, Mapping):
-        expected = "a dict from argument names to tensors"
-        raise InputError(f"example_batch returned {_kind(batch)}", where=where, expected=expected)
+        raise InputError(
+            f"example_batch returned {_kind(batch)}",
+            where=where,
+            expected="a dict from argument names to tensors",
+            fix='name each: {"x": …, "labels": …}, as forward and the loss call them',
+        )
     for key, value in batch.items():
         _check_entry(key, value, batch_size, where)
     if not any(isinstance(value, torch.Tensor) for value in batch.values()):
@@ -202,7 +150,10 @@ def _check_entry(key: object, value: object, batch_size: int, where: str) -> Non
         return  # an argument that is the same for every batch
     if not isinstance(value, torch.Tensor):
         expected = "tensors, or plain numbers and strings that are the same for every batch"
-        raise InputError(f"batch[{key!r}] is {_kind(value)}", where=where, expected=expected)
+        fix = "give each tensor a key of its own" if isinstance(value, Mapping) else _AS_TENSOR
+        raise InputError(
+            f"batch[{key!r}] is {_kind(value)}", where=where, expected=expected, fix=fix
+        )
     if value.device.type != "cpu":
         fix = "leave the device out: the emitted script moves each batch"
         raise InputError(f"batch[{key!r}] is on {value.device}", where=where, fix=fix)
@@ -213,6 +164,9 @@ def _check_entry(key: object, value: object, batch_size: int, where: str) -> Non
         found = f"batch[{key!r}] has shape {list(value.shape)} for example_batch({batch_size})"
         expected = f"{batch_size} rows: the batch is dimension 0 of every tensor"
         raise InputError(found, where=where, expected=expected)
+
+
+_AS_TENSOR = "torch.as_tensor makes one of a list of numbers or an array"
 
 
 def _accepted(
@@ -240,7 +194,12 @@ def _accepted(
     ]
     if missing:
         found = f"forward needs {', '.join(missing)}, which the batch does not have"
-        raise InputError(found, where=where, expected=f"the batch has {sorted(batch)}")
+        raise InputError(
+            found,
+            where=where,
+            expected=f"a key for each argument; the batch has {sorted(batch)}",
+            fix=f"let example_batch name it {missing[0]}",
+        )
     return frozenset(taken)
 
 
@@ -248,6 +207,7 @@ def _has_float64(batch: Mapping[str, Any]) -> bool:
     return any(getattr(value, "dtype", None) is torch.float64 for value in batch.values())
 
 
+_LOSS = "a scalar tensor with gradient"
 _NO_LOSS = "return it from the model (alone, first, or as `loss`), or define loss(outputs, batch)"
 _ODD_LOSS = "return one number that backward can start from, such as the mean over the rows"
 
@@ -261,7 +221,6 @@ def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch
         loss = outputs.loss
     elif isinstance(outputs, (tuple, list)) and outputs:
         loss = outputs[0]
-    expected = "a scalar tensor with gradient"
     if not isinstance(loss, torch.Tensor):
         found = f"the loss is {_kind(loss)}"
     elif loss.dim() != 0:
@@ -271,22 +230,13 @@ def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch
         found = f"the loss is of type {loss.dtype}"
     else:
         return loss
-    raise InputError(found, where=where, expected=expected, fix=fix)
+    raise InputError(found, where=where, expected=_LOSS, fix=fix)
 
 
 def _placed(value: Any, device: str, dtype: torch.dtype) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     return value.to(device, dtype if value.dtype is torch.float32 else value.dtype)
-
-
-def _own_dtype(model: nn.Module) -> torch.dtype:
-    """Return the floating type that most of the parameters have."""
-    counts: dict[torch.dtype, int] = {}
-    for parameter in model.parameters():
-        if parameter.is_floating_point():
-            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
-    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
 
 
 def _kind(value: object) -> str:

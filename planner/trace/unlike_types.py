@@ -83,6 +83,7 @@ def check_types(graph: Graph, *, is_half: bool) -> None:
             _check_product(op, graph, odd_types)
         elif name in _PAIRS:
             _check_pair(op, graph, odd_types)
+            _check_classes(op, graph)
         elif is_half and name in _WIDE and graph.tensors[op.inputs[0]].dtype == MODEL_DTYPE:
             raise NoKernelError(
                 f"torch does not compute {name}",
@@ -118,6 +119,19 @@ def _check_pair(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
             expected="both in one type",
             fix=UnlikePairError.half_fix,
         )
+
+
+def _check_classes(op: Op, graph: Graph) -> None:
+    target = dict(op.arguments).get("target")
+    if op.target in CLASS_LOSSES and isinstance(target, Ref) and is_class(graph, target):
+        dtype = graph.tensors[target.tensor].dtype
+        if dtype not in ("int64", "uint8"):
+            raise UnlikeTypesError(
+                f"{_name(op)} is given classes in {dtype}",
+                where=_where(op, graph),
+                expected="int64",
+                fix="give int64 in example_batch, and in the dataset",
+            )
 
 
 def _told(dtype: str) -> str:

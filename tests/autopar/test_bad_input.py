@@ -294,7 +294,7 @@ def test_an_example_batch_that_takes_no_size_is_told(inspect: Inspect, tmp_path:
         ("None", "the loss is None"),
         ("3.0", "the loss is a float"),
         ("outputs.sum().item()", "the loss is a plain float"),
-        ("{'value': outputs.sum()}", "the loss is a dict"),
+        ("{'value': outputs.sum()}", "loss returned a dict"),
         ("outputs.argmax()", "the loss is of type torch.int64"),
         ("outputs.detach().sum()", "the loss has no gradient"),
         ("batch['x'].sum()", "the loss has no gradient"),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -68,3 +70,18 @@ def test_the_documented_exit_codes_are_those_there_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)] == list(ExitCode)
     assert (refusal.USAGE, refusal.MISMATCH) == (ExitCode.USAGE, ExitCode.MISMATCH)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")
+def test_an_output_that_has_no_room_is_told_in_one_message() -> None:
+    with Path("/dev/full").open("w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "autopar", "doctor", "--json"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert done.returncode == 2
+    assert done.stderr.startswith("error: the output cannot be written: No space left on device")
+    assert "Traceback" not in done.stderr

@@ -97,7 +97,17 @@ IMPORTS = {
     "a relative import": Mistake(
         arguments=INSPECT,
         files={"model.py": "from .net import build_model\n", "net.py": MODEL},
-        telling=("attempted relative import", "import it without the dot"),
+        telling=("attempted relative import", "put an __init__.py beside", "without the dot"),
+    ),
+    "a relative import that leaves the package": Mistake(
+        arguments=inspecting("net/model.py"),
+        files={"net/__init__.py": "", "net/model.py": "from ..parts import x\n", "parts.py": ""},
+        telling=("beyond top-level package", "__init__.py into each folder"),
+    ),
+    "a package that would hide another": Mistake(
+        arguments=inspecting("json/model.py"),
+        files={"json/__init__.py": "", "json/model.py": "from .net import x\n"},
+        telling=("json would hide the module json", "rename it, such as my_json"),
     ),
     "a package that needs its parent on the path": Mistake(
         arguments=inspecting("zzz/model.py"),
@@ -137,6 +147,41 @@ FUNCTIONS = {
         files=changed("def loss(outputs, batch): return outputs.square().mean(1)"),
         telling=("the loss has shape [B]", "at: loss of", "the mean over the rows"),
     ),
+    "a loss with more behind it": Mistake(
+        arguments=INSPECT,
+        files=changed("def loss(outputs, batch): return outputs.mean(), {'accuracy': 0.5}"),
+        telling=("loss returned a tuple", "a scalar tensor", "return it alone"),
+    ),
+    "a model in place of its factory": Mistake(
+        arguments=INSPECT,
+        files=changed("build_model = Model()"),
+        telling=("build_model is a model, a Model", "fix: def build_model(): return …"),
+    ),
+    "a batch without names": Mistake(
+        arguments=INSPECT,
+        files=changed("def example_batch(n): return torch.randn(n, 4), torch.randn(n)"),
+        telling=("example_batch returned a tuple", 'name each: {"x": …'),
+    ),
+    "a batch of arrays": Mistake(
+        arguments=INSPECT,
+        files=changed("def example_batch(n): return {'x': torch.randn(n, 4).numpy()}"),
+        telling=("batch['x'] is a ndarray", "torch.as_tensor"),
+    ),
+    "a batch in a batch": Mistake(
+        arguments=INSPECT,
+        files=changed("def example_batch(n): return {'x': {'left': torch.randn(n, 4)}}"),
+        telling=("batch['x'] is a dict", "a key of its own"),
+    ),
+    "an argument that the batch does not name": Mistake(
+        arguments=INSPECT,
+        files=changed("def example_batch(n): return {'input': torch.randn(n, 4)}"),
+        telling=("forward needs x", "the batch has ['input']", "let example_batch name it x"),
+    ),
+    "a model that does not learn": Mistake(
+        arguments=INSPECT,
+        files=changed("def build_model(): return Model().eval()"),
+        telling=("the model is in eval mode", "leave out .eval(), or return model.train()"),
+    ),
     "a loss of one argument": Mistake(
         arguments=INSPECT,
         files=changed("def loss(outputs): return outputs.mean()"),
@@ -172,6 +217,21 @@ DEVICES_AND_TYPES = {
         arguments=INSPECT,
         files=changed("def example_batch(n): return {'x': torch.ones(n, 4).double()}"),
         telling=("linear multiplies float64 by the model's own type", "give float32"),
+        code=4,
+    ),
+    "a model in float64": Mistake(
+        arguments=INSPECT,
+        files=changed("def build_model(): return Model().double()"),
+        telling=("the model is in float64", "leave out .double()"),
+    ),
+    "classes in 32 bits": Mistake(
+        arguments=INSPECT,
+        files=changed(
+            "def loss(outputs, batch):\n"
+            "    classes = batch['x'][:, 0].int()\n"
+            "    return torch.nn.functional.cross_entropy(outputs, classes)"
+        ),
+        telling=("cross_entropy_loss is given classes in int32", "expected: int64"),
         code=4,
     ),
     "float tokens": Mistake(

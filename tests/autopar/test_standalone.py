@@ -40,3 +40,27 @@ def test_a_standalone_folder_trains_elsewhere_with_the_model_file_that_it_asks_f
     assert done.returncode == 0, done.stderr[-3000:]
     assert done.stdout.startswith("step      1   loss")
     assert (done.stderr, list(there.rglob("planner"))) == ("", [])
+
+
+def test_all_that_a_model_file_imports_of_its_own_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    files = {
+        "flat/net.py": f"import blocks\n{MODEL}",
+        "flat/blocks.py": "",
+        "src/inner/__init__.py": "",
+        "src/inner/net.py": f"from .blocks import WIDTH\n{MODEL}",
+        "src/inner/blocks.py": "WIDTH = 8\n",
+    }
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text, encoding="utf-8")
+    machine = ("--gpus", "1", "--device", "cpu", "--precision", "fp32", "--global-batch", "4")
+    for model, needed in (("flat/net.py", "blocks.py, net.py"), ("src/inner/net.py", "inner")):
+        monkeypatch.chdir(tmp_path)
+        out = str(tmp_path / f"out-{Path(model).parent.name}")
+        assert run(monkeypatch, capsys, "plan", model, *machine, "-o", out).code == 0
+        monkeypatch.chdir("/")
+        ran = run(monkeypatch, capsys, "emit", out, "--standalone")
+        assert f"there, and {needed} into it" in ran.out

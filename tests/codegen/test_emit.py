@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -12,7 +13,7 @@ import pytest
 
 from autopar.codegen.checksum import is_unchanged
 from autopar.codegen.emit import emit, write_script
-from autopar.codegen.subject import ChangedModelError
+from autopar.codegen.subject import ChangedModelError, model_spec
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
 from autopar.planner.model_file import load_model_file
@@ -23,7 +24,7 @@ from tests.codegen.kinds import KINDS, plan_of
 from tests.codegen.plans import pinned_plan, plan_for
 
 ROOT = Path(__file__).parents[2]
-LINES_WITHOUT_OPENED = 250
+LINES_WITHOUT_OPENED = 251
 
 
 def data_parallel() -> Plan:
@@ -218,6 +219,29 @@ def test_a_model_file_that_has_changed_is_refused(tmp_path: Path) -> None:
     stale = replace(plan, model=replace(plan.model, source_hash="0" * 64))
     with pytest.raises(ChangedModelError, match="has changed"):
         emit(stale, destination=tmp_path / "train.py")
+
+
+def test_a_model_that_is_built_otherwise_than_planned_is_refused(tmp_path: Path) -> None:
+    plan = data_parallel()
+    first, *others = plan.graph.parameters
+    fewer = replace(plan, graph=replace(plan.graph, parameters=tuple(others)))
+    told = f"{first.name} has the shape .*, and is not there in the plan"
+    with pytest.raises(ChangedModelError, match=re.compile(told)):
+        emit(fewer, destination=tmp_path / "train.py")
+
+
+def test_a_model_file_is_found_from_a_folder_above_the_plan(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = data_parallel()
+    plan = replace(plan, model=replace(plan.model, spec="zoo/net.py:make"))
+    (tmp_path / "zoo").mkdir()
+    (tmp_path / "zoo/net.py").write_text("", encoding="utf-8")
+    (tmp_path / "out/first").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "out")
+    assert model_spec(plan, Path("first")) == str(tmp_path / "zoo/net.py:make")
+    with pytest.raises(InputError, match="neither here nor beside the plan or above it"):
+        model_spec(replace(plan, model=replace(plan.model, spec="zoo/other.py")), Path("first"))
 
 
 def test_the_script_says_what_the_plan_says(tmp_path: Path) -> None:

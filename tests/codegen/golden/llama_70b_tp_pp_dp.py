@@ -24,7 +24,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.73 s (+2.6%): +1.27 s recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 144f9fa1e61f04aa.
+# Written by autopar 0.1.0, which never overwrites changes by hand: c3d3aa5483cba2d2.
 
 from __future__ import annotations
 
@@ -95,7 +95,8 @@ BUCKET_BYTES = 400 * 2**20  # gradients that travel together, beside the backwar
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 128 rows
-MODEL_DIGEST = "80ff848d99af9d7f"  # of the model file that was planned
+MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
+MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -318,7 +319,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
-    note_changes(model_file, MODEL_DIGEST, mesh)
+    note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     model, recipe = built(mesh, options.dtype)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))

@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 81c7e28975b6a95c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 1aedcff7655df276.
 
 from __future__ import annotations
 
@@ -89,7 +89,8 @@ ZERO = 3  # parameters, gradients and optimizer states are shared out over data 
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 64 rows
-MODEL_DIGEST = "80ff848d99af9d7f"  # of the model file that was planned
+MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
+MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
 
 # ---------------------------------------------------------- the classes that the plan changes
 
@@ -204,7 +205,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
-    note_changes(model_file, MODEL_DIGEST, mesh)
+    note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     model, recipe = built(mesh, options.dtype)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))

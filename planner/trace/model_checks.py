@@ -1,0 +1,102 @@
+"""Refuses models that no script could train as they are built."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from autopar.planner.errors import InputError
+
+# What wraps a model or a part of one, by its class or a base of it: what that is, what is expected,
+# what to do. By their names, for torch imports some when they are used.
+_REFUSED = (
+    (
+        "SyncBatchNorm",
+        "a SyncBatchNorm, which waits for all processes",
+        "plain batch norms: scripts give them the statistics of all data ranks",
+        "leave out convert_sync_batchnorm",
+    ),
+    (
+        "DataParallel DistributedDataParallel FullyShardedDataParallel FSDPModule",
+        "wrapped for data parallelism already",
+        "a plain model: the plan decides how it is shared, and the script does it",
+        "leave the wrapper out",
+    ),
+    (
+        "ScriptModule",
+        "compiled by torch.jit, which hides what it computes",
+        "modules in Python",
+        "leave out torch.jit.script and torch.jit.trace",
+    ),
+    (
+        "OptimizedModule",
+        "compiled by torch.compile, and traced by autopar instead",
+        "modules as they are before",
+        "leave out torch.compile in the model file",
+    ),
+)
+
+
+def check_model(model: nn.Module, where: str) -> None:
+    """Raise an error for the first thing that stands in the way of training a model."""
+    _check_parameters(model, where)
+    _check_mode(model, where)
+    _refuse_wrapped(model, where)
+
+
+def own_dtype(model: nn.Module) -> torch.dtype:
+    """Return the floating type that most of the parameters have."""
+    counts: dict[torch.dtype, int] = {}
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            counts[parameter.dtype] = counts.get(parameter.dtype, 0) + parameter.numel()
+    return max(counts, key=lambda dtype: counts[dtype]) if counts else torch.float32
+
+
+def _refuse_wrapped(model: nn.Module, where: str) -> None:
+    for name, module in model.named_modules():
+        every = type(module).__mro__
+        bases = {base.__name__ for base in every if base.__module__.startswith("torch.")}
+        for kinds, is_what, expected, fix in _REFUSED:
+            if not bases.isdisjoint(kinds.split()):
+                found = f"{name or 'the model'} is {is_what}"
+                raise InputError(found, where=where, expected=expected, fix=fix)
+
+
+def _check_mode(model: nn.Module, where: str) -> None:
+    """Refuse a model that scripts would train without dropout, or in 64 bits."""
+    if not model.training:
+        raise InputError(
+            "the model is in eval mode, which has no dropout and leaves batch norms as they are",
+            where=where,
+            expected="a model to train; parts of it that stay frozen may be in eval mode",
+            fix="leave out .eval(), or return model.train()",
+        )
+    if own_dtype(model) is torch.float64:
+        raise InputError(
+            "the model is in float64",
+            where=where,
+            expected="float32, of which --precision makes what is trained in",
+            fix="leave out .double() and torch.set_default_dtype",
+        )
+
+
+def _check_parameters(model: nn.Module, where: str) -> None:
+    parameters = dict(model.named_parameters())
+    if not parameters:
+        raise InputError("the model has no parameters", where=where, expected="something to train")
+    lazy = [n for n, p in parameters.items() if isinstance(p, nn.parameter.UninitializedParameter)]
+    if lazy:
+        fix = "give the layer its sizes, or run one batch through it in build_model"
+        raise InputError(f"parameter {lazy[0]} is lazy and has no shape yet", where=where, fix=fix)
+    if not any(p.requires_grad for p in parameters.values()):
+        fix = "leave requires_grad on for what should learn"
+        raise InputError(f"all {len(parameters)} parameters are frozen", where=where, fix=fix)
+    for name, parameter in parameters.items():
+        if parameter.layout != torch.strided:
+            found = f"parameter {name} is sparse ({parameter.layout})"
+            raise InputError(found, where=where, expected="dense parameters")
+        if parameter.is_complex():
+            fix = "hold its real and imaginary part as two parameters"
+            found = f"parameter {name} is complex ({parameter.dtype})"
+            raise InputError(found, where=where, expected="real parameters", fix=fix)
