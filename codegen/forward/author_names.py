@@ -97,6 +97,7 @@ def unpacked(source: str) -> Mapping[str, tuple[str, ...]]:
     )
 
 
+@cache
 def _setting(location: str) -> _Setting | None:
     """Return the innermost statement at file:line that sets variables."""
     file, _, line = location.rpartition(":")
