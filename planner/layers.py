@@ -9,9 +9,10 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.terms import Leaf, substituted
 from autopar.planner.graph import Call, Graph, Op, Origin, Ref, Value
 
 
@@ -156,16 +157,24 @@ def _has_parameter(op: Op, graph: Graph) -> bool:
 
 
 def _form(ops: tuple[Op, ...], graph: Graph, axes: Axes | None) -> Hashable:
-    """Return the canonical form of some ops: tensors by where they were first met."""
+    """Return the canonical form of some ops: tensors and axes by where they were first met."""
     numbers: dict[str, int] = {}
     parts: list[Hashable] = []
+    met_axes: dict[str, Leaf] = {}
+
+    def axis(leaf: Leaf) -> Leaf:
+        # by its place, too: a concatenation of one axis is split, of two that look alike it is not
+        assert axes is not None
+        name = f"{axes.names[leaf.name]} {len(met_axes)}"
+        return met_axes.setdefault(leaf.name, replace(leaf, name=name))
 
     def met(name: str) -> Hashable:
         if name in numbers:
             return numbers[name]
         numbers[name] = len(numbers)
         tensor = graph.tensors[name]
-        dims = tuple(map(axes.text, axes.dims[name])) if axes is not None else ()
+        own = axes.dims[name] if axes is not None else ()
+        dims = tuple(substituted(dim, axis) for dim in own)
         outside = tensor.origin is Origin.PARAMETER
         return (numbers[name], tensor.shape, tensor.dtype, tensor.requires_grad, outside, dims)
 

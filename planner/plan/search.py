@@ -182,7 +182,8 @@ class Explorer:
         """Yield the degrees and microbatches that the constraints allow."""
         constraints, graph = self.constraints, self.subject.graph
         assert constraints.global_batch is not None
-        fixed, least = graph.fixed_batch, least_rows(graph)
+        fixed = graph.fixed_batch
+        alone, together = least_rows(graph, data=1), least_rows(graph, data=2)
         legal = check_degrees(
             self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
         )
@@ -194,7 +195,7 @@ class Explorer:
                 (size, count)
                 for size, count in microbatches_of(constraints.global_batch, data)
                 if size == (fixed or size) and size == (constraints.microbatch or size)
-                if size >= least
+                if size >= (alone if data == 1 else together)
             ]
             if self.objective is Objective.MEMORY:
                 sizes = sizes[:1]  # the smallest never holds more rows at once than another

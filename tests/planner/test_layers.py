@@ -1,12 +1,44 @@
 """Layers are the repeated blocks of a model, and equal ones are found."""
 
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.layers import Layers, find_layers
 from tests.planner.subjects import ZOO_MODELS, family_graph, zoo_graph
+from tests.planner.trace.model_source import traced
+
+SKIPPING = """
+class Joining(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear = nn.Linear(16, 8)
+
+    def forward(self, x, y):
+        return self.linear(torch.cat((x, y), dim=1)).tanh()
+
+class Skipping(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.other = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.blocks, self.last = nn.ModuleList(Joining() for _ in range(2)), nn.Linear(8, 3)
+
+    def forward(self, x):
+        x, y = self.first(x), self.other(x)
+        x = self.blocks[0](x, x.tanh())
+        return self.last(self.blocks[1](x, y))
+
+def build_model():
+    return Skipping()
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 8)}
+
+def loss(outputs, batch):
+    return outputs.square().mean()
+"""
 
 
 def layers_of(name: str, *arguments: str) -> Layers:
@@ -49,3 +81,9 @@ def test_the_first_block_of_each_t5_stack_is_a_class_of_its_own() -> None:
 def test_residual_blocks_that_change_the_width_are_apart() -> None:
     counts = [count for _, count in runs_of(layers_of("resnet.py", "size=20"))]
     assert max(counts) == 3  # the first stage of ResNet-20: three equal blocks
+
+
+def test_layers_whose_axes_are_unlike_are_no_equals(tmp_path: Path) -> None:
+    graph = traced(tmp_path, SKIPPING)  # one joins x with x, which can be split, one with y
+    blocks = [x for x in find_layers(graph, infer_axes(graph)).layers if "blocks" in x.call]
+    assert len({block.layer_class for block in blocks}) == len(blocks) == 2

@@ -43,7 +43,8 @@ def build_model():
 def test_the_fewest_rows_are_two_where_one_is_squeezed_away(
     tmp_path: Path, squeeze: str, least: int
 ) -> None:
-    assert least_rows(traced(tmp_path, MODEL.format(squeeze=squeeze))) == least
+    graph = traced(tmp_path, MODEL.format(squeeze=squeeze))
+    assert least_rows(graph, data=2) == least
 
 
 @pytest.mark.parametrize(
@@ -56,6 +57,30 @@ def test_constraints_that_leave_one_row_are_refused(tmp_path: Path, pins: dict[s
         check_lone_rows(declared(global_batch=8, **pins), graph)
     assert "subject.py" in told.value.where
     assert "squeeze(-1)" in told.value.fix
+
+
+NORMED = """
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x):
+        return self.norm(self.linear(x){more})
+
+def build_model():
+    return Model()
+"""
+
+
+def test_a_norm_of_one_number_for_each_row_wants_two_rows_of_all_data_ranks(tmp_path: Path) -> None:
+    graph = traced(tmp_path, NORMED.format(more=""))
+    assert (least_rows(graph, data=1), least_rows(graph, data=2)) == (2, 1)
+    check_lone_rows(declared(global_batch=8, pins__microbatch=1), graph)
+    with pytest.raises(InfeasibleError, match="one number for each row"):
+        check_lone_rows(declared(global_batch=8, pins__microbatch=1, pins__dp=1), graph)
+    wide = traced(tmp_path, NORMED.format(more=".unsqueeze(-1).expand(-1, 4, 2)"))
+    assert least_rows(wide, data=1) == 1
 
 
 @pytest.mark.parametrize(("squeeze", "sizes"), [("squeeze()", {2, 4}), ("squeeze(-1)", {1, 2, 4})])
