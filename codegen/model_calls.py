@@ -12,7 +12,15 @@ from pathlib import Path
 from autopar.codegen.forward.identifiers import is_identifier
 from autopar.codegen.forward.imported import Imported
 from autopar.codegen.imports import KNOWN, sorted_imports
-from autopar.codegen.python_text import Source, assigned, call, identifier, literal, tuple_of
+from autopar.codegen.python_text import (
+    Source,
+    assigned,
+    call,
+    identifier,
+    literal,
+    remark,
+    tuple_of,
+)
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Ref, batch_key
 from autopar.planner.import_name import import_name
@@ -83,7 +91,8 @@ def _imports(file: ModelFile, classes: Sequence[Imported], destination: Path) ->
             after.append(f"{identifier(one.name)} = {_dotted(one.qualname)}")
         else:
             lines.append(f"from {_dotted(one.module)} import {identifier(outer)}{called}")
-    path = call("sys.path.insert", "0", call("str", place)).laid_out()
+    said = remark("where the model file is, seen from here: to be changed when either moves")
+    path = f"{said}\n{call('sys.path.insert', '0', call('str', place)).laid_out()}"
     imported = sorted_imports(lines)
     parts = [path, *([imported] if imported else [])]
     return Source("\n".join([*parts, *(["", *after] if imported and after else after)]))

@@ -99,7 +99,7 @@ def planned(plan: Plan) -> Iterator[Setting]:
     if arranged.pipeline > 1:
         schedule = "the order of forwards and backwards"
         yield Setting("SCHEDULE", literal(str(arranged.schedule)), schedule)
-        per_rank = "consecutive layers each, of which a rank has so many"
+        per_rank = "of consecutive layers each"
         yield Setting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield _units(plan.model, arranged)
 

@@ -123,7 +123,8 @@ def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:
     for name, names in aliases_of(plan.graph).items():
         ranks = [s.rank for s, held in zip(_in_order(plan), holds, strict=True) if name in held]
         if len(ranks) > 1 and name in learning:
-            rows.append(call("Tie", literal(names), literal(tuple(sorted(set(ranks))))))
+            shared = literal(tuple(sorted(set(ranks))))
+            rows.append(call("Tie", tuple_of(*map(literal, names)), shared))
     return assigned("TIES", tuple_of(*rows)) if rows else Source()
 
 

@@ -48,7 +48,10 @@ def doctor(
     if as_json:
         print(json.dumps([asdict(finding) for finding in findings], indent=2))
     else:
-        table = plain_table(f"autopar {autopar.__version__} on this machine", "", "", "", left=3)
+        table = plain_table(
+            f"autopar {autopar.__version__} on this machine", "", "part", "found", left=3
+        )
+        table.show_header = False
         for one in findings:
             table.add_row("ok" if one.is_fine else "missing", one.name, one.found)
         results().print(table)

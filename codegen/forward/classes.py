@@ -194,16 +194,18 @@ def base_name(module: Module) -> str:
 
 def described(opening: Opening, path: str) -> str:
     """Return a docstring's line: the class and the axes that are split in it."""
-    split, names = opening.split, dict[str, None]()
+    split, names, summed = opening.split, dict[str, None](), dict[str, None]()
     for call, record in split.graph.calls.items():
         if record.path == path:
             for op in opening.tree.ops.get(call, ()):
+                summed[comment(split.split_axis_name(op))] = None  # split, and summed here
                 for layout in (split.made(tensor) for tensor in op.outputs):
                     if is_split(layout):
                         names[comment(split.axis_name(layout))] = None
-    base, listed = split.modules[path].class_name, [n for n in names if not n[0].isdigit()]
+    base = split.modules[path].class_name
+    listed = [name for name in names or summed if name and not name[0].isdigit()]
     if not listed:
-        return f"{base} with code of its own."
+        return f"{base} as the plan needs it."
     if len(listed) > 4:
         listed = [*listed[:3], "more"]
     words = listed[0] if len(listed) == 1 else f"{', '.join(listed[:-1])} and {listed[-1]}"

@@ -68,13 +68,27 @@ def _parts(tensor: str, layout: Layout, body: BodyBuilder) -> Parts:
     return parts_of(body.split.axes.dims[tensor][layout.dim], layout.axis)
 
 
+def _used_along(users: Sequence[Op], body: BodyBuilder) -> str:
+    """Return what the first split op is split along that reads a value, or what is made of it."""
+    waiting, seen = list(users), set[str]()
+    while waiting:
+        op = waiting.pop(0)
+        if name := body.split.split_axis_name(op):
+            return name
+        layout = body.split.ops.get(op.name)
+        gives = layout.gives if layout is not None and op.name not in seen else ()
+        seen.add(op.name)
+        if any(one.kind is Kind.REPLICATED for one in gives):
+            waiting += [user for made in op.outputs for user in body.tree.users.get(made, ())]
+    return ""
+
+
 def reason(held: Held, wanted: Held, users: Sequence[Op], body: BodyBuilder) -> str:
     """Return why a value is converted, in the names of the model's axes."""
     split = body.split
     maker = body.tree.maker.get(held.tensor)
     made_along = split.split_axis_name(maker) if maker is not None else ""
-    names = [split.split_axis_name(op) for op in users]
-    used_along = next((name for name in names if name), "")
+    used_along = _used_along(users, body)
     source, target = split.axis_name(held.layout), split.axis_name(wanted.layout)
     sums = f"partial sums over {made_along}" if made_along else "partial sums"
     use = f"split along {used_along} from here on" if used_along else "whole from here on"

@@ -6,6 +6,7 @@ import re
 
 WIDTH = 100
 _OPEN, _CLOSE = "([{", ")]}"
+_TRAILER = re.compile(r"(\.\w+)*$")  # the name of a method after a bracket
 _STRING = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'')
 
 
@@ -26,10 +27,9 @@ def wrapped(line: str, *, indent: int) -> list[str]:
     if indent + len(line) <= WIDTH:
         return [margin + line]
     start = _last_bracket(line)
-    while start and indent + start >= WIDTH and line[start] == "[" and line[start - 1] in _CLOSE:
-        start = _last_bracket(line[:start])  # f(…)[0] breaks in f's
     if start is None:
         return _choice(line, indent) if " if " in _bare(line) else _bracketed(line, indent)
+    start = _before_trailers(line, start, indent)
     end = _closing(line, start)
     head, body, tail = line[: start + 1], line[start + 1 : end], line[end:]
     return [margin + head, *_body(body, indent + 4), margin + tail]
@@ -99,8 +99,23 @@ def _choice(line: str, indent: int) -> list[str]:
 def _last_bracket(line: str) -> int | None:
     """Return where the bracket opens that closes last, if nothing but a colon follows it."""
     bare = _bare(line).rstrip(":")
-    if not bare or bare[-1] not in _CLOSE:
-        return None
+    return _opening(bare) if bare and bare[-1] in _CLOSE else None
+
+
+def _before_trailers(line: str, start: int, indent: int) -> int:
+    """Return an earlier bracket where what stands before the last one, `f(…)[0]`, is too long."""
+    bare = _bare(line)
+    while indent + start >= WIDTH:
+        before = _TRAILER.sub("", bare[:start])
+        earlier = _opening(before) if before and before[-1] in _CLOSE else None
+        if earlier is None:
+            break
+        start = earlier
+    return start
+
+
+def _opening(bare: str) -> int | None:
+    """Return where the bracket opens that closes at the end of a text."""
     depth = 0
     for position in range(len(bare) - 1, -1, -1):
         depth += (bare[position] in _CLOSE) - (bare[position] in _OPEN)

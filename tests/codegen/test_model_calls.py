@@ -14,7 +14,7 @@ def imports(*classes: Imported) -> list[str]:
     """Return the lines that import some classes in a script beside the model file."""
     file = zoo_file("mnist.py")
     text = model_calls(file, classes, file.path.parent / "train.py").imports
-    return text.splitlines()[1:]
+    return text.splitlines()[2:]
 
 
 def test_classes_are_imported_under_their_names_in_the_script() -> None:

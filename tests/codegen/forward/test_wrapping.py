@@ -32,7 +32,14 @@ def test_a_line_that_is_broken_means_what_it_meant(line: str) -> None:
     assert ast.dump(ast.parse("\n".join(broken))) == ast.dump(ast.parse(line))
 
 
-def test_a_call_of_which_one_result_is_taken_breaks_inside_the_call() -> None:
-    given = ", ".join(f"name_of_some_length_{number}" for number in range(4))
-    broken = wrapped(f"q = view({given})[0]", indent=0)
-    assert broken == ["q = view(", f"    {given}", ")[0]"]
+def test_a_long_call_is_broken_inside_and_not_in_what_follows_it() -> None:
+    call = f"x = attend(values={PATH}, masked=True)"
+    assert wrapped(f"{call}[0]", indent=4) == [
+        "    x = attend(",
+        f"        values={PATH},",
+        "        masked=True,",
+        "    )[0]",
+    ]
+    assert wrapped(f"{call}.view(-1, 3)", indent=4)[-1] == "    ).view(-1, 3)"
+    short = f"x = attend(mask)[0].view({PATH})"
+    assert wrapped(short, indent=0)[0] == "x = attend(mask)[0].view("

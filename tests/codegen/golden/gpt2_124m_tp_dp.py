@@ -25,7 +25,7 @@ Memory of the fullest device: 10.86 GiB of 76 GiB (14%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 098e2e418c2dab8b.
+# Written by autopar 0.1.0, which never overwrites changes by hand: e1fb80f0908123b8.
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, shard_parameters
 from autopar.runtime.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
 
+# where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import gpt2 as model_file
 from gpt2 import GPT2, SelfAttention

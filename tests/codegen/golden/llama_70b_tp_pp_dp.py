@@ -24,7 +24,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.73 s (+2.6%): +1.27 s recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: c3d3aa5483cba2d2.
+# Written by autopar 0.1.0, which never overwrites changes by hand: cc846ea23c5c7106.
 
 from __future__ import annotations
 
@@ -60,6 +60,7 @@ from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, shard_parameters
 from autopar.runtime.vocabulary import vocab_parallel_cross_entropy
 
+# where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import llama as model_file
 from llama import Attention, Block, Llama
@@ -93,7 +94,7 @@ SHARD = 2  # data ranks that share one copy of the model's states
 ZERO = 1  # optimizer states are shared out over the data ranks of a shard
 BUCKET_BYTES = 400 * 2**20  # gradients that travel together, beside the backward
 SCHEDULE = "1f1b"  # the order of forwards and backwards
-STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
+STAGES_PER_RANK = 1  # of consecutive layers each
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 128 rows
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text

@@ -22,7 +22,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 1aedcff7655df276.
+# Written by autopar 0.1.0, which never overwrites changes by hand: ede33cf07a1b4421.
 
 from __future__ import annotations
 
@@ -55,6 +55,7 @@ from autopar.runtime.randomness import seed_all
 from autopar.runtime.refusal import OptionParser
 from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 
+# where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import llama as model_file
 from llama import Llama
@@ -87,7 +88,7 @@ MICROBATCHES = 16  # of a data rank in a step, their gradients summed
 SHARD = 4  # data ranks that share one copy of the model's states
 ZERO = 3  # parameters, gradients and optimizer states are shared out over data ranks
 SCHEDULE = "1f1b"  # the order of forwards and backwards
-STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
+STAGES_PER_RANK = 1  # of consecutive layers each
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 64 rows
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text

@@ -23,7 +23,7 @@ Memory of the fullest device: 6.32 GiB of 76 GiB (8%)
 Why this plan: of 28 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 9be68faebb58c6d5.
+# Written by autopar 0.1.0, which never overwrites changes by hand: ffab983540f7975c.
 
 from __future__ import annotations
 
@@ -52,6 +52,7 @@ from autopar.runtime.randomness import seed_all
 from autopar.runtime.refusal import OptionParser
 from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 
+# where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import resnet as model_file
 

@@ -20,7 +20,7 @@ Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 7e6fdf876f11f8ce.
+# Written by autopar 0.1.0, which never overwrites changes by hand: c31369a29df356d7.
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ from autopar.runtime.refusal import OptionParser
 from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.tied import Tie, TiedWeights
 
+# where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import t5 as model_file
 from t5 import T5
@@ -85,7 +86,7 @@ MICROBATCH = 16  # rows at a time on a data rank
 MICROBATCHES = 2  # of a data rank in a step, their gradients summed
 ZERO = 0  # every data rank holds whole parameters, gradients and optimizer states
 SCHEDULE = "1f1b"  # the order of forwards and backwards
-STAGES_PER_RANK = 1  # consecutive layers each, of which a rank has so many
+STAGES_PER_RANK = 1  # of consecutive layers each
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 512  # of 32 rows
 MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "6054049c17faec02"  # of their text
