@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 from collections.abc import Iterator
 
-from autopar.codegen.imports import KNOWN
+from autopar.codegen.known_names import KNOWN
 
 _TOP = (
     ast.Import,

@@ -11,7 +11,8 @@ from pathlib import Path
 
 from autopar.codegen.forward.identifiers import is_identifier
 from autopar.codegen.forward.imported import Imported
-from autopar.codegen.imports import KNOWN, sorted_imports
+from autopar.codegen.imports import sorted_imports
+from autopar.codegen.known_names import KNOWN
 from autopar.codegen.python_text import (
     Source,
     assigned,

@@ -8,7 +8,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.codegen.imports import KNOWN
+from autopar.codegen.known_names import KNOWN
 
 FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE = "FirstStage", "MiddleStage", "LastStage"
 LOSS_STAGE = "LossStage"
