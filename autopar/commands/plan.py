@@ -108,7 +108,7 @@ def plan(
         return
     for part in plan_page(found):
         results().print(part)
-    results().print(f"Written: {output / FILE_NAME}, {script}", markup=False)
+    results().print(f"Written: {output / FILE_NAME}, {script}", markup=False, soft_wrap=True)
 
 
 def scripted_plan(

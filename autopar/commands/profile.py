@@ -98,7 +98,8 @@ def profile(
         return
     for part in profile_page(found, profiled.left_out, seconds=profiled.seconds):
         results().print(part)
-    results().print(f"Written: {output} ({len(together.ops)} ops in all)", markup=False)
+    written = f"Written: {output} ({len(together.ops)} ops in all)"
+    results().print(written, markup=False, soft_wrap=True)
 
 
 def _degrees(text: str) -> tuple[int, ...]:

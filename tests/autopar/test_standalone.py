@@ -59,7 +59,7 @@ def test_all_that_a_model_file_imports_of_its_own_is_asked_for(
     machine = ("--gpus", "1", "--device", "cpu", "--precision", "fp32", "--global-batch", "4")
     for model, needed in (("flat/net.py", "blocks.py, net.py"), ("src/inner/net.py", "inner")):
         monkeypatch.chdir(tmp_path)
-        out = str(tmp_path / f"out-{Path(model).parent.name}")
+        out = str(tmp_path / f"out-{Path(model).parent.name}" / ("long" * 30))
         assert run(monkeypatch, capsys, "plan", model, *machine, "-o", out).code == 0
         monkeypatch.chdir("/")
         ran = run(monkeypatch, capsys, "emit", out, "--standalone")
