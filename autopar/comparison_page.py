@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.planner.plan.comparison import Change, Comparison, Figure
+from autopar.planner.plan.telling.comparison import Change, Comparison, Figure
 from autopar.tables import figure_text, plain_table
 
 

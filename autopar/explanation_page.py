@@ -10,11 +10,11 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.planner.cluster.units import bytes_text, seconds_text
-from autopar.planner.plan.explanation import Explanation
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.split_lines import ClassLayouts
+from autopar.planner.plan.telling.explanation import Explanation
+from autopar.planner.plan.telling.split_lines import ClassLayouts
+from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 from autopar.planner.plan.why_not import WhyNot
-from autopar.planner.plan.words import arrangement_words, recompute_words
 from autopar.tables import bar, plain_table
 
 

@@ -11,9 +11,9 @@ from rich.text import Text
 
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.plan.explanation import Part, part_seconds, proof_line
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.words import (
+from autopar.planner.plan.telling.explanation import Part, part_seconds, proof_line
+from autopar.planner.plan.telling.words import (
     batch_words,
     degrees_words,
     recompute_words,

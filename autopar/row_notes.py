@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from autopar.console import tell_note
-from autopar.planner.counting import counted_by
+from autopar.planner.findings.counting import counted_by
+from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
+from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.graph import Graph, Op
-from autopar.planner.loss_of_parts import Follows, loss_of_parts
-from autopar.planner.meeting_rows import meeting_rows
-from autopar.planner.plan.constraints import Constraints
+from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.plan.declared.whole_batch import splits_batch
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.whole_batch import splits_batch
 
 _FIXES = {  # by how many things a mean counts: 0 of a term, 1 of a mask or targets, 2 of weights
     0: "",

@@ -12,11 +12,11 @@ from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.layers import find_layers
 from autopar.planner.model_file import model_path
-from autopar.planner.plan.constraints import Constraints
+from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.smaller import arrangement_constraints, whole_constraints
-from autopar.planner.plan.split_lines import class_layouts
-from autopar.planner.plan.words import arrangement_words
+from autopar.planner.plan.telling.split_lines import class_layouts
+from autopar.planner.plan.telling.words import arrangement_words
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.planner.cluster.link import Manner
-from autopar.planner.costs.collective_measured import Collective
+from autopar.planner.costs.collectives.measured import Collective
 from autopar.runtime import transport
 from autopar.runtime.mesh import Axis
 
@@ -17,7 +17,7 @@ from autopar.runtime.mesh import Axis
 def training_call(
     manner: Manner, collective: Collective, payload_bytes: int, rank: int, ranks: int
 ) -> Callable[[], Tensor]:
-    """Return one call on fp32 tensors; the payload is what planner/costs/collectives.py says."""
+    """Return one call on fp32 tensors; the payload is as planner/costs/collectives counts it."""
     axis = Axis(rank=rank, size=ranks, group=dist.group.WORLD, is_gloo=True)
     stack = torch.ones(ranks, max(1, payload_bytes // 4 // ranks))
     flat = stack.view(-1)

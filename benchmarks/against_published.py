@@ -25,11 +25,11 @@ from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.errors import AutoparError
 from autopar.planner.layers import find_layers
 from autopar.planner.model_file import load_model_file
-from autopar.planner.plan.candidate import Candidate
-from autopar.planner.plan.constraints import Constraints
-from autopar.planner.plan.costing import Subject
-from autopar.planner.plan.search import Explorer
-from autopar.planner.plan.words import arrangement_words, recompute_words
+from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.plan.search.search import Explorer
+from autopar.planner.plan.solving.candidate import Candidate
+from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 from autopar.planner.trace import trace
 from autopar.planner.validation.machines import cluster_of
 from autopar.planner.validation.models import ModelShape, shape_of

@@ -8,15 +8,15 @@ gradient, a blank is idle time. Equal stages; a rank's forward takes 1, its back
 
 import argparse
 
-from autopar.planner.costs.schedule import (
+from autopar.planner.costs.schedules.actions import Action, ActionKind
+from autopar.planner.costs.schedules.simulation import even_stages, simulate
+from autopar.planner.costs.schedules.table import (
     SCHEDULES,
     PipelineShape,
     ScheduleKind,
     in_flight_microbatches,
     schedule_of,
 )
-from autopar.planner.costs.schedule_actions import Action, ActionKind
-from autopar.planner.costs.schedule_simulation import even_stages, simulate
 
 
 def mark(action: Action) -> str:

@@ -30,12 +30,12 @@ from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import seconds_text
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.errors import AutoparError
-from autopar.planner.plan.constraints import Constraints, RecomputePin
-from autopar.planner.plan.costing import Subject
+from autopar.planner.plan.declared.constraints import Constraints, RecomputePin
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search import Explorer, search
-from autopar.planner.plan.words import arrangement_words
+from autopar.planner.plan.search.search import Explorer, search
+from autopar.planner.plan.solving.costing import Subject
+from autopar.planner.plan.telling.words import arrangement_words
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net

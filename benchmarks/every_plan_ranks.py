@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch.distributed as dist
 
-from autopar.codegen.script_rank import imported
+from autopar.codegen.proof.script_rank import imported
 from benchmarks.script_step import mesh_of, step_of
 from tests.runtime.ranks import run_on_ranks
 

@@ -1,4 +1,4 @@
-"""Refits planner/costs/collectives.toml: `python -m benchmarks.fit_collectives TABLE_DIR [--fit]`.
+"""Refits the collectives of costs/: `python -m benchmarks.fit_collectives TABLE_DIR [--fit]`.
 
 TABLE_DIR holds ops_nccl.csv, ops_busbw_ratio_simai.csv and ops_comm_fit_simumax.csv (columns as in
 docs). Without --fit only the residuals of the shipped constants are printed. Rows whose machine is
@@ -14,8 +14,8 @@ import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from autopar.planner.costs.collective_choice import collective_seconds
-from autopar.planner.costs.collective_protocols import (
+from autopar.planner.costs.collectives.choice import collective_seconds
+from autopar.planner.costs.collectives.protocols import (
     CollectiveConstants,
     Protocol,
     read_collective_constants,

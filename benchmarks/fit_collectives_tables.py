@@ -12,7 +12,7 @@ from autopar.planner.cluster.levels import cluster_from
 from autopar.planner.cluster.link import Link
 from autopar.planner.cluster.shape import GroupShape, group_shape, neighbour_shape
 from autopar.planner.cluster.sheet import find_device, known_fabrics
-from autopar.planner.costs.collective_choice import Collective
+from autopar.planner.costs.collectives.choice import Collective
 
 MEBIBYTE = 2**20
 OPERATIONS = {

@@ -1,4 +1,4 @@
-"""Fits planner/costs/efficiency.toml to measured kernels and prints how far the formulas are off.
+"""Fits planner/costs/kernels/efficiency.toml to measured kernels; prints how far formulas are off.
 
     python -m benchmarks.fit_compute TABLE_DIR
 
@@ -16,8 +16,8 @@ from random import Random
 from statistics import fmean, median
 from typing import Any
 
-from autopar.planner.costs.compute import throughput
-from autopar.planner.costs.compute_constants import (
+from autopar.planner.costs.kernels.compute import throughput
+from autopar.planner.costs.kernels.constants import (
     Architecture,
     ComputeConstants,
     read_compute_constants,

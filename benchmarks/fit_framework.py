@@ -15,7 +15,7 @@ from dataclasses import replace
 from math import log
 from pathlib import Path
 
-from autopar.planner.costs.framework import FrameworkConstants, read_framework_constants
+from autopar.planner.costs.steps.framework import FrameworkConstants, read_framework_constants
 from autopar.planner.validation.outcome import Outcome, validate_rows
 from autopar.planner.validation.scoring import score
 from autopar.planner.validation.skip import reason_to_skip

@@ -27,10 +27,10 @@ from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.layers import find_layers
 from autopar.planner.model_file import load_model_file
-from autopar.planner.plan.constraints import Constraints, RecomputePin
+from autopar.planner.plan.declared.constraints import Constraints, RecomputePin
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search import search
+from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from autopar.planner.profile.profile import Request, place_at_hand, profile
 from autopar.planner.trace import trace

@@ -22,7 +22,7 @@ from torch.nn.utils import clip_grad_norm_
 from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
-from autopar.codegen.script_rank import imported
+from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model_file import ModelFile, load_model_file
 from autopar.planner.trace.build import Step, build
 from autopar.runtime import initial_weights

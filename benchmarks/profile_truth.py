@@ -25,9 +25,9 @@ from autopar.planner.costs.prediction import Prediction
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model_file import ModelFile, load_model_file
-from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.search import search
+from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.profile import Request, place_at_hand, profile, threads_as_in_training

@@ -9,16 +9,16 @@ from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.link import Backend
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.collective_choice import Collective, collective_seconds
-from autopar.planner.costs.layer_flow import Conversion, LayerFlow, layer_flow
-from autopar.planner.costs.ops import Pricer
+from autopar.planner.costs.collectives.choice import Collective, collective_seconds
+from autopar.planner.costs.layers.flow import Conversion, LayerFlow, layer_flow
+from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.layouts import Layout, conversion
-from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planner.plan.parts import parts_of
 from autopar.planner.plan.plan import Plan
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import link_cases, net_of, sample
-from autopar.planner.programs.slots import find_slots, own_layouts
+from autopar.planner.programs.layouts.slots import find_slots, own_layouts
 
 RANKS = 2
 BUCKET_BYTES = 25 * 2**20

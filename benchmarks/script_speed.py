@@ -22,7 +22,7 @@ from autopar.codegen.emit import write_script
 from autopar.commands.plan import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.units import seconds_text
-from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.declared.options import gathered_constraints
 from benchmarks.script_speed_ranks import RANKS, Pair, Timed, timed
 
 MODEL = Path(__file__).parents[1] / "models_zoo" / "gpt2.py"

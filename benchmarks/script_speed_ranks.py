@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
-from autopar.codegen.script_rank import imported
+from autopar.codegen.proof.script_rank import imported
 from autopar.runtime.initial_weights import build
 from benchmarks import script_speed_by_hand as by_hand
 from benchmarks import script_speed_by_hand_tensor as by_hand_tensor

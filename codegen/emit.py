@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.codegen.check import check_script
-from autopar.codegen.checksum import is_unchanged, with_checksum
-from autopar.codegen.render import render
+from autopar.codegen.script.check import check_script
+from autopar.codegen.script.checksum import is_unchanged, with_checksum
+from autopar.codegen.script.render import render
+from autopar.codegen.script.view import script_view
 from autopar.codegen.subject import Subject, subject_of
-from autopar.codegen.view import script_view
 from autopar.planner.destination import check_writable, refuse_replacing, write_whole
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan

@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from autopar.codegen.forward.identifiers import comment, is_identifier, string
+from autopar.codegen.forward.text.identifiers import comment, is_identifier, string
 
 WIDTH = 100
 

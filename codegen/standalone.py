@@ -8,8 +8,8 @@ from pathlib import Path
 from autopar import runtime
 from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting
 from autopar.planner.destination import check_writable, write_whole
-from autopar.planner.plan.document import FILE_NAME as PLAN_FILE
-from autopar.planner.plan.document import write_plan
+from autopar.planner.plan.files.document import FILE_NAME as PLAN_FILE
+from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
 
 

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 
 from autopar.codegen.forward.emit import opened_classes
-from autopar.codegen.forward.modules import Modules, modules_of
 from autopar.codegen.forward.opened import Opened
-from autopar.codegen.forward.split import split_of
+from autopar.codegen.forward.reading.modules import Modules, modules_of
+from autopar.codegen.forward.reading.split import split_of
 from autopar.planner.axes.infer import Axes
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.graph import Graph

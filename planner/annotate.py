@@ -8,8 +8,14 @@ from math import prod
 from types import MappingProxyType
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.costs.kept import Memory, is_differentiable, made_by, made_elements, names_kept
-from autopar.planner.costs.op_shapes import LocalShapes
+from autopar.planner.costs.ops.kept import (
+    Memory,
+    is_differentiable,
+    made_by,
+    made_elements,
+    names_kept,
+)
+from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.graph import Graph, Op, Origin, Parameter, Tensor, refs
 from autopar.planner.precision import (
     FUSED,

@@ -11,9 +11,9 @@ import typer
 
 from autopar.comparison_page import comparison_page
 from autopar.console import results
-from autopar.planner.plan.comparison import compare
-from autopar.planner.plan.document import read_plan
+from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.parts import parts_of
+from autopar.planner.plan.telling.comparison import compare
 
 
 def diff(

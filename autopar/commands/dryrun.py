@@ -8,12 +8,12 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.dry_running import DryRun, dry_run
+from autopar.codegen.proof.dry_running import DryRun, dry_run
 from autopar.commands.emit import PLAN
 from autopar.console import progress, results
 from autopar.number_options import whole
 from autopar.planner.cluster.units import bytes_text
-from autopar.planner.plan.document import read_plan
+from autopar.planner.plan.files.document import read_plan
 from autopar.tables import plain_table
 
 

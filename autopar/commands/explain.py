@@ -22,14 +22,14 @@ from autopar.explanation_page import (
     why_not_page,
 )
 from autopar.number_options import whole
-from autopar.planner.costs.measurements import Measurements
+from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
-from autopar.planner.plan.constraints import Constraints, constraints_of
-from autopar.planner.plan.constraints_options import parse_pins
-from autopar.planner.plan.document import read_plan
-from autopar.planner.plan.explanation import Explanation, explain
+from autopar.planner.plan.declared.constraints import Constraints, constraints_of
+from autopar.planner.plan.declared.options import parse_pins
+from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.parts import parts_of
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.file import read_measurements
 from autopar.progress import reported

@@ -12,10 +12,10 @@ from autopar.commands.plan_options import ARG, MODEL
 from autopar.console import progress, results
 from autopar.inspection_page import page
 from autopar.number_options import whole
+from autopar.planner.findings.optimizer_probe import optimizer_traits
 from autopar.planner.inspection import inspect_graph
 from autopar.planner.model_file import load_model_file
-from autopar.planner.optimizer_probe import optimizer_traits
-from autopar.planner.plan.optimizer_limits import with_moments
+from autopar.planner.plan.declared.optimizer_limits import with_moments
 from autopar.planner.trace import trace
 
 

@@ -8,34 +8,34 @@ from pathlib import Path
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.emit import emit, refuse_overwriting, write_text
-from autopar.codegen.layer_lists import LostLayersError
+from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.commands import plan_options as options
 from autopar.console import results, tell_note
 from autopar.plan_notes import note_plan, note_profile
 from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.measurements import Measurements
+from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.destination import refuse_named_as_file, refuse_replacing
+from autopar.planner.findings.half_range import check_constants, check_means
+from autopar.planner.findings.optimizer_probe import optimizer_traits
+from autopar.planner.findings.recomputable import objects_given
 from autopar.planner.graph import Graph
-from autopar.planner.half_range import check_constants, check_means
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model_file import load_model_file, model_path
-from autopar.planner.optimizer_probe import optimizer_traits
-from autopar.planner.plan.constraint_names import check_names
-from autopar.planner.plan.constraints import Constraints, without_recompute
-from autopar.planner.plan.constraints_options import gathered_constraints
-from autopar.planner.plan.degrees import check_degrees
-from autopar.planner.plan.demands import check_memory
-from autopar.planner.plan.document import FILE_NAME, refuse_foreign, summary, write_plan
+from autopar.planner.plan.declared.constraints import Constraints, without_recompute
+from autopar.planner.plan.declared.names import check_names
+from autopar.planner.plan.declared.optimizer_limits import with_moments, with_optimizer
+from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.plan.declared.whole_batch import rows_at_once
+from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, summary, write_plan
 from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.optimizer_limits import with_moments, with_optimizer
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.whole_batch import rows_at_once
+from autopar.planner.plan.search.degrees import check_degrees
+from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.precision import Precision
 from autopar.planner.profile.file import read_measurements
-from autopar.planner.recomputable import objects_given
 from autopar.planner.trace import trace_for_rows
 from autopar.progress import reported
 from autopar.row_notes import note_rows
@@ -141,7 +141,9 @@ def make_plan(
     measured: Measurements | None = None,
 ) -> Plan:
     """Trace a model and search its best plan; what cannot be is refused as early as it shows."""
-    from autopar.planner.plan.search import search  # here alone: other commands need no solver
+    from autopar.planner.plan.search.search import (
+        search,  # here alone: other commands need no solver
+    )
 
     check_degrees(cluster.size, constraints)
     check_memory(cluster, constraints)

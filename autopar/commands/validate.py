@@ -11,7 +11,7 @@ import typer
 
 import autopar
 from autopar.console import results
-from autopar.planner.costs.framework import read_framework_constants
+from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.destination import check_writable, write_whole
 from autopar.planner.validation.outcome import validate_rows
 from autopar.planner.validation.report import report_of

@@ -11,16 +11,16 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.comparison import Comparison
-from autopar.codegen.verification import check_fits, step_flops, verify
+from autopar.codegen.proof.comparison import Comparison
+from autopar.codegen.proof.verification import check_fits, step_flops, verify
 from autopar.commands.emit import PLAN
 from autopar.commands.plan_options import ARG
 from autopar.console import progress, results, tell_note
 from autopar.number_options import difference, whole
 from autopar.planner.errors import ExitCode
-from autopar.planner.plan.document import read_plan
+from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.words import arrangement_words
+from autopar.planner.plan.telling.words import arrangement_words
 from autopar.row_notes import note_parts_apart
 from autopar.smaller_plan import smaller_plan
 from autopar.tables import plain_table

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.codegen.forward import conversions, special
-from autopar.codegen.forward.calls import LOSS
-from autopar.codegen.forward.changes import RESULT_SIZES, is_split_random
-from autopar.codegen.forward.expressions import (
+from autopar.codegen.forward.module_calls import call_line, unnamed_function
+from autopar.codegen.forward.opening.changes import RESULT_SIZES, is_split_random
+from autopar.codegen.forward.opening.opening import Opening
+from autopar.codegen.forward.ops import conversions, special
+from autopar.codegen.forward.ops.operations import Place, base_name, gives_many, printed
+from autopar.codegen.forward.ops.sizes import Sizes, whole_sizes
+from autopar.codegen.forward.owned import NeedsInlineError, Owner
+from autopar.codegen.forward.reading.calls import LOSS
+from autopar.codegen.forward.text.expressions import (
     Expression,
     Fact,
     Held,
@@ -18,19 +23,14 @@ from autopar.codegen.forward.expressions import (
     method,
     text,
 )
-from autopar.codegen.forward.lines import Body, Line, Pattern, held_in
-from autopar.codegen.forward.literals import literal
-from autopar.codegen.forward.module_calls import call_line, unnamed_function
-from autopar.codegen.forward.opening import Opening
-from autopar.codegen.forward.operations import Place, base_name, gives_many, printed
-from autopar.codegen.forward.owned import NeedsInlineError, Owner
-from autopar.codegen.forward.repeats import Repeats
-from autopar.codegen.forward.sizes import Sizes, whole_sizes
+from autopar.codegen.forward.text.lines import Body, Line, Pattern, held_in
+from autopar.codegen.forward.text.literals import literal
+from autopar.codegen.forward.text.repeats import Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
+from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Op, Origin, Value
 from autopar.planner.layouts import Layout
-from autopar.planner.random_ops import is_random
 
 LOSS_WEIGHTS = "loss_weights"  # the name that a microbatch has for them
 

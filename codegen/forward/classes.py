@@ -8,17 +8,17 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.changes import is_split
-from autopar.codegen.forward.expressions import Held
-from autopar.codegen.forward.identifiers import comment, is_identifier, string
-from autopar.codegen.forward.lines import Body, Pattern
-from autopar.codegen.forward.modules import Argument, Module
-from autopar.codegen.forward.opening import Opening
+from autopar.codegen.forward.opening.changes import is_split
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError
-from autopar.codegen.forward.results import is_mapping, pairs
+from autopar.codegen.forward.reading.modules import Argument, Module
+from autopar.codegen.forward.reading.results import is_mapping, pairs
 from autopar.codegen.forward.returns import returned
-from autopar.codegen.forward.wrapping import wrapped_definition, wrapped_del
-from autopar.codegen.forward.writer import Style, written
+from autopar.codegen.forward.text.expressions import Held
+from autopar.codegen.forward.text.identifiers import comment, is_identifier, string
+from autopar.codegen.forward.text.lines import Body, Pattern
+from autopar.codegen.forward.text.wrapping import wrapped_definition, wrapped_del
+from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Mapped, Ref, Value, refs
 

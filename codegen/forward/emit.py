@@ -7,7 +7,6 @@ from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.codegen.forward.calls import LOSS, ROOT, CallTree, call_tree
 from autopar.codegen.forward.classes import (
     Printed,
     base_name,
@@ -15,18 +14,19 @@ from autopar.codegen.forward.classes import (
     described,
     printed_forward,
 )
-from autopar.codegen.forward.cutting import cut_calls, stage_of_ops
-from autopar.codegen.forward.imported import Imported
-from autopar.codegen.forward.imports import imports_of
 from autopar.codegen.forward.losses import printed_loss
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
-from autopar.codegen.forward.opening import Opening, open_calls
-from autopar.codegen.forward.own_rows import with_own_rows
+from autopar.codegen.forward.opening.cutting import cut_calls, stage_of_ops
+from autopar.codegen.forward.opening.opening import Opening, open_calls
+from autopar.codegen.forward.opening.own_rows import with_own_rows
 from autopar.codegen.forward.owned import NeedsInlineError
-from autopar.codegen.forward.results import is_plain
-from autopar.codegen.forward.split import Split
+from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, call_tree
+from autopar.codegen.forward.reading.imported import Imported
+from autopar.codegen.forward.reading.results import is_plain
+from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.stages import printed_stages
 from autopar.codegen.forward.targets import added_to_counts, valid_targets, weighed_terms
+from autopar.codegen.forward.text.imports import imports_of
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.graph import batch_key, refs

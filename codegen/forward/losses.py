@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.calls import LOSS, ROOT
-from autopar.codegen.forward.expressions import Held
-from autopar.codegen.forward.identifiers import string
-from autopar.codegen.forward.lines import Pattern
-from autopar.codegen.forward.opening import Opening
-from autopar.codegen.forward.wrapping import wrapped_definition
-from autopar.codegen.forward.writer import Style, written
+from autopar.codegen.forward.opening.opening import Opening
+from autopar.codegen.forward.reading.calls import LOSS, ROOT
+from autopar.codegen.forward.text.expressions import Held
+from autopar.codegen.forward.text.identifiers import string
+from autopar.codegen.forward.text.lines import Pattern
+from autopar.codegen.forward.text.wrapping import wrapped_definition
+from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.graph import Ref, Value, batch_key, refs
 from autopar.planner.layouts import WHOLE
 

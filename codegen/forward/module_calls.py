@@ -5,17 +5,25 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autopar.codegen.forward.changes import is_split_random
-from autopar.codegen.forward.expressions import Expression, Form, Held, call, mapped, sequence, text
-from autopar.codegen.forward.lines import Line, Pattern
-from autopar.codegen.forward.literals import literal
-from autopar.codegen.forward.modules import is_number
+from autopar.codegen.forward.opening.changes import is_split_random
 from autopar.codegen.forward.owned import NeedsInlineError
-from autopar.codegen.forward.results import is_mapping, pairs
+from autopar.codegen.forward.reading.modules import is_number
+from autopar.codegen.forward.reading.results import is_mapping, pairs
+from autopar.codegen.forward.text.expressions import (
+    Expression,
+    Form,
+    Held,
+    call,
+    mapped,
+    sequence,
+    text,
+)
+from autopar.codegen.forward.text.lines import Line, Pattern
+from autopar.codegen.forward.text.literals import literal
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
+from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import MODULE, Call, DType, Mapped, Op, Origin, Ref, Value, objects
-from autopar.planner.random_ops import is_random
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder

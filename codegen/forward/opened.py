@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.codegen.forward.imported import Imported
-from autopar.codegen.forward.modules import Modules
+from autopar.codegen.forward.reading.imported import Imported
+from autopar.codegen.forward.reading.modules import Modules
 from autopar.planner.extent import Extent
 from autopar.planner.layouts import Layout
 

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from autopar.codegen.forward.calls import LOSS
-from autopar.codegen.forward.changes import argument
-from autopar.codegen.forward.expressions import Expression, Form, Held, call, text
-from autopar.codegen.forward.identifiers import is_identifier, string
-from autopar.codegen.forward.literals import nested
-from autopar.codegen.forward.modules import Container
-from autopar.codegen.forward.split import Split
-from autopar.planner.costs.norm_statistics import BATCH_NORM
+from autopar.codegen.forward.opening.changes import argument
+from autopar.codegen.forward.reading.calls import LOSS
+from autopar.codegen.forward.reading.modules import Container
+from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.text.expressions import Expression, Form, Held, call, text
+from autopar.codegen.forward.text.identifiers import is_identifier, string
+from autopar.codegen.forward.text.literals import nested
+from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Call, Op, Origin
 

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.expressions import Expression, sequence
-from autopar.codegen.forward.lines import tuple_of
-from autopar.codegen.forward.literals import literal
 from autopar.codegen.forward.owned import NeedsInlineError
-from autopar.codegen.forward.results import is_mapping
+from autopar.codegen.forward.reading.results import is_mapping
+from autopar.codegen.forward.text.expressions import Expression, sequence
+from autopar.codegen.forward.text.lines import tuple_of
+from autopar.codegen.forward.text.literals import literal
 from autopar.planner.graph import Listed, Ref, Value
 from autopar.planner.layouts import WHOLE
 

@@ -11,7 +11,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from autopar.codegen.forward.body import LOSS_WEIGHTS, BodyBuilder
-from autopar.codegen.forward.calls import LOSS, ROOT
 from autopar.codegen.forward.classes import (
     Printed,
     base_name,
@@ -20,17 +19,18 @@ from autopar.codegen.forward.classes import (
     forward,
     printed_forward,
 )
-from autopar.codegen.forward.cutting import Cutter, Part
-from autopar.codegen.forward.expressions import Expression, Held, pieces
-from autopar.codegen.forward.imported import FIRST_STAGE, LAST_STAGE, MIDDLE_STAGE
-from autopar.codegen.forward.lines import tuple_of
-from autopar.codegen.forward.loops import Loop, rolled
-from autopar.codegen.forward.modules import Module
 from autopar.codegen.forward.opened import Crossing, OpenedClass, Stage
-from autopar.codegen.forward.opening import Opening
+from autopar.codegen.forward.opening.cutting import Cutter, Part
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError, Owner
-from autopar.codegen.forward.results import is_plain
+from autopar.codegen.forward.reading.calls import LOSS, ROOT
+from autopar.codegen.forward.reading.imported import FIRST_STAGE, LAST_STAGE, MIDDLE_STAGE
+from autopar.codegen.forward.reading.modules import Module
+from autopar.codegen.forward.reading.results import is_plain
 from autopar.codegen.forward.returns import returned
+from autopar.codegen.forward.text.expressions import Expression, Held, pieces
+from autopar.codegen.forward.text.lines import tuple_of
+from autopar.codegen.forward.writing.loops import Loop, rolled
 from autopar.planner.graph import Op, Origin, batch_key
 from autopar.planner.layouts import WHOLE
 

@@ -6,8 +6,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 
 from autopar.codegen.forward.body import BodyBuilder
-from autopar.codegen.forward.calls import LOSS, CallTree
-from autopar.codegen.forward.expressions import (
+from autopar.codegen.forward.losses import bind_batch
+from autopar.codegen.forward.opening.opening import Opening, open_calls
+from autopar.codegen.forward.ops.operations import base_name
+from autopar.codegen.forward.reading.calls import LOSS, CallTree
+from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.text.expressions import (
     Expression,
     Fact,
     Held,
@@ -18,23 +22,19 @@ from autopar.codegen.forward.expressions import (
     joined,
     method,
 )
-from autopar.codegen.forward.lines import Line
-from autopar.codegen.forward.literals import literal
-from autopar.codegen.forward.losses import bind_batch
-from autopar.codegen.forward.opening import Opening, open_calls
-from autopar.codegen.forward.operations import base_name
-from autopar.codegen.forward.split import Split
-from autopar.codegen.forward.writer import Style, written
-from autopar.planner.counting import (
+from autopar.codegen.forward.text.lines import Line
+from autopar.codegen.forward.text.literals import literal
+from autopar.codegen.forward.writing.writer import Style, written
+from autopar.planner.findings.counting import (
     CLASS_LOSSES,
     counted_by,
     division_of,
     is_told,
     steps_from_batch,
 )
+from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, is_weighed_division
 from autopar.planner.graph import Graph, Op, Origin
 from autopar.planner.layouts import WHOLE
-from autopar.planner.loss_of_parts import Follows, all_of_parts, is_weighed_division
 
 # Ops that move targets without changing how many of each there are.
 _MOVES = frozenset(

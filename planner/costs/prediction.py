@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
 from autopar.planner.annotate import Precision
-from autopar.planner.costs.norm_statistics import NO_STATISTICS, Statistics
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.collectives.norm_statistics import NO_STATISTICS, Statistics
+from autopar.planner.costs.schedules.table import ScheduleKind
 
 
 class Provenance(StrEnum):

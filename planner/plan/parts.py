@@ -5,7 +5,7 @@ from __future__ import annotations
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.errors import gathered
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.plan.consistency import layout_faults
+from autopar.planner.plan.files.consistency import layout_faults
 from autopar.planner.plan.plan import Plan
 
 

@@ -8,7 +8,7 @@ from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Arrangement, Prediction, Recompute
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import OpLayout, ParameterLayout
-from autopar.planner.plan.constraints import Declared
+from autopar.planner.plan.declared.constraints import Declared
 
 FORMAT = 1
 

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.costs.measurements import Measurements
+from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InfeasibleError, TimeLimitError
 from autopar.planner.layers import find_layers
-from autopar.planner.plan.constraints import Constraints
-from autopar.planner.plan.explanation import Part, part_seconds
+from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.plan import Plan, RunnerUp
-from autopar.planner.plan.search import search
-from autopar.planner.plan.words import recompute_words
+from autopar.planner.plan.search.search import search
+from autopar.planner.plan.telling.explanation import Part, part_seconds
+from autopar.planner.plan.telling.words import recompute_words
 
 TIME_LIMIT_SECONDS = 60.0
 

@@ -8,15 +8,15 @@ from collections.abc import Iterator
 from autopar.planner.axes.infer import Axes
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.layers import Layers
-from autopar.planner.plan.constraints import (
+from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
     RecomputePin,
     SplitRule,
     constraints_of,
 )
+from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.settings import declare
 
 ORIGIN = "the plan"
 _ROWS = 2  # at most in a microbatch, but one for each tensor rank where these may share them

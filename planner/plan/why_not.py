@@ -9,17 +9,17 @@ from functools import partial
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InfeasibleError
-from autopar.planner.plan.conflict import conflict_text, minimal_conflict
-from autopar.planner.plan.constraints import (
+from autopar.planner.plan.declared.conflict import conflict_text, minimal_conflict
+from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
     Objective,
     allows,
     constraints_of,
 )
-from autopar.planner.plan.degrees import check_degrees, leave_degrees
-from autopar.planner.plan.explanation import Part, part_seconds
 from autopar.planner.plan.plan import Plan, RunnerUp
+from autopar.planner.plan.search.degrees import check_degrees, leave_degrees
+from autopar.planner.plan.telling.explanation import Part, part_seconds
 
 _NOTHING_SECONDS = 1e-9  # what sums of a step differ by in their last digits
 

@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage, Schedule1F1B, ScheduleInterleaved1F1B
 
-from autopar.planner.costs.measurements import ActionTimes
+from autopar.planner.costs.ops.measurements import ActionTimes
 from autopar.planner.profile.net_rank import slowest
 from autopar.planner.profile.ranks import gloo, run_ranks
 

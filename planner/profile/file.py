@@ -14,8 +14,8 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
-from autopar.planner.costs.collective_choice import Collective
-from autopar.planner.costs.measurements import (
+from autopar.planner.costs.collectives.choice import Collective
+from autopar.planner.costs.ops.measurements import (
     ActionTimes,
     HostTimes,
     Operand,

@@ -10,7 +10,7 @@ from statistics import median
 import torch
 from torch import Tensor, nn
 
-from autopar.planner.costs.measurements import HostTimes
+from autopar.planner.costs.ops.measurements import HostTimes
 from autopar.planner.graph import Graph
 from autopar.planner.profile.actions import action_times
 from autopar.planner.profile.clock import Clock

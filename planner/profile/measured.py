@@ -8,7 +8,7 @@ from functools import cached_property
 
 from autopar.planner.cluster.cluster import Cluster, Level, Node
 from autopar.planner.cluster.link import Backend, Link, MeasuredCollective, Topology
-from autopar.planner.costs.measurements import HostTimes, OpKey, Timing
+from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.errors import InputError
 
 

@@ -1,8 +1,8 @@
 """Measures the collectives among processes of this machine and fits latency and rate to them.
 
 A collective of payload S takes  T = h·α + k·S ÷ β,  where its algorithm pays h latencies and sends
-k of the payload (collective_choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that small
-messages count as much as large ones; once for each collective, and once for all together.
+k of the payload (collectives/choice.py). α and β minimise Σ ((h·α + k·S/β − T) ÷ T)², so that
+small messages count as much as large ones; once for each collective, and once for all together.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from statistics import fmean
 import torch
 
 from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
-from autopar.planner.costs.collective_measured import Collective, hops, sent_share
+from autopar.planner.costs.collectives.measured import Collective, hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredNet
 from autopar.planner.profile.net_rank import run

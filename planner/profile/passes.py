@@ -26,7 +26,7 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-from autopar.planner.costs.measurements import PassTimes
+from autopar.planner.costs.ops.measurements import PassTimes
 
 Contexts: TypeAlias = Callable[[], tuple[AbstractContextManager[Any], AbstractContextManager[Any]]]
 Clock: TypeAlias = Callable[[], float]

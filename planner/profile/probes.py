@@ -6,14 +6,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
 
-from autopar.planner.costs.measurements import OpKey
-from autopar.planner.costs.op_shapes import LocalShapes, OpSplit
-from autopar.planner.costs.ops import Pricer
-from autopar.planner.costs.split_loss import CROSS_ENTROPY
+from autopar.planner.costs.ops.measurements import OpKey
+from autopar.planner.costs.ops.pricer import Pricer
+from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
+from autopar.planner.costs.ops.split_loss import CROSS_ENTROPY
 from autopar.planner.graph import Op, Origin, refs
 from autopar.planner.precision import item_bytes
 from autopar.planner.profile.forms import local_strides, strides_of
-from autopar.planner.programs.strategies import strategies
+from autopar.planner.programs.layouts.strategies import strategies
 
 EMBEDDING = "aten.embedding.default"
 _BAG = "aten.embedding_bag."

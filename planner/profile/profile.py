@@ -14,7 +14,7 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.detect import local_devices
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.sheet import find_device
-from autopar.planner.costs.ops import Pricer
+from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.precision import Precision

@@ -17,7 +17,7 @@ from statistics import median
 import torch
 
 from autopar.planner.cluster.units import bytes_text
-from autopar.planner.costs.measurements import OpKey, Timing
+from autopar.planner.costs.ops.measurements import OpKey, Timing
 from autopar.planner.profile.calls import Call, CannotCallError
 from autopar.planner.profile.clock import Clock
 from autopar.planner.profile.probes import Probe

@@ -8,7 +8,7 @@ from dataclasses import asdict
 from importlib.metadata import version
 
 from autopar.planner.cluster.link import MeasuredCollective
-from autopar.planner.costs.measurements import ActionTimes, Operand, PassTimes, UnitTimes
+from autopar.planner.costs.ops.measurements import ActionTimes, Operand, PassTimes, UnitTimes
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
 
 FORMAT = 6

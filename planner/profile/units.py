@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import fully_shard
 
-from autopar.planner.costs.framework import read_framework_constants
-from autopar.planner.costs.measurements import UnitTimes
-from autopar.planner.costs.overlap import LayerLoad, sharded_backward, sharded_forward
+from autopar.planner.costs.ops.measurements import UnitTimes
+from autopar.planner.costs.steps.framework import read_framework_constants
+from autopar.planner.costs.steps.overlap import LayerLoad, sharded_backward, sharded_forward
 from autopar.planner.profile.computing import computation
 from autopar.planner.profile.ranks import gloo, run_ranks
 

@@ -21,7 +21,7 @@ from typing import TypeAlias
 import torch.distributed as dist
 
 from autopar.planner.cluster.link import Manner
-from autopar.planner.costs.collective_measured import Collective
+from autopar.planner.costs.collectives.measured import Collective
 from autopar.planner.profile.computing import computation
 from autopar.planner.profile.net_rank import slowest, typical
 from autopar.planner.profile.ranks import gloo

@@ -15,8 +15,8 @@ from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
 from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
+from autopar.planner.trace.surroundings.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.symbols import RowsInNumberError
-from autopar.planner.trace.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.values import CannotReplayError
 
 __all__ = ["trace", "trace_for_rows"]

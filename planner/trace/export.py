@@ -18,25 +18,25 @@ from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
 from autopar.planner.errors import AutoparError, TraceError
-from autopar.planner.trace.asking import answered
 from autopar.planner.trace.build import Step, Subject
-from autopar.planner.trace.ctc import ctc_traced
-from autopar.planner.trace.drawn import AT_RANDOM, note_drawn
-from autopar.planner.trace.each_row import loss_of_each_row
-from autopar.planner.trace.fixing import fixing_noted
 from autopar.planner.trace.frames import failing_place
-from autopar.planner.trace.inference import inference_without_gradients
-from autopar.planner.trace.lengths import lengths_as_sizes
-from autopar.planner.trace.numbers import tensor_of_numbers
-from autopar.planner.trace.out_arguments import without_outs
-from autopar.planner.trace.own_checkpoints import own_checkpoints_noted
 from autopar.planner.trace.picking import picked
 from autopar.planner.trace.record import Recording, recorded
-from autopar.planner.trace.refused_calls import own_weights_alone, refuse_call
+from autopar.planner.trace.surroundings.asking import answered
+from autopar.planner.trace.surroundings.ctc import ctc_traced
+from autopar.planner.trace.surroundings.drawn import AT_RANDOM, note_drawn
+from autopar.planner.trace.surroundings.each_row import loss_of_each_row
+from autopar.planner.trace.surroundings.fixing import fixing_noted
+from autopar.planner.trace.surroundings.inference import inference_without_gradients
+from autopar.planner.trace.surroundings.lengths import lengths_as_sizes
+from autopar.planner.trace.surroundings.numbers import tensor_of_numbers
+from autopar.planner.trace.surroundings.out_arguments import without_outs
+from autopar.planner.trace.surroundings.own_checkpoints import own_checkpoints_noted
+from autopar.planner.trace.surroundings.refused_calls import own_weights_alone, refuse_call
+from autopar.planner.trace.surroundings.unchecked import unchecked
+from autopar.planner.trace.surroundings.unlike_types import NoKernelError, UnlikeTypesError
+from autopar.planner.trace.surroundings.unnoticed import unnoticed
 from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
-from autopar.planner.trace.unchecked import unchecked
-from autopar.planner.trace.unlike_types import NoKernelError, UnlikeTypesError
-from autopar.planner.trace.unnoticed import unnoticed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

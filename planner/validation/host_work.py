@@ -13,8 +13,8 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.planner.costs.framework import HostWork
 from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.steps.framework import HostWork
 
 
 def with_host(

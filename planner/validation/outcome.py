@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.prediction import MemoryPrediction
+from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.errors import AutoparError
 from autopar.planner.validation.predict_row import Predicted, predict_row
 from autopar.planner.validation.skip import reason_to_skip

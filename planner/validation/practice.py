@@ -8,18 +8,18 @@ from functools import cached_property
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.device import Device
-from autopar.planner.costs.attention import (
+from autopar.planner.costs.kernels.attention import (
     AttentionShape,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
     unfused_attention_backward_seconds,
     unfused_attention_forward_seconds,
 )
-from autopar.planner.costs.elementwise import memory_seconds
-from autopar.planner.costs.host import NO_PASSES, Host
-from autopar.planner.costs.kept import ATTENTION, Kept, Made
-from autopar.planner.costs.op_shapes import OpSplit
-from autopar.planner.costs.ops import OpCost, Pricer
+from autopar.planner.costs.kernels.elementwise import memory_seconds
+from autopar.planner.costs.ops.host import NO_PASSES, Host
+from autopar.planner.costs.ops.kept import ATTENTION, Kept, Made
+from autopar.planner.costs.ops.pricer import OpCost, Pricer
+from autopar.planner.costs.ops.shapes import OpSplit
 from autopar.planner.graph import Graph, Op
 from autopar.planner.layers import Layers
 from autopar.planner.precision import Precision

@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.framework import FrameworkConstants
 from autopar.planner.costs.prediction import LayerCost, Prediction, Recompute
-from autopar.planner.costs.step import predict
+from autopar.planner.costs.steps.framework import FrameworkConstants
+from autopar.planner.costs.steps.step import predict
 from autopar.planner.validation.machines import cluster_of
 from autopar.planner.validation.models import shape_of
 from autopar.planner.validation.pricing import Kind, Priced, priced

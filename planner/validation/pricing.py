@@ -15,15 +15,15 @@ from types import MappingProxyType
 
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.framework import HostWork
-from autopar.planner.costs.layer import layer_costs
-from autopar.planner.costs.ops import Pricer
+from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.steps.framework import HostWork
 from autopar.planner.layouts import WHOLE, Layout, OpLayout
 from autopar.planner.precision import Precision
-from autopar.planner.programs.layout_rules import LayoutRules, Pin
-from autopar.planner.programs.layouts import Budget, solve_layouts
-from autopar.planner.programs.slots import find_slots, own_layouts
+from autopar.planner.programs.layouts.choice import Budget, solve_layouts
+from autopar.planner.programs.layouts.rules import LayoutRules, Pin
+from autopar.planner.programs.layouts.slots import find_slots, own_layouts
 from autopar.planner.validation.host_work import with_host
 from autopar.planner.validation.models import ModelShape, Traced, traced
 from autopar.planner.validation.practice import Practice, PracticePricer

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.precision import Precision
 from autopar.planner.validation.practice import Attention, Practice

@@ -12,8 +12,8 @@ import pytest
 from autopar.codegen.emit import write_script
 from autopar.commands.plan import make_plan
 from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.plan.constraints_options import gathered_constraints
-from autopar.planner.plan.document import write_plan
+from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.plan.files.document import write_plan
 from tests.autopar.mistakes import MODEL, Mistake, assert_clear, commit
 
 Files = Mapping[str, str]

@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.layer_lists import LostLayersError
+from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.commands.plan import make_plan, scripted_plan
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.plan.constraints import Constraints, constraints_of
-from autopar.planner.plan.constraints_file import parse_constraints
+from autopar.planner.plan.declared.constraints import Constraints, constraints_of
+from autopar.planner.plan.declared.file import parse_constraints
 from autopar.planner.plan.plan import Plan
 from tests.field.cells import KINDS, SUBJECTS
 from tests.field.trial import cluster_of

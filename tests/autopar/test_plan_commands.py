@@ -16,7 +16,7 @@ from rich.console import Console
 from autopar.plan_page import plan_page
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InfeasibleError, TimeLimitError
-from autopar.planner.plan.document import read_plan, write_plan
+from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
@@ -55,7 +55,7 @@ def searched(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         report("searching")
         return replace(small_plan(), model=model)
 
-    module = ModuleType("autopar.planner.plan.search")
+    module = ModuleType("autopar.planner.plan.search.search")
     vars(module)["search"] = search
     monkeypatch.setitem(sys.modules, module.__name__, module)
     return asked
@@ -140,7 +140,7 @@ def test_a_search_without_a_plan_leaves_with_its_code(
     def search(*_: object, **__: object) -> Plan:
         raise error("nothing was found")
 
-    module = ModuleType("autopar.planner.plan.search")
+    module = ModuleType("autopar.planner.plan.search.search")
     vars(module)["search"] = search
     monkeypatch.setitem(sys.modules, module.__name__, module)
     ran = autopar("plan", MNIST, "--gpus", "2")

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.plan.document import read_plan
+from autopar.planner.plan.files.document import read_plan
 from tests.autopar.commands import Ran, run
 from tests.planner.subjects import ZOO
 

@@ -6,7 +6,7 @@ import pytest
 import torch.distributed as dist
 
 from autopar.planner.cluster.link import Manner
-from autopar.planner.costs.collective_measured import Collective
+from autopar.planner.costs.collectives.measured import Collective
 from autopar.planner.profile.waits import OF_SCRIPTS
 from autopar.training_calls import training_call
 from tests.runtime.ranks import run_on_ranks

@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.costs.prediction import Recompute, Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InfeasibleError
-from autopar.planner.plan.constraints import RecomputePin
-from autopar.planner.plan.document import write_plan
+from autopar.planner.plan.declared.constraints import RecomputePin
+from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.smaller import arrangement_constraints
 from autopar.smaller_plan import smaller_plan

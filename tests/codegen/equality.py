@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autopar.codegen.comparison import Comparison, assembled, compared
 from autopar.codegen.emit import write_script
-from autopar.codegen.reference import Trained, task_of, train_alone
-from autopar.codegen.script_rank import RankTrained, run_script
+from autopar.codegen.proof.comparison import Comparison, assembled, compared
+from autopar.codegen.proof.reference import Trained, task_of, train_alone
+from autopar.codegen.proof.script_rank import RankTrained, run_script
 from autopar.planner.plan.plan import Plan
 from tests.runtime.ranks import run_on_ranks
 

@@ -7,7 +7,7 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.plan.plan import Plan
 from tests.codegen.plans import pinned_plan
 

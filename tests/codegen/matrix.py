@@ -8,18 +8,18 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
-from autopar.codegen.comparison import Comparison, Difference, assembled, compared
 from autopar.codegen.emit import write_script
-from autopar.codegen.reference import Task, Trained, task_of
+from autopar.codegen.proof.comparison import Comparison, Difference, assembled, compared
+from autopar.codegen.proof.reference import Task, Trained, task_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.layers import find_layers
-from autopar.planner.plan.constraints import Constraints, RecomputePin, SplitRule
+from autopar.planner.plan.declared.constraints import Constraints, RecomputePin, SplitRule
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search import search
+from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from tests.codegen.matrix_cells import GLOBAL_BATCH, KINDS, SUBJECTS, Kind, axes_of
 from tests.codegen.padding import run_padded_script, train_padded_alone

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.planner.costs.prediction import Recompute, Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from tests.codegen.padding import Padding
 
 GLOBAL_BATCH = 16

@@ -12,8 +12,8 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from autopar.codegen.reference import Task, Trained, train_alone
-from autopar.codegen.script_rank import RankTrained, run_script
+from autopar.codegen.proof.reference import Task, Trained, train_alone
+from autopar.codegen.proof.script_rank import RankTrained, run_script
 from autopar.runtime import data
 from autopar.runtime.dataset_rows import Place
 

@@ -28,7 +28,7 @@ from torch.utils.backend_registration import (
     _setup_privateuseone_for_python_backend,
 )
 
-from autopar.codegen.script_rank import imported
+from autopar.codegen.proof.script_rank import imported
 from autopar.runtime import dryrun, mesh, pipeline  # noqa: F401  loaded once for all processes
 
 NAME = "pretended"

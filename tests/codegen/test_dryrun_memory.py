@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.dry_running import dry_run
+from autopar.codegen.proof.dry_running import dry_run
 from autopar.commands.plan import make_plan
 from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.plan.declared.options import gathered_constraints
 
 MODEL = Path(__file__).parents[2] / "models_zoo" / "llama.py"
 SHAPE = (

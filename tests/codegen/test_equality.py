@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from autopar.codegen.comparison import Comparison
+from autopar.codegen.proof.comparison import Comparison
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.plan.plan import Plan
 from tests.codegen.equality import compare

@@ -8,10 +8,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.codegen.comparison import assembled
 from autopar.codegen.emit import write_script
-from autopar.codegen.reference import Task, Trained, task_of, train_alone
-from autopar.codegen.script_rank import RankTrained, run_script
+from autopar.codegen.proof.comparison import assembled
+from autopar.codegen.proof.reference import Task, Trained, task_of, train_alone
+from autopar.codegen.proof.script_rank import RankTrained, run_script
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from tests.codegen.kinds import KINDS
@@ -76,7 +76,7 @@ def test_weights_of_fp16_scripts_are_in_fp16(tmp_path: Path) -> None:
 
 
 def dtypes_of(path: str) -> set[torch.dtype]:
-    from autopar.codegen.script_rank import imported
+    from autopar.codegen.proof.script_rank import imported
 
     parts, _ = imported(Path(path)).main(["--steps", "1", "--data", "synthetic"])
     return {parameter.dtype for part in parts for parameter in part.parameters()}

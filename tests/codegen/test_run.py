@@ -10,10 +10,15 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.dry_running import dry_run
 from autopar.codegen.emit import write_script
+from autopar.codegen.proof.dry_running import dry_run
+from autopar.codegen.proof.verification import (
+    ScriptFailedError,
+    failure_of,
+    first_traceback,
+    verify,
+)
 from autopar.codegen.standalone import write_standalone
-from autopar.codegen.verification import ScriptFailedError, failure_of, first_traceback, verify
 from autopar.planner.plan.plan import Plan
 from tests.codegen.kinds import plan_of
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.planner.costs.prediction import Recompute, Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.precision import Precision
 from tests.field.families import TRIED
 from tests.planner.subjects import ZOO

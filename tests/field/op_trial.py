@@ -15,20 +15,20 @@ import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
-from autopar.codegen.forward.expressions import Level, rendered, text
-from autopar.codegen.forward.op_arguments import Place
-from autopar.codegen.forward.operations import gives_many, printed
+from autopar.codegen.forward.ops.arguments import Place
+from autopar.codegen.forward.ops.operations import gives_many, printed
+from autopar.codegen.forward.text.expressions import Level, rendered, text
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import AutoparError
+from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Graph, Op, Origin
 from autopar.planner.layers import find_layers
 from autopar.planner.layouts import WHOLE, OpLayout
 from autopar.planner.model_file import ModelFile
-from autopar.planner.programs.conversions import Conversions
-from autopar.planner.programs.strategies import strategies
-from autopar.planner.random_ops import is_random
+from autopar.planner.programs.layouts.conversions import Conversions
+from autopar.planner.programs.layouts.strategies import strategies
 from autopar.planner.trace import trace
-from tests.planner.programs.layout_interpreter import Interpreter, called
+from tests.planner.programs.layouts.layout_interpreter import Interpreter, called
 
 ROWS = 4
 DEGREES = (2, 3)

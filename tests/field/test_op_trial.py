@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from autopar.codegen.forward import op_arguments
+from autopar.codegen.forward.ops import arguments as op_arguments
 from autopar.planner.rules import table
 from tests.field.op_trial import Kind, database, findings
 

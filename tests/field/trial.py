@@ -12,28 +12,28 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.codegen.reference import Trained, task_of, train_alone
+from autopar.codegen.proof.reference import Trained, task_of, train_alone
 from autopar.planner.annotate import forward_flops
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.op_shapes import LocalShapes
+from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.errors import AutoparError
+from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.findings.optimizer_probe import optimizer_traits
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.meeting_rows import meeting_rows
 from autopar.planner.model_file import load_model_file
-from autopar.planner.optimizer_probe import optimizer_traits
-from autopar.planner.plan.constraints import Constraints
-from autopar.planner.plan.constraints import constraints_of as given_constraints
-from autopar.planner.plan.constraints_file import parse_constraints
-from autopar.planner.plan.constraints_options import gathered_constraints
-from autopar.planner.plan.degrees import check_degrees
-from autopar.planner.plan.document import parse_plan, plan_text
+from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.plan.declared.constraints import constraints_of as given_constraints
+from autopar.planner.plan.declared.file import parse_constraints
+from autopar.planner.plan.declared.optimizer_limits import with_optimizer
+from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planner.plan.declared.whole_batch import rows_at_once
+from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.model_facts import model_facts
-from autopar.planner.plan.optimizer_limits import with_optimizer
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search import search
-from autopar.planner.plan.whole_batch import rows_at_once
+from autopar.planner.plan.search.degrees import check_degrees
+from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import trace_for_rows

@@ -39,7 +39,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.utils.data",
-    "autopar.codegen.script_rank",
+    "autopar.codegen.proof.script_rank",
     __name__,
 )
 

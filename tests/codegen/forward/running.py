@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.forward.modules import Modules, modules_of
 from autopar.codegen.forward.opened import Opened, OpenedClass
+from autopar.codegen.forward.reading.modules import Modules, modules_of
 from autopar.planner.model_file import ModelFile
 from autopar.planner.trace.build import checked_loss
 from tests.planner.subjects import zoo_file

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.opened import Opened
-from autopar.codegen.forward.split import split_graph
+from autopar.codegen.forward.reading.split import split_graph
 from tests.codegen.forward.running import (
     assert_same,
     float64_batch,

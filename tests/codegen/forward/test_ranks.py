@@ -9,18 +9,18 @@ import torch
 
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.opened import Opened
-from autopar.codegen.forward.split import Split, split_graph
+from autopar.codegen.forward.reading.split import Split, split_graph
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.layers import find_layers
 from autopar.planner.layouts import Kind
-from autopar.planner.programs.cuts import parts_of
-from autopar.planner.programs.layouts import Budget, solve_layouts
-from autopar.planner.programs.slots import find_slots
+from autopar.planner.programs.layouts.choice import Budget, solve_layouts
+from autopar.planner.programs.layouts.cuts import parts_of
+from autopar.planner.programs.layouts.slots import find_slots
 from tests.codegen.forward.running import Result, original, zoo_modules
 from tests.codegen.forward.split_training import Cuts, rank_result
-from tests.planner.programs.random_pricer import RandomPricer
-from tests.planner.programs.simulated_ranks import Cut
+from tests.planner.programs.layouts.random_pricer import RandomPricer
+from tests.planner.programs.layouts.simulated_ranks import Cut
 from tests.planner.subjects import zoo_graph
 from tests.runtime.ranks import run_on_ranks
 

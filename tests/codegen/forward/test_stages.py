@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.modules import modules_of
 from autopar.codegen.forward.opened import Opened
-from autopar.codegen.forward.split import split_graph
-from autopar.planner.costs.crossing import residence
+from autopar.codegen.forward.reading.modules import modules_of
+from autopar.codegen.forward.reading.split import split_graph
+from autopar.planner.crossing import residence
 from autopar.planner.errors import InputError
 from autopar.planner.trace import trace
 from tests.codegen.forward.running import (

@@ -10,7 +10,7 @@ import pytest
 
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.opened import Opened
-from autopar.codegen.forward.split import split_graph
+from autopar.codegen.forward.reading.split import split_graph
 from tests.codegen.forward.running import zoo_modules
 from tests.codegen.forward.test_ranks import MODELS, random_split
 from tests.planner.subjects import ZOO_MODELS, zoo_graph

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.codegen.forward.emit import open_split
-from autopar.codegen.forward.modules import modules_of
-from autopar.codegen.forward.split import split_graph
+from autopar.codegen.forward.reading.modules import modules_of
+from autopar.codegen.forward.reading.split import split_graph
 from autopar.codegen.forward.targets import weighed_terms
 from autopar.planner.trace import trace
 from tests.codegen.forward.running import namespace, take_classes, zoo_modules

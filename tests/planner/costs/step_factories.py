@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.planner.costs.framework import FrameworkConstants, HostWork
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.costs.steps.framework import FrameworkConstants, HostWork
 from autopar.planner.precision import Precision
 
 LAYER = LayerCost(

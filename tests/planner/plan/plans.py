@@ -20,7 +20,7 @@ from autopar.planner.costs.prediction import (
     TimeTerm,
     Zero,
 )
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.graph import Graph, Op
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.layouts import (
@@ -32,6 +32,7 @@ from autopar.planner.layouts import (
     ParameterLayout,
     split,
 )
+from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import (
     FORMAT,
     Machines,
@@ -41,7 +42,6 @@ from autopar.planner.plan.plan import (
     RunnerUp,
     Stage,
 )
-from autopar.planner.plan.settings import declare
 from autopar.planner.precision import Precision
 from tests.planner.subjects import zoo_graph
 

@@ -7,10 +7,10 @@ from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
-from autopar.planner.plan.constraints import Constraints, Declared, constraints_of
+from autopar.planner.plan.declared.constraints import Constraints, Declared, constraints_of
+from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search import search
-from autopar.planner.plan.settings import declare
+from autopar.planner.plan.search.search import search
 from tests.planner.plan.plans import model as model_facts
 from tests.planner.plan.plans import parts_of
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
-from autopar.planner.costs.collective_measured import Collective
-from autopar.planner.costs.measurements import (
+from autopar.planner.costs.collectives.measured import Collective
+from autopar.planner.costs.ops.measurements import (
     ActionTimes,
     HostTimes,
     Operand,

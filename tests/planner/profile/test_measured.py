@@ -5,20 +5,20 @@ from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import content_hash
 from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.collective_choice import (
+from autopar.planner.costs.collectives.choice import (
     Collective,
     called_seconds,
     cheapest,
     collective_seconds,
 )
-from autopar.planner.costs.norm_statistics import Statistics, synchronising
-from autopar.planner.costs.op_shapes import OpSplit
-from autopar.planner.costs.split_loss import CROSS_ENTROPY
+from autopar.planner.costs.collectives.norm_statistics import Statistics, synchronising
+from autopar.planner.costs.ops.shapes import OpSplit
+from autopar.planner.costs.ops.split_loss import CROSS_ENTROPY
 from autopar.planner.errors import InputError
 from autopar.planner.layouts import PARTIAL, WHOLE
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
-from tests.planner.costs.op_factories import pricer
+from tests.planner.costs.ops.op_factories import pricer
 from tests.planner.profile.measurements import TIMES, everything, host, net, op
 
 

@@ -6,16 +6,16 @@ import pytest
 
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.sheet import find_device
-from autopar.planner.costs.framework import framework_constants, read_framework_constants
-from autopar.planner.costs.measurements import Timing
+from autopar.planner.costs.ops.measurements import Timing
 from autopar.planner.costs.prediction import Prediction, Provenance
-from autopar.planner.plan.constraints_options import gathered_constraints
+from autopar.planner.costs.steps.framework import framework_constants, read_framework_constants
+from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planner.plan.plan import Model
-from autopar.planner.plan.search import search
+from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, MeasuredOp
 from autopar.planner.profile.probes import Probe, find_probes
-from tests.planner.costs.op_factories import known, pricer
+from tests.planner.costs.ops.op_factories import known, pricer
 from tests.planner.profile.measurements import TIMES, host, net
 
 BATCH = 8

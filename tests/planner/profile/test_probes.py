@@ -4,7 +4,7 @@ from autopar.planner.precision import Precision
 from autopar.planner.profile.calls import Call
 from autopar.planner.profile.forms import local_strides
 from autopar.planner.profile.probes import Probe, find_probes
-from tests.planner.costs.op_factories import pricer
+from tests.planner.costs.ops.op_factories import pricer
 
 GPT2 = ("gpt2.py",)
 

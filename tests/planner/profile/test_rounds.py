@@ -7,7 +7,7 @@ from typing import TypeVar
 
 import pytest
 
-from autopar.planner.costs.measurements import OpKey
+from autopar.planner.costs.ops.measurements import OpKey
 from autopar.planner.precision import Precision
 from autopar.planner.profile.calls import Call
 from autopar.planner.profile.clock import clock_of, threads_of_a_rank
@@ -22,7 +22,7 @@ from autopar.planner.profile.rounds import (
     Limits,
     measure,
 )
-from tests.planner.costs.op_factories import known, pricer
+from tests.planner.costs.ops.op_factories import known, pricer
 
 Result = TypeVar("Result")
 NOTHING = Baseline(forward_seconds=0.0, backward_seconds=0.0)

@@ -10,15 +10,15 @@ from collections.abc import Iterator
 from itertools import product
 
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.op_shapes import OpSplit
+from autopar.planner.costs.ops.shapes import OpSplit
 from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
-from autopar.planner.programs.conversions import Conversions
-from autopar.planner.programs.layout_building import ONCE_PER_STEP
-from autopar.planner.programs.slots import find_slots
-from autopar.planner.programs.strategies import strategies
-from tests.planner.programs.random_pricer import RandomPricer
-from tests.planner.programs.small_graphs import SmallModel
+from autopar.planner.programs.layouts.building import ONCE_PER_STEP
+from autopar.planner.programs.layouts.conversions import Conversions
+from autopar.planner.programs.layouts.slots import find_slots
+from autopar.planner.programs.layouts.strategies import strategies
+from tests.planner.programs.layouts.random_pricer import RandomPricer
+from tests.planner.programs.layouts.small_graphs import SmallModel
 
 Cost = tuple[float, int]  # seconds, bytes
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.costs.framework import read_framework_constants
 from autopar.planner.costs.prediction import Recompute
+from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.validation.host_work import with_host
 from autopar.planner.validation.outcome import MemoryKind, memory_kind, validate_rows
 from autopar.planner.validation.predict_row import predict_row

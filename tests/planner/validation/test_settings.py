@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.costs.schedule import ScheduleKind
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.validation.practice import Attention
 from autopar.planner.validation.predict_row import layers_per_stage
 from autopar.planner.validation.settings import WHOLE_BUCKET, settings_of

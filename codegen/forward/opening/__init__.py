@@ -1,0 +1,1 @@
+"""Decides what gets code of its own, where conversions stand, and where stages are cut."""

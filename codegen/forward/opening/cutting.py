@@ -1,0 +1,232 @@
+"""Cuts the ops of a graph into pipeline stages: what each runs, and what crosses between them.
+
+What is computed from weights crosses the cuts. What is not (masks, rotary tables, positions) is
+computed again from the batch by each stage that uses it, unless random numbers are drawn for it
+that several stages need: these are drawn once, and what is computed from them crosses too.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.codegen.forward.opening.opening import Opening
+from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree
+from autopar.codegen.forward.reading.results import is_plain
+from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.text.expressions import Held
+from autopar.planner.crossing import computed_once
+from autopar.planner.errors import InputError
+from autopar.planner.findings.random_ops import is_random
+from autopar.planner.graph import Op, Origin, refs
+from autopar.planner.layouts import WHOLE, Kind, Layout
+
+
+def stage_of_ops(split: Split, counts: Sequence[int]) -> dict[str, int]:
+    """Return for each op the stage that runs it, from how many layers each stage has."""
+    layers = split.layers.layers
+    if sum(counts) != len(layers) or 0 in counts:
+        raise InputError(
+            f"the stages of the plan hold {sum(counts)} layers",
+            expected=f"{len(layers)}, at least one in each",
+            fix="plan again: the model has changed",
+        )
+    bounds = [stage for stage, count in enumerate(counts) for _ in range(count)]
+    return {op.name: stage for stage, layer in zip(bounds, layers, strict=True) for op in layer.ops}
+
+
+def cut_calls(tree: CallTree, places: Mapping[str, int]) -> list[str]:
+    """Return the calls that run in several stages: their code stands in the root's."""
+    return [
+        call
+        for call, ops in tree.ops.items()
+        if call not in (ROOT, LOSS)
+        and len({places[op.name] for op in ops if _has_gradient(op, tree)}) > 1
+    ]
+
+
+def _has_gradient(op: Op, tree: CallTree) -> bool:
+    return any(tree.graph.tensors[name].requires_grad for name in op.outputs)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Part:
+    """What one stage computes, in order, and the tensors at its two cuts."""
+
+    ops: tuple[Op, ...]
+    takes: tuple[Held, ...]
+    gives: tuple[Held, ...]
+
+
+class Cutter:
+    """Finds what each stage of a plan runs."""
+
+    def __init__(self, opening: Opening, places: Mapping[str, int], last: int) -> None:
+        self.opening, self.places, self.last = opening, places, last
+        self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
+        self.buffers = frozenset(buffer.name for buffer in self.graph.buffers)
+        self.returns_loss = self._returns_loss()
+        self.once = computed_once(self.graph, drawn=())
+        self.needed = self._needed_by_stage()
+        drawn = self._drawn_for_several()
+        if drawn:
+            self.once = computed_once(self.graph, drawn)
+            self.needed = self._needed_by_stage()
+        self._refuse_written_batch()
+        self.last_runs = {op: stage for stage, ops in enumerate(self.needed) for op in ops}
+        self.cuts = self._cuts()  # behind each stage
+        self._refuse_written_views()
+
+    def _drawn_for_several(self) -> frozenset[str]:
+        """Return the random numbers that several stages need, who must not draw each its own."""
+        found = [
+            op
+            for op in self.graph.ops
+            if is_random(op) and sum(op.name in stage for stage in self.needed) > 1
+        ]
+        for op in found:
+            if op.writes:
+                raise InputError(
+                    f"{op.name} fills a tensor with random numbers that several stages need",
+                    where=op.location,
+                    fix="draw a new tensor (torch.rand), or draw in the layer that uses them",
+                )
+        return frozenset(name for op in found for name in op.outputs)
+
+    def _refuse_written_batch(self) -> None:
+        """Raise an error for an op that changes the batch, which several stages would do."""
+        tensors = self.graph.tensors
+        for op in self.graph.ops:
+            storages = {tensors[name].storage for name in op.writes}
+            if any(tensors[name].origin is Origin.INPUT for name in storages) and (
+                sum(op.name in stage for stage in self.needed) > 1
+            ):
+                raise InputError(
+                    f"{op.name} writes to the batch, which several stages read",
+                    where=op.location,
+                    fix="make a new tensor (x = x + 1)",
+                )
+
+    def _refuse_written_views(self) -> None:
+        """Raise an error for a write into memory that a stage receives under several names."""
+        tensors = self.graph.tensors
+        for number, takes in enumerate(self.cuts, start=1):
+            received = Counter(tensors[held.tensor].storage for held in takes)
+            for op in self.part(number).ops:
+                if any(received[tensors[name].storage] > 1 for name in op.writes):
+                    raise InputError(
+                        f"{op.name} writes to a tensor of which a stage receives views, too",
+                        where=op.location,
+                        fix="make a new tensor (x = x + 1)",
+                    )
+
+    def _writers(self) -> Mapping[str, Sequence[Op]]:
+        """Return the ops that write to memory that the forward itself has made."""
+        found: dict[str, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            for name in op.writes:
+                storage = self.graph.tensors[name].storage
+                if storage not in self.buffers and not self._runs_once(op):
+                    found[storage].append(op)
+        return found
+
+    def _returns_loss(self) -> bool:
+        """Whether the last stage returns the loss: it must where the root's result is not plain."""
+        has_own_loss = any(op.call == LOSS for op in self.graph.ops)
+        plain = is_plain(self.graph.calls[ROOT].result)
+        is_opened = LOSS in self.opening.opened or bool(self.split.weighed)
+        return not (has_own_loss and plain) or is_opened
+
+    def _results(self) -> tuple[str, ...]:
+        if self.returns_loss:
+            return (self.graph.loss,)
+        result = self.graph.calls[ROOT].result
+        return tuple(name for name in refs(result) if name in self.graph.tensors)
+
+    def _needed_by_stage(self) -> list[frozenset[str]]:
+        """Return the ops that each stage runs."""
+        writers = self._writers()
+        return [self._needed(*pair, writers) for pair in enumerate(self._own())]
+
+    def _own(self) -> list[list[Op]]:
+        """Return the ops that only one stage runs, by stage: for one tensor alone, or a buffer."""
+        found: list[list[Op]] = [[] for _ in range(self.last + 1)]
+        for op in self.graph.ops:
+            if (op.call != LOSS or self.returns_loss) and (
+                self._runs_once(op) or self._writes_buffer(op)
+            ):
+                found[self.places[op.name]].append(op)
+        return found
+
+    def _needed(
+        self, stage: int, own: Sequence[Op], writers: Mapping[str, Sequence[Op]]
+    ) -> frozenset[str]:
+        """Return the ops that a stage runs: its own, and what those need besides."""
+        needed = {op.name for op in own}
+        results = self._results() if stage == self.last else ()
+        todo = [name for op in own for name in (*op.inputs, *self._handed(op))] + list(results)
+        while todo:
+            tensor = todo.pop()
+            maker = self.tree.maker.get(tensor)
+            if maker is not None and (maker.name in needed or self._runs_once(maker)):
+                continue
+            makers = () if maker is None else (maker,)
+            for op in (*makers, *writers.get(self.graph.tensors[tensor].storage, ())):
+                if op.name not in needed:
+                    needed.add(op.name)
+                    todo += [*op.inputs, *op.writes]
+        return frozenset(needed)
+
+    def _handed(self, op: Op) -> Iterator[str]:
+        """Yield what the module is given that an op runs in, be it read there or not."""
+        unit = self.opening.unit(op, ROOT)
+        if unit is not None:
+            record = self.graph.calls[unit]
+            for value in (*record.arguments, *(value for _, value in record.keywords)):
+                yield from (name for name in refs(value) if name in self.graph.tensors)
+
+    def _writes_buffer(self, op: Op) -> bool:
+        tensors = self.graph.tensors
+        return any(tensors[name].storage in self.buffers for name in op.writes)
+
+    def _runs_once(self, op: Op) -> bool:
+        return any(name in self.once for name in op.outputs)
+
+    def _cuts(self) -> list[tuple[Held, ...]]:
+        """Return the values that cross behind each stage but the last, in the order of the ops."""
+        readers: dict[str, list[Op]] = defaultdict(list)
+        for op in self.graph.ops:
+            for name in dict.fromkeys(op.inputs):
+                readers[name].append(op)
+        results = set(self._results())
+        cuts: list[list[Held]] = [[] for _ in range(self.last)]
+        for op in filter(self._runs_once, self.graph.ops):
+            for name in op.outputs:
+                runs = [self.last_runs.get(reader.name, -1) for reader in readers[name]]
+                stop = self.last if name in results else max(runs, default=-1)
+                for stage in range(self.places[op.name], stop):
+                    later = [r for r in readers[name] if self.last_runs.get(r.name, -1) > stage]
+                    cuts[stage].append(Held(name, self._crossing_layout(name, later)))
+        return [tuple(cut) for cut in cuts]
+
+    def _crossing_layout(self, tensor: str, later: Sequence[Op]) -> Layout:
+        """Return the layout in which a tensor crosses: partial sums are summed before."""
+        made = self.split.made(tensor)
+        if made.kind is not Kind.PARTIAL:
+            return made
+        needs = {
+            self.split.need(op, i)
+            for op in later
+            for i, name in enumerate(op.inputs)
+            if name == tensor
+        }
+        return needs.pop() if len(needs) == 1 else WHOLE
+
+    def part(self, number: int) -> Part:
+        """Return one stage."""
+        return Part(
+            ops=tuple(op for op in self.graph.ops if op.name in self.needed[number]),
+            takes=self.cuts[number - 1] if number else (),
+            gives=self.cuts[number] if number < self.last else (),
+        )

@@ -1,0 +1,1 @@
+"""Turns one op into what a person would write for it, whole or split."""

@@ -1,0 +1,208 @@
+"""The arguments of an op as expressions, and the plain ways to print an op with them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.codegen.forward.ops import table
+from autopar.codegen.forward.text.expressions import (
+    Expression,
+    Form,
+    Slot,
+    attribute,
+    call,
+    joined,
+    method,
+    text,
+)
+from autopar.codegen.forward.text.literals import literal
+from autopar.planner.extent import Extent
+from autopar.planner.graph import MODEL_EXTREMES, DType, Op, Ref, Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What stands around a printed op: its inputs in order, and how code there says some things."""
+
+    inputs: tuple[Expression, ...]
+    training: Form
+    dtype: Expression | None  # of a tensor in the model's own floating type
+    device: Expression | None
+    sizes: Mapping[str, Expression]  # arguments that hold sizes, printed already
+    rate: Form | None = None  # the module's own name for the dropout rate
+
+
+class Arguments:
+    """The arguments of an op, by ATen's names, as expressions."""
+
+    def __init__(self, op: Op, place: Place) -> None:
+        self.op, self.place = op, place
+        self.raw = dict(op.arguments)
+        schema = schema_of(op.target)
+        # `int[2] stride` may be one number; what the table prints are functions that take one, too
+        name = base_name(op.target)
+        function = table.FUNCTIONS.get(name)
+        is_known = function is not None and function.fits(self.raw)
+        counted = {a.name: a.N for a in schema.arguments if is_known or _function_of(name)}
+        self.short = {key for key, count in counted.items() if is_known or count is not None}
+        self.single = {key for key, count in counted.items() if count == 1}
+        inputs = iter(place.inputs)
+        self.printed = {
+            name: place.sizes[name] if name in place.sizes else self._print(name, value, inputs)
+            for name, value in op.arguments
+        }
+        self.defaults: dict[str, Any] = {
+            a.name: a.default_value for a in schema.arguments if a.has_default_value()
+        }
+        self.keyword_only = {a.name for a in schema.arguments if a.kwarg_only}
+
+    def __getitem__(self, name: str) -> Expression:
+        return self.printed[name]
+
+    def is_default(self, name: str) -> bool:
+        """Whether an argument has the value that it has when left out."""
+        raw = self.raw.get(name)
+        if name in ("layout", "pin_memory", "non_blocking", "implicit"):
+            return True
+        if name == "memory_format":
+            return raw in (None, 0, 1)
+        if name not in self.raw or name not in self.defaults:
+            return name not in self.raw
+        default = self.defaults[name]
+        if isinstance(raw, tuple):
+            listed = default if isinstance(default, list) else [default]
+            return len({*raw, *listed}) == 1 if raw and listed else len(raw) == len(listed)
+        same_type = isinstance(raw, bool) == isinstance(default, bool)
+        return same_type and raw == default
+
+    def _print(self, name: str, value: Value, inputs: Iterator[Expression]) -> Expression:
+        if isinstance(value, Ref):
+            return next(inputs)
+        if isinstance(value, tuple):
+            return self._tuple(name, value, inputs)
+        if isinstance(value, DType):
+            return self.dtype(value)
+        if isinstance(value, Extent):
+            return literal(value.at(0))
+        if isinstance(value, float) and abs(value) in MODEL_EXTREMES:
+            return self._extreme("min" if value < 0 else "max")
+        if name == "device" and value is not None:
+            return self.place.device or literal("cpu")
+        if name == "memory_format" and isinstance(value, str):
+            return text(value)  # torch.channels_last and its like say their own name
+        if name == "reduction" and isinstance(value, int):
+            return literal(table.REDUCTIONS[value])
+        if name == "compute_mode" and isinstance(value, int):
+            return literal(table.DISTANCES[value])
+        if name == "mode" and isinstance(value, int):
+            return literal(table.BAG_MODES[value])
+        return literal(value)
+
+    def _tuple(
+        self, name: str, value: tuple[Value, ...], inputs: Iterator[Expression]
+    ) -> Expression:
+        if len(value) == 1 and name in self.single and isinstance(value[0], int):
+            return literal(value[0])
+        is_same = len(set(value)) == 1 and isinstance(value[0], int) and len(value) > 1
+        if is_same and name in self.short & table.WINDOWS:
+            return literal(value[0]) if isinstance(value[0], int) else joined(())
+        return joined(tuple(self._print("", item, inputs) for item in value))
+
+    def _extreme(self, which: str) -> Form:
+        """Return the end of the model's own type: the trace runs in another."""
+        dtype = self.dtype(DType("model"))
+        return Form(("torch.finfo(", Slot(dtype), f").{which}"), is_tensor=False)
+
+    def dtype(self, value: DType) -> Expression:
+        """Return an element type."""
+        if value.name == "model":
+            return self.place.dtype or text("torch.get_default_dtype()")
+        return text(f"torch.{value.name}")
+
+
+def base_name(target: str) -> str:
+    """Return the name of an op without namespace and overload."""
+    return target.split(".")[1]
+
+
+def schema_of(target: str) -> Any:
+    """Return what PyTorch declares of an op."""
+    namespace, name, overload = target.split(".")
+    packet = getattr(getattr(torch.ops, namespace), name)
+    return getattr(packet, overload)._schema
+
+
+def function_call(arguments: Arguments, function: table.Function) -> Form:
+    """Print an op as a line of the table says."""
+    positional: list[Expression] = []
+    for name in function.positional:
+        if name.startswith("*"):
+            inner = arguments[name[1:]]
+            assert isinstance(inner, Form)
+            positional += [p.expression for p in inner.parts if isinstance(p, Slot)]
+        else:
+            positional.append(arguments[name])
+    absent = [arguments.raw.get(name, 0) is None for name in function.positional]
+    while len(absent) > function.required and absent.pop():
+        positional.pop()
+    keywords = [
+        (keyword, arguments[name])
+        for keyword, name in function.keywords
+        if name in arguments.raw and not arguments.is_default(name)
+    ]
+    name = base_name(arguments.op.target)
+    if name in table.MODES:
+        keywords.append(("mode", literal(table.MODES[name])))
+    keywords += [(keyword, literal(value)) for keyword, value in table.ALWAYS.get(name, ())]
+    return call(function.name, *positional, keywords=tuple(keywords))
+
+
+def _function_of(name: str) -> str:
+    """Return the function that is the op of a name, "" where PyTorch has none."""
+    if name in table.AS_OPS:
+        return ""
+    holder, _, rest = name.partition("_")
+    if holder in ("fft", "linalg", "special") and hasattr(getattr(torch, holder), rest):
+        return f"torch.{holder}.{rest}"
+    if hasattr(torch, name):
+        return f"torch.{name}"
+    return f"F.{name}" if hasattr(functional, name) else ""
+
+
+def by_schema(arguments: Arguments, name: str) -> Form:
+    """Print an op as a method of its first argument, or else as a function of torch."""
+    names = [key for key in arguments.raw if key not in ("self", "input")]
+    owner = next((key for key in ("self", "input") if key in arguments.raw), None)
+    positional: list[Expression] = []
+    keywords: list[tuple[str, Expression]] = []
+    for key in names:
+        if key != "device" and arguments.is_default(key):
+            continue
+        if key == "device" and arguments.raw[key] is None:
+            continue
+        is_dim = key in ("dim", "keepdim") and name not in table.PLAIN_DIM
+        skipped = len(positional) < names.index(key)
+        if is_dim or skipped or keywords or key in arguments.keyword_only:
+            keywords.append((key, arguments[key]))
+        else:
+            positional.append(arguments[key])
+    if name in table.SPREAD and positional and isinstance(positional[0], Form):
+        spread = [part.expression for part in positional[0].parts if isinstance(part, Slot)]
+        positional = [*(spread or positional[:1]), *positional[1:]]
+    if owner is not None and hasattr(Tensor, name) and isinstance(arguments.raw[owner], Ref):
+        if not callable(getattr(Tensor, name)):
+            return attribute(arguments[owner], name)  # x.real
+        return method(arguments[owner], name, *positional, keywords=tuple(keywords))
+    function = _function_of(name)
+    if not function or owner not in (None, next(iter(arguments.raw))):
+        given = tuple((key, arguments[key]) for key in arguments.raw)
+        return call(f"torch.ops.{arguments.op.target}", keywords=given, is_tensor=False)
+    if owner is not None:
+        positional.insert(0, arguments[owner])
+    return call(function, *positional, keywords=tuple(keywords))

@@ -1,0 +1,244 @@
+"""The table of printed functions: ATen's arguments by name, where PyTorch has them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autopar.codegen.forward.text.expressions import Level
+
+
+@dataclass(frozen=True, slots=True)
+class Function:
+    """A function: ATen's names of its positional arguments, and pairs of keyword and name.
+
+    Of the positional arguments, so many (`required`) stand there though they are None.
+    """
+
+    name: str
+    positional: tuple[str, ...]
+    keywords: tuple[tuple[str, str], ...]
+    required: int = 1
+
+    def fits(self, arguments: Iterable[str]) -> bool:
+        """Whether an op has the arguments: ops of one name may have others."""
+        return {name.removeprefix("*") for name in self.positional} <= set(arguments)
+
+
+def _function(name: str, positional: str, keywords: str = "", *, required: int = 1) -> Function:
+    """Build a line: `keyword` or `keyword:aten_name` for each keyword."""
+    pairs = [word.partition(":") for word in keywords.split()]
+    words = tuple((word, other or word) for word, _, other in pairs)
+    return Function(name, tuple(positional.split()), words, required)
+
+
+_CONV = "stride padding dilation groups"
+_SDPA = "attn_mask dropout_p is_causal scale enable_gqa"
+
+MODES: Mapping[str, str] = MappingProxyType(
+    {
+        "upsample_nearest1d": "nearest", "upsample_nearest2d": "nearest",
+        "upsample_nearest3d": "nearest", "_upsample_nearest_exact1d": "nearest-exact",
+        "_upsample_nearest_exact2d": "nearest-exact", "_upsample_nearest_exact3d": "nearest-exact",
+        "upsample_linear1d": "linear", "upsample_bilinear2d": "bilinear",
+        "upsample_trilinear3d": "trilinear", "upsample_bicubic2d": "bicubic",
+        "_upsample_bilinear2d_aa": "bilinear", "_upsample_bicubic2d_aa": "bicubic",
+    }
+)  # fmt: skip
+# What a function does by itself, said so that it does what the op of its name does.
+ALWAYS: Mapping[str, tuple[tuple[str, bool], ...]] = MappingProxyType(
+    {
+        "_upsample_bilinear2d_aa": (("antialias", True),),
+        "_upsample_bicubic2d_aa": (("antialias", True),),
+        "adaptive_max_pool2d": (("return_indices", True),),
+        "adaptive_max_pool3d": (("return_indices", True),),
+        "stft": (("center", False),),
+        "silu_": (("inplace", True),),
+        "mish_": (("inplace", True),),
+        "hardsigmoid_": (("inplace", True),),
+    }
+)
+# Functions that take or give something else than the op of their name.
+AS_OPS = frozenset(
+    {"max_unpool2d", "max_unpool3d", "fractional_max_pool2d", "fractional_max_pool3d"}
+)
+
+# Argument orders differ between ATen and torch.nn.functional: embedding, batch_norm, group_norm.
+FUNCTIONS: Mapping[str, Function] = MappingProxyType(
+    {
+        "linear": _function("F.linear", "input weight bias"),
+        "matrix_H": _function("torch.adjoint", "self"),
+        "mH": _function("torch.adjoint", "self"),
+        "bilinear": _function("F.bilinear", "input1 input2 weight bias"),
+        "layer_norm": _function("F.layer_norm", "input normalized_shape weight bias", "eps"),
+        "rms_norm": _function("F.rms_norm", "input normalized_shape weight", "eps"),
+        "group_norm": _function("F.group_norm", "input num_groups weight bias", "eps"),
+        "instance_norm": _function(
+            "F.instance_norm",
+            "input running_mean running_var weight bias",
+            "use_input_stats momentum eps",
+        ),
+        "batch_norm": _function(
+            "F.batch_norm",
+            "input running_mean running_var weight bias",
+            "training momentum eps",
+            required=3,
+        ),
+        "embedding": _function(
+            "F.embedding", "indices weight", "padding_idx scale_grad_by_freq sparse"
+        ),
+        "scaled_dot_product_attention": _function(
+            "F.scaled_dot_product_attention", "query key value", _SDPA
+        ),
+        "gelu": _function("F.gelu", "self", "approximate"),
+        "log_sigmoid": _function("F.logsigmoid", "self"),
+        "silu_": _function("F.silu", "self"),
+        "mish_": _function("F.mish", "self"),
+        "hardsigmoid_": _function("F.hardsigmoid", "self"),
+        "silu": _function("F.silu", "self"),
+        "relu": _function("F.relu", "self"),
+        "conv1d": _function("F.conv1d", "input weight bias", _CONV),
+        "conv2d": _function("F.conv2d", "input weight bias", _CONV),
+        "conv3d": _function("F.conv3d", "input weight bias", _CONV),
+        "cross_entropy_loss": _function(
+            "F.cross_entropy", "self target", "weight ignore_index reduction label_smoothing"
+        ),
+        "nll_loss_nd": _function("F.nll_loss", "self target", "weight ignore_index reduction"),
+        "nll_loss": _function("F.nll_loss", "self target", "weight ignore_index reduction"),
+        "mse_loss": _function("F.mse_loss", "self target", "reduction"),
+        "l1_loss": _function("F.l1_loss", "self target", "reduction"),
+        "smooth_l1_loss": _function("F.smooth_l1_loss", "self target", "reduction beta"),
+        "huber_loss": _function("F.huber_loss", "self target", "reduction delta"),
+        "kl_div": _function("F.kl_div", "self target", "reduction log_target"),
+        "binary_cross_entropy": _function(
+            "F.binary_cross_entropy", "self target", "weight reduction"
+        ),
+        "binary_cross_entropy_with_logits": _function(
+            "F.binary_cross_entropy_with_logits", "self target", "weight pos_weight reduction"
+        ),
+        "soft_margin_loss": _function("F.soft_margin_loss", "self target", "reduction"),
+        "multi_margin_loss": _function(
+            "F.multi_margin_loss", "self target", "p margin weight reduction"
+        ),
+        "multilabel_margin_loss": _function("F.multilabel_margin_loss", "self target", "reduction"),
+        "cosine_embedding_loss": _function(
+            "F.cosine_embedding_loss", "input1 input2 target", "margin reduction"
+        ),
+        "margin_ranking_loss": _function(
+            "F.margin_ranking_loss", "input1 input2 target", "margin reduction"
+        ),
+        "hinge_embedding_loss": _function(
+            "F.hinge_embedding_loss", "self target", "margin reduction"
+        ),
+        "triplet_margin_loss": _function(
+            "F.triplet_margin_loss", "anchor positive negative", "margin p eps swap reduction"
+        ),
+        "poisson_nll_loss": _function(
+            "F.poisson_nll_loss", "input target", "log_input full eps reduction"
+        ),
+        "ctc_loss": _function(
+            "F.ctc_loss",
+            "log_probs targets input_lengths target_lengths",
+            "blank reduction zero_infinity",
+        ),
+        "pad": _function("F.pad", "self pad", "mode value"),
+        "constant_pad_nd": _function("F.pad", "self pad", "value"),
+        "glu": _function("F.glu", "self", "dim"),
+        "embedding_bag": _function(
+            "F.embedding_bag",
+            "indices weight offsets",
+            "scale_grad_by_freq mode sparse per_sample_weights include_last_offset padding_idx",
+        ),
+        **dict.fromkeys(
+            MODES,
+            _function(
+                "F.interpolate",
+                "input",
+                "size:output_size scale_factor:scale_factors align_corners",
+            ),
+        ),
+        "adaptive_max_pool2d": _function("F.adaptive_max_pool2d", "self output_size"),
+        "adaptive_max_pool3d": _function("F.adaptive_max_pool3d", "self output_size"),
+        "cdist": _function("torch.cdist", "x1 x2", "p compute_mode"),
+        "stft": _function(
+            "torch.stft",
+            "self n_fft",
+            "hop_length win_length window normalized onesided return_complex",
+        ),
+        "cartesian_prod": _function("torch.cartesian_prod", "*tensors"),
+        "block_diag": _function("torch.block_diag", "*tensors"),
+        "baddbmm": _function("torch.baddbmm", "self batch1 batch2", "beta alpha"),
+        "addmm": _function("torch.addmm", "self mat1 mat2", "beta alpha"),
+        "im2col": _function("F.unfold", "self kernel_size", "dilation padding stride"),
+        "col2im": _function("F.fold", "self output_size kernel_size", "dilation padding stride"),
+        "cat": _function("torch.cat", "tensors", "dim"),
+        "stack": _function("torch.stack", "tensors", "dim"),
+        "outer": _function("torch.outer", "self vec2"),
+        "bmm": _function("torch.bmm", "self mat2"),
+        "where": _function("torch.where", "condition self other"),
+        "einsum": _function("torch.einsum", "equation *tensors"),
+        "broadcast_tensors": _function("torch.broadcast_tensors", "*tensors"),
+        "meshgrid": _function("torch.meshgrid", "*tensors", "indexing"),
+        "to.dtype": _function("to", "self dtype", "copy"),
+    }
+)
+
+# Constants of the enumerations that ATen counts and PyTorch names.
+REDUCTIONS = ("none", "mean", "sum")
+BAG_MODES = ("sum", "mean", "max")
+DISTANCES = (
+    "use_mm_for_euclid_dist_if_necessary", "use_mm_for_euclid_dist", "donot_use_mm_for_euclid_dist",
+)  # fmt: skip
+
+BINARY: Mapping[str, tuple[str, Level]] = MappingProxyType(
+    {
+        "add": ("+", Level.SUM),
+        "sub": ("-", Level.SUM),
+        "mul": ("*", Level.PRODUCT),
+        "div": ("/", Level.PRODUCT),
+        "true_divide": ("/", Level.PRODUCT),
+        "floor_divide": ("//", Level.PRODUCT),
+        "remainder": ("%", Level.PRODUCT),
+        "matmul": ("@", Level.PRODUCT),
+        "eq": ("==", Level.COMPARISON),
+        "ne": ("!=", Level.COMPARISON),
+        "lt": ("<", Level.COMPARISON),
+        "le": ("<=", Level.COMPARISON),
+        "gt": (">", Level.COMPARISON),
+        "ge": (">=", Level.COMPARISON),
+        "__and__": ("&", Level.AND),
+        "bitwise_and": ("&", Level.AND),
+        "__or__": ("|", Level.OR),
+        "bitwise_or": ("|", Level.OR),
+        "__xor__": ("^", Level.XOR),
+        "bitwise_xor": ("^", Level.XOR),
+        "__lshift__": ("<<", Level.SHIFT),
+        "bitwise_left_shift": ("<<", Level.SHIFT),
+        "__rshift__": (">>", Level.SHIFT),
+        "bitwise_right_shift": (">>", Level.SHIFT),
+    }
+)
+# Methods whose own name is an operator that writes: `mask &= other`.
+WRITING: Mapping[str, str] = MappingProxyType(
+    {
+        "__iand__": "bitwise_and_",
+        "__ior__": "bitwise_or_",
+        "__ixor__": "bitwise_xor_",
+        "__ilshift__": "bitwise_left_shift_",
+        "__irshift__": "bitwise_right_shift_",
+    }
+)
+UNARY: Mapping[str, str] = MappingProxyType({"neg": "-", "bitwise_not": "~"})
+
+# Sizes that are one number where all dims have the same.
+WINDOWS = frozenset({"stride", "padding", "dilation", "kernel_size", "output_size"})
+# Methods whose sizes stand without brackets, and those whose dims read better without a keyword.
+SPREAD = frozenset({"view", "reshape", "permute", "expand", "repeat"})
+PLAIN_DIM = frozenset({"unsqueeze", "squeeze", "transpose", "unbind", "flatten", "unflatten"})
+DTYPE_METHODS: Mapping[str, str] = MappingProxyType(
+    {
+        "float32": "float", "float64": "double", "float16": "half", "bfloat16": "bfloat16",
+        "bool": "bool", "int64": "long", "int32": "int",
+    }
+)  # fmt: skip

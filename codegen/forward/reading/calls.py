@@ -1,0 +1,126 @@
+"""The nest of module calls in a graph, with the loss function as the outermost call."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+
+from autopar.codegen.forward.reading.author_names import author_names
+from autopar.planner.graph import Graph, Op, Origin, refs
+
+LOSS = "(loss)"
+ROOT = ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CallTree:
+    """The calls around each call, the ops in it, and who makes and uses each tensor."""
+
+    graph: Graph
+    chains: Mapping[str, tuple[str, ...]]  # outermost first: (LOSS, ROOT, "h.0", "h.0.attn", …)
+    inside: Mapping[str, tuple[str, ...]]  # the calls directly in each call
+    ops: Mapping[str, tuple[Op, ...]]  # of a call with all calls inside
+    maker: Mapping[str, Op]
+    users: Mapping[str, tuple[Op, ...]]
+    written_later: frozenset[str]  # tensors to whose memory an op writes that comes after them
+    named: Mapping[str, str]  # tensors to which the model's author gives a name
+
+    def chain(self, op: Op) -> tuple[str, ...]:
+        """Return the calls around an op, outermost first."""
+        return self.chains[op.call]
+
+    def parent(self, call: str) -> str:
+        """Return the call around a call."""
+        return self.chains[call][-2]
+
+    def is_inside(self, op: Op, call: str) -> bool:
+        """Whether an op runs in a call or in a call inside it."""
+        return call in self.chains[op.call]
+
+    def entering(self, call: str) -> frozenset[str]:
+        """Return the tensors among the arguments of a call."""
+        if call == LOSS:
+            return frozenset(self.graph.inputs)
+        record = self.graph.calls[call]
+        keywords = tuple(value for _, value in record.keywords)
+        return frozenset(refs((record.arguments, keywords)))
+
+    def untold(self, call: str) -> frozenset[str]:
+        """Return the tensors of a forward that a call reads, though it is not given them.
+
+        Others have left them where it finds them: on a module, or in what both know. Buffers are
+        no such tensors: whoever runs the module has them.
+        """
+        tensors = self.graph.tensors
+        made = {name for op in self.ops.get(call, ()) for name in op.outputs}
+        read = {name for op in self.ops.get(call, ()) for name in op.inputs}
+        kept = (Origin.PARAMETER, Origin.BUFFER, Origin.CONSTANT)
+        return frozenset(
+            name
+            for name in read - made - self.entering(call)
+            if tensors[tensors[name].storage].origin not in kept
+        )
+
+    def leaving(self, call: str) -> frozenset[str]:
+        """Return the tensors in the result of a call."""
+        return frozenset(
+            (self.graph.loss,) if call == LOSS else refs(self.graph.calls[call].result)
+        )
+
+
+def call_tree(graph: Graph) -> CallTree:
+    """Return the nest of calls of a graph."""
+    chains: dict[str, tuple[str, ...]] = {LOSS: (LOSS,)}
+
+    def chain(call: str) -> tuple[str, ...]:
+        if call not in chains:
+            parent = graph.calls[call].parent
+            chains[call] = (*chain(LOSS if parent is None else parent), call)
+        return chains[call]
+
+    inside: dict[str, list[Op]] = defaultdict(list)
+    users: dict[str, list[Op]] = defaultdict(list)
+    for op in graph.ops:
+        for call in chain(op.call):
+            inside[call].append(op)
+        for tensor in dict.fromkeys(op.inputs):
+            users[tensor].append(op)
+    for call in graph.calls:
+        chain(call)
+    children: dict[str, list[str]] = {call: [] for call in chains}
+    for call, around in chains.items():
+        if len(around) > 1:
+            children[around[-2]].append(call)
+    return CallTree(
+        graph=graph,
+        chains=MappingProxyType(chains),
+        inside=MappingProxyType({call: tuple(own) for call, own in children.items()}),
+        ops=MappingProxyType({call: tuple(ops) for call, ops in inside.items()}),
+        maker=MappingProxyType({t: op for op in graph.ops for t in op.outputs}),
+        users=MappingProxyType({t: tuple(ops) for t, ops in users.items()}),
+        written_later=_written_later(graph),
+        named=author_names(graph),
+    )
+
+
+def _written_later(graph: Graph) -> frozenset[str]:
+    """Return the tensors, made by ops or from outside, to whose memory a later op writes."""
+    found, storages = set[str](), set[str]()
+    for op in reversed(graph.ops):
+        found |= {name for name in op.outputs if graph.tensors[name].storage in storages}
+        storages |= {graph.tensors[name].storage for name in op.writes}
+    outside = (one for one in graph.tensors.values() if one.origin is not Origin.OP)
+    return frozenset(found | {one.name for one in outside if one.storage in storages})
+
+
+def common(chains: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> tuple[str, ...]:
+    """Return what some chains have in common, outermost first."""
+    first, *others = list(chains)
+    length = len(first)
+    for other in others:
+        length = min(length, len(other))
+        while first[:length] != other[:length]:
+            length -= 1
+    return first[:length]

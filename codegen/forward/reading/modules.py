@@ -1,0 +1,222 @@
+"""Turns a built model into what its printed subclasses need: class, signature, plain numbers."""
+
+from __future__ import annotations
+
+import inspect
+import sys
+from collections.abc import Callable, Hashable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from torch import Tensor, autograd, nn
+
+from autopar.codegen.forward.reading.author_names import unpacked
+from autopar.codegen.forward.reading.forward_source import (
+    checks_sizes,
+    keeps_state,
+    left_on_others,
+    own_attributes,
+    remembers,
+)
+from autopar.codegen.forward.reading.imported import Imported, imported, imported_classes
+from autopar.codegen.forward.reading.size_readers import reads_sizes
+from autopar.codegen.forward.text.identifiers import is_identifier
+from autopar.planner.graph import Value
+
+
+class Container(StrEnum):
+    """How the children of a module are reached."""
+
+    ATTRIBUTE = "attribute"
+    INDEX = "index"  # ModuleList, Sequential
+    KEY = "key"  # ModuleDict
+
+
+def is_number(value: Value) -> bool:
+    """Whether a plain argument is None, a truth or a number."""
+    return value is None or isinstance(value, (bool, int, float, complex))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Argument:
+    """One parameter of a forward: its kind as inspect has it, its type and default as text."""
+
+    name: str
+    kind: inspect._ParameterKind
+    annotation: str
+    default: str | None
+
+    def is_said(self, value: Value) -> bool:
+        """Whether a value is what the argument is anyway."""
+        return self.default is not None and is_number(value) and self.default == repr(value)
+
+    @property
+    def text(self) -> str:
+        """The argument as it stands in a def, without any marker before it."""
+        stars = {"VAR_POSITIONAL": "*", "VAR_KEYWORD": "**"}.get(self.kind.name, "")
+        declared = f"{stars}{self.name}: {self.annotation}"
+        return declared if self.default is None else f"{declared} = {self.default}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Module:
+    """A module of the user's model, as far as source text about it needs to know."""
+
+    path: str
+    first: str  # of the paths that lead to it: a module may stand in several places
+    home: Imported
+    class_name: str
+    arguments: tuple[Argument, ...]
+    returns: str
+    container: Container
+    numbers: tuple[tuple[str, int | float], ...]
+    unpacks: Mapping[str, tuple[str, ...]]  # the variables into which its forward unpacks another
+    is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
+    checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
+    keeps_state: bool = False  # it reads an attribute that an earlier call, or its caller, has set
+    remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
+    reads_sizes: bool = False  # of tensors: numbers that it computes with may be such sizes
+    functions: tuple[Imported, ...] = ()  # autograd Functions that are at hand there
+
+    @property
+    def is_torch(self) -> bool:
+        """Whether the class is PyTorch's own."""
+        return self.home.module.startswith("torch.")
+
+
+Modules = Mapping[str, Module]
+
+
+def modules_of(model: nn.Module) -> Modules:
+    """Return what is known of every module of a model, by path; the root's path is ""."""
+    facts: dict[Hashable, Mapping[str, Any]] = {}
+    found: dict[str, Module] = {}
+    firsts: dict[int, str] = {}
+    kinds = {type(module) for module in model.modules()}
+    homes, sources = imported_classes(kinds), {kind: _source(kind) for kind in kinds}
+    left = frozenset[str]().union(*map(left_on_others, sources.values()))
+    for path, module in model.named_modules(remove_duplicate=False):
+        kind = type(module)
+        key = (kind, getattr(module.forward, "__func__", module.forward))
+        if key not in facts:
+            facts[key] = _facts(module, is_told=bool(left & own_attributes(sources[kind])))
+        found[path] = Module(
+            path=path,
+            first=firsts.setdefault(id(module), path),
+            home=homes[kind],
+            class_name=kind.__name__,
+            container=_container(module),
+            numbers=tuple(_numbers(module)),
+            is_importable=_is_importable(kind),
+            remembers=remembers(sources[kind]),
+            **facts[key],
+        )
+    return found
+
+
+def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
+    """Return what a module's forward tells, be it of its class or assigned to it alone.
+
+    `is_told` says that a caller may leave on the module what its class reads.
+    """
+    source = _source(inspect.unwrap(module.forward), of=type(module))
+    arguments, returns = _signature(module)
+    return {
+        "arguments": arguments,
+        "returns": returns,
+        "checks_sizes": checks_sizes(source),
+        "keeps_state": is_told or keeps_state(source),
+        "reads_sizes": reads_sizes(module.forward, type(module)),
+        "functions": tuple(_functions(module)),
+        "unpacks": unpacked(source),
+    }
+
+
+def _is_importable(kind: type) -> bool:
+    """Whether a class is found where it says that it is; one in a function says so itself."""
+    holder: Any = sys.modules.get(kind.__module__)
+    for name in kind.__qualname__.split("."):
+        if name == "<locals>":
+            return True
+        holder = getattr(holder, name, None)
+    return holder is kind
+
+
+def _source(thing: Callable[..., Any], *, of: type | None = None) -> str:
+    """Return the source of a class or forward, nothing where there is none or it is PyTorch's."""
+    if (of or thing).__module__.startswith("torch."):
+        return ""
+    try:
+        return inspect.getsource(thing)
+    except (OSError, TypeError):  # made by exec, or in C
+        return ""
+
+
+def _functions(module: nn.Module) -> Iterator[Imported]:
+    """Yield the autograd Functions that the file of a forward names, if not torch's own."""
+    for value in getattr(inspect.unwrap(module.forward), "__globals__", {}).values():
+        is_function = isinstance(value, type) and issubclass(value, autograd.Function)
+        if is_function and not value.__module__.startswith("torch.") and _is_importable(value):
+            yield imported(value)
+
+
+def _signature(module: nn.Module) -> tuple[tuple[Argument, ...], str]:
+    signature = inspect.signature(module.forward)
+    arguments = tuple(
+        Argument(
+            name=parameter.name,
+            kind=parameter.kind,
+            annotation=_annotation(parameter.annotation),
+            default=_default(parameter.default),
+        )
+        for parameter in signature.parameters.values()
+    )
+    return arguments, _annotation(signature.return_annotation)
+
+
+_PLAIN = {
+    "Tensor": "Tensor", "torch.Tensor": "Tensor", "int": "int", "float": "float", "bool": "bool",
+    "str": "str", "None": "None",
+}  # fmt: skip
+
+
+def _annotation(annotation: Any) -> str:
+    """Return a type that needs no import of the user's, or Any."""
+    if annotation is Tensor:
+        return "Tensor"
+    text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
+    text = text.strip().strip("'\"")
+    if text.startswith(("tuple[", "Tuple[")) and text.endswith("]"):
+        parts = [_plain_union(part) for part in text[6:-1].split(",")]
+        return "Any" if "Any" in parts else f"tuple[{', '.join(parts)}]"
+    if text.startswith(("Optional[", "typing.Optional[")) and text.endswith("]"):
+        text = f"{text[text.index('[') + 1 : -1]} | None"
+    return _plain_union(text)
+
+
+def _plain_union(text: str) -> str:
+    parts = [_PLAIN.get(part.strip(), "Any") for part in text.split("|")]
+    return "Any" if "Any" in parts else " | ".join(parts)
+
+
+def _default(value: Any) -> str | None:
+    if value is inspect.Parameter.empty:
+        return None
+    if isinstance(value, str):
+        return ascii(value).replace("'", '"') if '"' not in value else ascii(value)
+    return repr(value) if isinstance(value, (bool, int, float, type(None))) else "..."
+
+
+def _container(module: nn.Module) -> Container:
+    if isinstance(module, (nn.ModuleList, nn.Sequential)):
+        return Container.INDEX
+    return Container.KEY if isinstance(module, nn.ModuleDict) else Container.ATTRIBUTE
+
+
+def _numbers(module: nn.Module) -> list[tuple[str, int | float]]:
+    return [
+        (name, value)
+        for name, value in vars(module).items()
+        if type(value) in (int, float) and is_identifier(name) and not name.startswith("_")
+    ]

@@ -1,0 +1,1 @@
+"""Expressions, literals, names and lines: printed code before anyone knows of ops."""

@@ -1,0 +1,50 @@
+"""Tells which imports a printed source needs, beside the user's own classes."""
+
+from __future__ import annotations
+
+import ast
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from types import MappingProxyType
+
+from autopar.codegen.forward.text.wrapping import WIDTH
+from autopar.planner.layouts import CONVERSIONS
+
+_MODULES: Mapping[str, str] = MappingProxyType(
+    {
+        "Tensor": "torch",
+        "nn": "torch",
+        "Any": "typing",
+        "Mapping": "collections.abc",
+        "Axis": "autopar.runtime.mesh",
+        "split_randomness": "autopar.runtime.randomness",
+        "local_size": "autopar.runtime.shards",
+        "scale_loss": "autopar.runtime.loss",
+        "vocab_parallel_cross_entropy": "autopar.runtime.vocabulary",
+        "vocab_parallel_embedding": "autopar.runtime.vocabulary",
+    }
+    | {c.function: "autopar.runtime.collectives" for c in CONVERSIONS.values()}
+)
+_WHOLE: Mapping[str, str] = MappingProxyType(
+    {"torch": "import torch", "F": "import torch.nn.functional as F"}
+)
+
+IMPORTED = frozenset(_MODULES.keys() | _WHOLE.keys())  # what no variable may be called
+
+
+def imports_of(sources: Iterable[str]) -> tuple[str, ...]:
+    """Return the import lines of some sources, one per module, sorted."""
+    nodes = (node for source in sources for node in ast.walk(ast.parse(source)))
+    used = {node.id for node in nodes if isinstance(node, ast.Name)}
+    names: dict[str, list[str]] = defaultdict(list)
+    for name in sorted(used & _MODULES.keys()):
+        names[_MODULES[name]].append(name)
+    lines = [_line(module, found) for module, found in names.items()]
+    return tuple(sorted([*lines, *(_WHOLE[name] for name in used & _WHOLE.keys())]))
+
+
+def _line(module: str, names: list[str]) -> str:
+    line = f"from {module} import {', '.join(names)}"
+    if len(line) <= WIDTH:
+        return line
+    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])

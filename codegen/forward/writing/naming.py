@@ -1,0 +1,287 @@
+"""Chooses names for the values of a body; a name serves again when its value is not needed."""
+
+from __future__ import annotations
+
+import builtins
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain, count
+
+from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.text.expressions import Expression, Fact, Form, Held, Slot, pieces
+from autopar.codegen.forward.text.identifiers import identifier, is_identifier
+from autopar.codegen.forward.text.imports import IMPORTED
+from autopar.codegen.forward.text.lines import Body, Line, held_in
+from autopar.codegen.forward.writing.loops import Loop
+from autopar.codegen.forward.writing.size_names import Shape, shapes_of
+from autopar.codegen.forward.writing.statements import Statement
+
+_ATTENTION = "F.scaled_dot_product_attention"
+_LOSSES = ("F.cross_entropy", "vocab_parallel_cross_entropy")
+_TELLING = frozenset({"cos", "sin", "query", "key", "value", "q", "k", "v", "gate", "up", "weight"})
+_CASTS = frozenset({"to", "float", "type_as", "contiguous"})
+_SHAPES = frozenset({"expand", "flatten", "permute", "reshape", "transpose", "unsqueeze", "view"})
+_VAGUE = frozenset({"input", "x", "self", "args", "query", "key", "value"})
+_USUAL = ("x", "y", "z", "h", "u", "w")
+_AXIS = "tensor"  # the argument of a loss that is printed
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Named:
+    """The names of all values, which of them are known to be tensors, and the named sizes."""
+
+    names: Mapping[Held, str]
+    typed: frozenset[Held]
+    shapes: tuple[Shape, ...]
+
+
+def values_to_keep(lines: Sequence[Line]) -> frozenset[Held]:
+    """Return the values that deserve a name: what goes into attention, and what comes out."""
+    operands = {held for line in lines for held in _operands(line.expression, (_ATTENTION,))}
+    results = {
+        held
+        for line in lines
+        if _is_call_of(line.expression, (_ATTENTION,))
+        for held in held_in(line.results)
+    }
+    logits = {held for line in lines for held in _first_operands(line.expression, _LOSSES[1:])}
+    return frozenset(operands | results | logits)
+
+
+def named(
+    statements: Sequence[Statement],
+    body: Body,
+    typed: frozenset[str],
+    split: Split,
+) -> Named:
+    """Return names for the values of a body's statements; its arguments have theirs."""
+    return _Namer(statements, body, typed, split).named()
+
+
+class _Namer:
+    def __init__(
+        self,
+        statements: Sequence[Statement],
+        body: Body,
+        typed: frozenset[str],
+        split: Split,
+    ) -> None:
+        arguments = body.arguments
+        self.statements, self.split = statements, split
+        modules = split.modules.values()
+        self.unpacks = {name: one for module in modules for name, one in module.unpacks.items()}
+        self.names = dict(arguments)
+        self.typed = {held for held, name in arguments.items() if name in typed}
+        self.kinds = {name: name in typed for name in arguments.values()}
+        self.frame = {_AXIS, *(name.partition("[")[0] for name in arguments.values())}
+        self.frame |= body.containers
+        self.shapes = tuple(shapes_of(statements, split, self.frame))
+        self.hints = dict(self._hints())
+        self.last = self._last_uses()
+        self.reserved = {name for shape in self.shapes for name in shape.names}
+        self.reserved |= self.frame - set(arguments.values())  # batch, of batch["tokens"]
+        self.reserved |= {s.line.header.split()[1] for s in statements if isinstance(s.line, Loop)}
+
+    def named(self) -> Named:
+        for number, statement in enumerate(self.statements):
+            if isinstance(statement.line, Loop):
+                self._name_carried(number, statement.line)
+            for position, held in enumerate(held_in(statement.results)):
+                if held not in self.names:
+                    self._name(held, statement, number, position)
+        return Named(names=self.names, typed=frozenset(self.typed), shapes=self.shapes)
+
+    def _name_carried(self, number: int, loop: Loop) -> None:
+        # What every turn reads must not lie under a name that is given before the first of them.
+        read = {self.names[p if isinstance(p, Held) else p.held] for p in pieces(loop.expression)}
+        for start, end in loop.carried:
+            name = self.names[start]
+            is_free = self.last.get(start, -1) <= number and not hasattr(builtins, name)
+            self.names[end] = name if is_free else self._free(number, [], read)
+            if start in self.typed:
+                self.typed.add(end)
+                self.kinds[self.names[end]] = True
+
+    def _name(self, held: Held, statement: Statement, number: int, position: int) -> None:
+        others = {self.names[h] for h in held_in(statement.results) if h in self.names}
+        wishes = self._wishes(held, statement, number, position)
+        if self.split.graph.tensors[held.tensor].requires_grad:
+            wishes += _USUAL
+        name = self._free(number, wishes, others)
+        self.names[held] = name
+        known = self.kinds.setdefault(name, is_tensor(statement.expression, self.typed))
+        if known:
+            self.typed.add(held)
+
+    def _free(self, number: int, wishes: Sequence[str], others: set[str]) -> str:
+        busy = {
+            name
+            for held, name in self.names.items()
+            if self.last.get(held, -1) > number or name in others
+        }
+        stem = wishes[0] if wishes else "y"
+        busy |= self.reserved | others | IMPORTED
+        numbered = (f"{stem}{i}" for i in count(2))
+        usual = _USUAL if len(stem) == 1 else ()
+        return next(name for name in chain(wishes, usual, numbered) if name not in busy)
+
+    def _wishes(self, held: Held, statement: Statement, number: int, position: int) -> list[str]:
+        hint, author = self.hints.get(held), _author_name(held, statement)
+        wishes = [author] if author and not hasattr(builtins, author) else []
+        return [
+            *wishes,
+            *([hint] if hint is not None else self._guesses(held, statement, number, position)),
+        ]
+
+    def _guesses(self, held: Held, statement: Statement, number: int, position: int) -> list[str]:
+        line = statement.line
+        before = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
+        is_call = line.module is not None
+        if isinstance(statement.results, tuple) and len(statement.results) > 1 and not is_call:
+            return [f"{self._stem(before, held)}{position + 1}"]
+        if _is_call_of(statement.expression, _LOSSES):
+            return ["loss"]
+        if _is_call_of(statement.expression, (_ATTENTION,)):
+            return ["y"]
+        telling = _hint(statement).removesuffix("_proj")
+        if telling in _TELLING:
+            return [identifier(telling)]
+        ends_here = before is not None and self.last.get(before, -1) <= number
+        is_next = _is_reshaping(statement) or (before is not None and self._are_alike(before, held))
+        if before is not None and ends_here and is_next:
+            name = self.names[before]
+            return [name] if is_identifier(name) and not hasattr(builtins, name) else []
+        return self._wishes_by_type(held, line.hint)
+
+    def _are_alike(self, one: Held, other: Held) -> bool:
+        dims = self.split.axes.dims
+        return dims[one.tensor] == dims[other.tensor]
+
+    def _stem(self, whole: Held | None, part: Held) -> str:
+        """Return what the parts of a value are called after: that value, if it is alike."""
+        tensors = self.split.graph.tensors
+        if whole is None or tensors[whole.tensor].dtype != tensors[part.tensor].dtype:
+            return "part"
+        name = self.names.get(whole, "part")
+        return name if is_identifier(name) else identifier(name.rpartition("[")[2])  # of batch["x"]
+
+    def _wishes_by_type(self, held: Held, hint: str) -> list[str]:
+        tensor = self.split.graph.tensors[held.tensor]
+        if tensor.dtype == "bool":
+            return ["mask"]
+        if hint.startswith("arange"):
+            return ["positions"]
+        if tensor.dtype.startswith("int"):
+            return ["ids"]
+        return []
+
+    def _hints(self) -> Iterator[tuple[Held, str]]:
+        found: dict[Held, str] = {}
+        for statement in reversed(self.statements):
+            for held, hint in zip(
+                _operands(statement.expression, (_ATTENTION,)), "qkv", strict=False
+            ):
+                found.setdefault(held, hint)
+            for held in _first_operands(statement.expression, _LOSSES):
+                found.setdefault(held, "logits")
+            for name, held in self._passed(statement):
+                found.setdefault(held, name)
+            wanted = [found.get(held) for held in held_in(statement.results)]
+            first = next((p for p in pieces(statement.expression) if isinstance(p, Held)), None)
+            if first is None or first in self.names or len(wanted) != 1:
+                continue
+            (held,) = held_in(statement.results)
+            is_turned = wanted[0] in ("q", "k", "v") and self._are_alike(first, held)
+            if is_turned or _is_reshaping(statement):
+                name = _author_name(held, statement) or wanted[0] or ""
+                found |= {first: name} if name and first not in found else {}
+        yield from found.items()
+
+    def _passed(self, statement: Statement) -> Iterator[tuple[str, Held]]:
+        """Yield the values that modules are given, with the modules' own names for them."""
+        for line in reversed(statement.lines):
+            module = self.split.modules.get(line.module) if line.module is not None else None
+            names = [argument.name for argument in module.arguments] if module is not None else []
+            for position, (keyword, value) in enumerate(line.arguments if module else ()):
+                name = keyword or (names[position] if position < len(names) else "")
+                if isinstance(value, Held) and is_identifier(name) and name not in _VAGUE:
+                    yield name, value
+                parts = [piece for piece in pieces(value) if isinstance(piece, Held)]
+                names_inside = self.unpacks.get(name, ())
+                if isinstance(value, Form) and len(parts) == len(names_inside):
+                    yield from (
+                        (one, held) for one, held in zip(names_inside, parts, strict=True) if one
+                    )
+
+    def _last_uses(self) -> dict[Held, int]:
+        bound = {
+            (s.held, f"shape[{i}]") for s in self.shapes for i in range(len(s.names)) if s.name(i)
+        }
+        last: dict[Held, int] = {}
+        for number, statement in enumerate(self.statements):
+            for piece in pieces(statement.expression):
+                if isinstance(piece, Held):
+                    last[piece] = number
+                elif (piece.held, piece.what) not in bound:
+                    last[piece.held] = number
+        return last
+
+
+def _author_name(held: Held, statement: Statement) -> str:
+    """Return what the model's author calls a value, or what it is another shape or type of."""
+    made = list(held_in(statement.line.results))
+    if len(statement.line.names) == len(made) > 1:
+        return statement.line.names[made.index(held)]
+    for line in reversed(statement.lines):
+        if len(line.names) == 1 and line.names[0]:
+            return line.names[0]
+        if line.hint not in _SHAPES | _CASTS:
+            break
+    return ""
+
+
+def _is_reshaping(statement: Statement) -> bool:
+    """Whether a statement only changes the shape or the type of a value."""
+    return all(line.hint in _SHAPES | _CASTS for line in statement.lines)
+
+
+def _hint(statement: Statement) -> str:
+    """Return what a statement does: its outermost line that does not only change the type."""
+    hints = [line.hint for line in reversed(statement.lines)]
+    return next((hint for hint in hints if hint not in _CASTS), hints[0])
+
+
+def is_tensor(expression: Expression, typed: set[Held] | frozenset[Held]) -> bool:
+    """Whether a type checker knows that an expression is a tensor."""
+    if isinstance(expression, Held):
+        return expression in typed
+    if isinstance(expression, Fact) or not expression.is_tensor:
+        return False
+    first = expression.parts[0]
+    return not isinstance(first, Slot) or is_tensor(first.expression, typed)
+
+
+def _is_call_of(expression: Expression, functions: tuple[str, ...]) -> bool:
+    first = expression.parts[0] if isinstance(expression, Form) else None
+    return isinstance(first, str) and first.rstrip("(") in functions
+
+
+def _first_operands(expression: Expression, functions: tuple[str, ...]) -> Iterator[Held]:
+    """Yield the plain values that are the first argument of a function."""
+    if isinstance(expression, Form):
+        slots = [part.expression for part in expression.parts if isinstance(part, Slot)]
+        if _is_call_of(expression, functions) and slots and isinstance(slots[0], Held):
+            yield slots[0]
+        for slot in slots:
+            yield from _first_operands(slot, functions)
+
+
+def _operands(expression: Expression, functions: tuple[str, ...]) -> Iterator[Held]:
+    """Yield the plain values that are the first three arguments of a function."""
+    if not isinstance(expression, Form):
+        return
+    slots = [part.expression for part in expression.parts if isinstance(part, Slot)]
+    if _is_call_of(expression, functions):
+        yield from (slot for slot in slots[:3] if isinstance(slot, Held))
+    for slot in slots:
+        yield from _operands(slot, functions)

@@ -1,0 +1,245 @@
+"""Writes a body as source lines: names, `with` blocks, loops, comments, line breaks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from itertools import chain
+from textwrap import wrap
+
+from autopar.codegen.forward.owned import Owner
+from autopar.codegen.forward.reading.split import Split
+from autopar.codegen.forward.text.expressions import (
+    Expression,
+    Fact,
+    Form,
+    Held,
+    Level,
+    rendered,
+    replaced,
+)
+from autopar.codegen.forward.text.identifiers import comment
+from autopar.codegen.forward.text.lines import Body, Pattern
+from autopar.codegen.forward.text.wrapping import WIDTH, wrapped
+from autopar.codegen.forward.writing.loops import Loop, rolled
+from autopar.codegen.forward.writing.naming import Named, is_tensor, named, values_to_keep
+from autopar.codegen.forward.writing.size_names import Shape
+from autopar.codegen.forward.writing.statements import Statement, statements
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Style:
+    """How a body is framed: what its arguments and result are known to be, and its axis."""
+
+    typed: frozenset[str]
+    returns: str
+    axis: str
+    indent: int
+    slice_text: str | None = None  # stands for the bounds of loops over layers
+
+
+def written(body: Body, owner: Owner, style: Style) -> list[str]:
+    """Return the source of a body, its return included."""
+    modules = owner.split.modules
+    lines_rolled = rolled(
+        body.lines, owner, modules, result=body.result, slice_text=style.slice_text
+    )
+    rolled_body = replace(body, lines=lines_rolled)
+    kept = values_to_keep(rolled_body.lines)
+    rounds: list[list[Held]] = []
+    lines, too_long = _attempt(rolled_body, owner, style, kept)
+    while too_long:
+        rounds.append(too_long)
+        lines, too_long = _attempt(rolled_body, owner, style, kept.union(*rounds))
+    added = {held for some in rounds for held in some}
+    for held in chain(*rounds[:-1]):  # an outer name may have become needless by an inner one
+        shorter, too_long = _attempt(rolled_body, owner, style, kept | added - {held})
+        if not too_long:
+            added, lines = added - {held}, shorter
+    return lines
+
+
+def _attempt(
+    body: Body, owner: Owner, style: Style, kept: frozenset[Held]
+) -> tuple[list[str], list[Held]]:
+    """Return the source with some values named, and those to name where lines are too long."""
+    found = statements(body, kept=kept)
+    names = named(found, body, style.typed, owner.split)
+    writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
+    return writer.lines(), writer.too_long
+
+
+class _Writer:
+    def __init__(
+        self,
+        found: Sequence[Statement],
+        names: Named,
+        style: Style,
+        split: Split,
+        *,
+        has_result: bool,
+    ) -> None:
+        self.found, self.named, self.style, self.split = found, names, style, split
+        self.has_result = has_result
+        self.declared: Statement | None = None
+        made = {held for s in found for held in _held(s.results)}
+        self.arguments = {name for held, name in names.names.items() if held not in made}
+        self.too_long: list[Held] = []
+        self.shapes: dict[Held, Shape] = {shape.held: shape for shape in names.shapes}
+        self.known: Mapping[tuple[Held, str], str] = {
+            (s.held, f"shape[{i}]"): s.name(i)
+            for s in names.shapes
+            for i in range(len(s.names))
+            if s.name(i)
+        }
+        self.made = {held for s in found for held in _held(s.results)}
+
+    def lines(self) -> list[str]:
+        """Return all lines with their indentation."""
+        indent = self.style.indent
+        lines = [
+            " " * indent + shape.text.format(self.named.names[shape.held])
+            for shape in self.named.shapes
+            if shape.held not in self.made and any(shape.names)
+        ]
+        previous = ""
+        found = self._returned_at_once() if self.has_result else self.found
+        self.declared = self._declared(found)
+        for number, statement in enumerate(found):
+            is_return = self.has_result and number == len(found) - 1
+            is_block = not is_return or statement.line.is_random
+            block = self._block(statement) if is_block else ""
+            if block and block != previous:
+                lines.append(" " * indent + block)
+            inner = indent + 4 if block else indent
+            lines += self._return(statement, inner) if is_return else self._lines(statement, inner)
+            previous = block
+        return lines
+
+    def _returned_at_once(self) -> Sequence[Statement]:
+        """Return the statements, a name that is only returned left out."""
+        if len(self.found) < 2:
+            return self.found
+        before, last = self.found[-2:]
+        is_same = isinstance(last.expression, Held) and before.results == last.expression
+        is_random = not isinstance(before.line, Loop) and before.line.is_random
+        is_blocked = self._block(before) != "" and not is_random
+        if not is_same or is_blocked or isinstance(before.line, Loop):
+            return self.found
+        return [*self.found[:-2], replace(before, results=None)]
+
+    def _declared(self, found: Sequence[Statement]) -> Statement | None:
+        """Return the first assignment of what is returned, where only it can say the type."""
+        last = found[-1].expression if found and self.has_result else None
+        if self.style.returns != "Tensor" or not isinstance(last, Held) or len(found) < 2:
+            return None
+        name = self.named.names[last]
+        makers = [s for s in found if name in {self.named.names[h] for h in _held(s.results)}]
+        if not makers or (last in self.named.typed and len(makers) == 1):
+            return None
+        first = makers[0]
+        is_simple = isinstance(first.results, Held) and not isinstance(first.line, Loop)
+        return first if is_simple and name not in self.arguments else None
+
+    def _block(self, statement: Statement) -> str:
+        if not statement.line.has_gradient:
+            return "with torch.no_grad():"
+        return f"with split_randomness({self.style.axis}):" if statement.line.is_random else ""
+
+    def _lines(self, statement: Statement, indent: int) -> Iterator[str]:
+        line = statement.line
+        target = _target(statement.results, self.named.names)
+        expression = statement.expression
+        if isinstance(line, Loop):
+            for start, end in line.carried:
+                before, after = self.named.names[start], self.named.names[end]
+                if before != after:
+                    yield f"{' ' * indent}{after} = {before}"
+            yield " " * indent + line.header
+            indent += 4
+            carried: dict[Held, Expression] = dict(line.carried)
+            expression = replaced(expression, carried.get)
+        source = self._text(expression)
+        if statement is self.declared:
+            target += ": Tensor"
+        prefix = f"{target} = " if target else ""
+        yield from self._with_comment(prefix + source, statement, indent)
+        for held in _held(statement.results):
+            if held in self.shapes and any(self.shapes[held].names):
+                yield " " * indent + self.shapes[held].text.format(self.named.names[held])
+
+    def _return(self, statement: Statement, indent: int) -> Iterator[str]:
+        expression = statement.expression
+        is_known = (
+            self.style.returns != "Tensor"
+            or self.declared is not None
+            or is_tensor(expression, self.named.typed)
+        )
+        source = self._text(expression)
+        if is_known:
+            yield from self._with_comment(f"return {source}", statement, indent)
+            return
+        yield from self._with_comment(f"out: Tensor = {source}", statement, indent)
+        yield f"{' ' * indent}return out"
+
+    def _with_comment(self, source: str, statement: Statement, indent: int) -> list[str]:
+        lines = wrapped(source, indent=indent)
+        fits = len(lines) == 1 or _breaks_well(statement)
+        if statement.folded and (not fits or max(map(len, lines)) > WIDTH):
+            self.too_long.append(_to_be_named(statement))
+        if not statement.reasons:
+            return lines
+        if len(statement.reasons) == 1:
+            note = f"  # {comment(statement.reasons[0])}"
+            if len(lines) == 1 and len(lines[0]) + len(note) <= WIDTH:
+                return [lines[0] + note]
+        notes = [comment(reason) for reason in statement.reasons]
+        margin = f"{' ' * indent}# "
+        broken = [line for note in notes for line in wrap(note, WIDTH - len(margin))]
+        return [*(margin + line for line in broken), *lines]
+
+    def _text(self, expression: Expression) -> str:
+        return rendered(expression, self._name)[0]
+
+    def _name(self, piece: Held | Fact) -> tuple[str, Level]:
+        if isinstance(piece, Held):
+            return self.named.names[piece], Level.CALL
+        known = self.known.get((piece.held, piece.what))
+        return known or f"{self.named.names[piece.held]}.{piece.what}", Level.CALL
+
+
+def _held(pattern: Pattern) -> Iterator[Held]:
+    if isinstance(pattern, Held):
+        yield pattern
+    elif isinstance(pattern, tuple):
+        for item in pattern:
+            yield from _held(item)
+
+
+def _target(pattern: Pattern, names: Mapping[Held, str]) -> str:
+    if pattern is None:
+        return ""
+    if isinstance(pattern, Held):
+        return names[pattern]
+    items = [
+        f"({_target(item, names)})" if isinstance(item, tuple) else _target(item, names) or "_"
+        for item in pattern
+    ]
+    return ", ".join(items) + ("," if len(items) == 1 else "")
+
+
+def _to_be_named(statement: Statement) -> Held:
+    """Return the value in a long statement that gets a name: what its outermost step works on."""
+    is_bare = isinstance(statement.line.expression, Held)  # a return of what is folded into it
+    inner = statement.folded[:-1] if is_bare and len(statement.folded) > 1 else statement.folded
+    return inner[-1]
+
+
+def _breaks_well(statement: Statement) -> bool:
+    """Whether a long statement is a call with keywords, whose arguments stand well on a line."""
+    form = statement.expression
+    has_keywords = isinstance(form, Form) and any(
+        isinstance(part, str) and part.startswith(", ") and part.endswith("=")
+        for part in form.parts
+    )
+    return has_keywords and len(statement.folded) <= 2

@@ -1,0 +1,1 @@
+"""Runs scripts and plain PyTorch side by side, or without computing, and compares."""

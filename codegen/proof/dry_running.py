@@ -1,0 +1,152 @@
+"""Runs one rank of a plan's script without computing: what memory it needs, what it sends.
+
+A step of many microbatches repeats itself. Once as many are in flight as ever will be, another one
+takes no more memory and sends what the one before it sent; so a step of few is run, and one of
+fewer beside it tells what each further microbatch sends.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any, TypeAlias
+
+from autopar.codegen.emit import script_text
+from autopar.codegen.proof.verification import LAST_LINES, ScriptFailedError
+from autopar.codegen.subject import subject_of
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.schedules.table import ScheduleKind, in_flight_microbatches
+from autopar.planner.costs.steps.step import pipeline_shape
+from autopar.planner.destination import write_whole
+from autopar.planner.errors import InputError
+from autopar.planner.plan.plan import Plan
+from autopar.runtime.mesh import DRY_RUN
+
+Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, count
+
+_ONE_BY_ONE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class DryRun:
+    """What one rank of the script needs; the last field is what the plan predicted of it."""
+
+    rank: int
+    peak_bytes: int
+    peak_bytes_by_category: Mapping[str, int]
+    collectives: Collectives
+    predicted_bytes: int
+
+    @property
+    def error(self) -> float:
+        """The prediction's relative error."""
+        return self.predicted_bytes / self.peak_bytes - 1
+
+
+def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
+    """Return what a rank needs for a step, when the optimizer's states are there."""
+    ranks = plan.arrangement.ranks
+    if not 0 <= rank < ranks:
+        raise InputError(f"there is no rank {rank}", expected=f"0 to {ranks - 1}")
+    counts = microbatches_run(plan.arrangement)
+    with TemporaryDirectory(prefix="autopar-dryrun-") as name:
+        scripts = _written(plan, folder, Path(name).resolve(), counts)
+        running = [_started(script, f"{rank}/{ranks}") for script in scripts]  # side by side
+        reports = [_report(process, rank) for process in running]
+    report = reports[-1]
+    return DryRun(
+        rank=rank,
+        peak_bytes=report["peak_bytes"],
+        peak_bytes_by_category=report["peak_bytes_by_category"],
+        collectives=extrapolated(
+            [tuple(one["collectives"]) for one in reports], counts, plan.arrangement.microbatches
+        ),
+        predicted_bytes=_predicted(plan, rank),
+    )
+
+
+def microbatches_run(arrangement: Arrangement) -> tuple[int, ...]:
+    """Return the steps to run by their microbatches: all of them, or fewer and few.
+
+    Fewer fill the pipeline as far as all do; few are a turn more. Schedules of several stages per
+    rank go in turns of one microbatch for each rank.
+    """
+    turn = 1 if arrangement.schedule in _ONE_BY_ONE else arrangement.pipeline
+    every = arrangement.microbatches
+    fewer = arrangement.pipeline
+    while fewer < every and _in_flight(arrangement, fewer) != _in_flight(arrangement, every):
+        fewer += turn
+    return (fewer, fewer + turn) if fewer + turn < every else (every,)
+
+
+def _in_flight(arrangement: Arrangement, microbatches: int) -> tuple[int, ...]:
+    shape = replace(pipeline_shape(arrangement), microbatches=microbatches)
+    if arrangement.pipeline == 1:
+        return (1,)
+    return tuple(
+        in_flight_microbatches(arrangement.schedule, stage, shape) for stage in range(shape.stages)
+    )
+
+
+def extrapolated(
+    runs: Sequence[Collectives], counts: Sequence[int], microbatches: int
+) -> Collectives:
+    """Return the collectives of a step of more microbatches, from those of one or two steps."""
+    last = runs[-1]
+    if counts[-1] == microbatches:
+        return last
+    before = {_key(one): one["count"] for one in runs[0]}
+    more, turn = microbatches - counts[-1], counts[-1] - counts[0]
+    return tuple(
+        {**one, "count": one["count"] + (one["count"] - before.get(_key(one), 0)) * more // turn}
+        for one in last
+    )
+
+
+def _key(collective: Mapping[str, Any]) -> tuple[Any, ...]:
+    return collective["kind"], collective["ranks"], collective["bytes"]
+
+
+def _written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> list[Path]:
+    """Write the script of the plan for each count of microbatches in a step."""
+    subject, scripts = subject_of(plan, folder), []
+    for count in counts:
+        scripts.append(place / f"train_{count}.py")
+        short = replace(plan, arrangement=replace(plan.arrangement, microbatches=count))
+        write_whole(scripts[-1], script_text(short, subject, scripts[-1]), what="the script")
+    return scripts
+
+
+def _started(script: Path, rank_of_world: str) -> subprocess.Popen[str]:
+    environment = os.environ | {DRY_RUN: rank_of_world, "CUDA_VISIBLE_DEVICES": ""}
+    return subprocess.Popen(
+        [sys.executable, str(script)],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _report(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
+    """Return what a step reports of itself."""
+    printed, said = process.communicate()
+    if process.returncode:
+        lines = said.strip().splitlines()[-LAST_LINES:]
+        raise ScriptFailedError(f"the script of rank {rank} failed:\n" + "\n".join(lines))
+    report: dict[str, Any] = json.loads(printed[printed.index("{") :])
+    return report
+
+
+def _predicted(plan: Plan, rank: int) -> int:
+    """Return what the plan has for the rank's place in the pipeline."""
+    arranged = plan.arrangement
+    place = rank // (arranged.data * arranged.tensor)
+    numbers = [i for i, stage in enumerate(plan.stages) if stage.rank == place]
+    return plan.prediction.stages[numbers[0]].memory.allocated_bytes

@@ -1,0 +1,126 @@
+"""Runs a plan's script on CPU processes by torchrun, and one process beside it, and compares."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import re
+import subprocess
+import sys
+from collections.abc import Sequence
+from itertools import takewhile
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from autopar.codegen.emit import write_script
+from autopar.codegen.proof.comparison import Comparison, Held, assembled, compared
+from autopar.codegen.proof.reference import Trained, task_of, train_alone
+from autopar.codegen.proof.script_rank import rank_file
+from autopar.codegen.subject import model_spec
+from autopar.planner.cluster.units import bytes_text
+from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.planner.plan.plan import Plan
+
+LAST_LINES = 15  # of what a failed script printed
+_KILLED = re.compile(r"exitcode\s*: -9\b")  # of what torchrun says failed first
+_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # as runtime.refusal has it
+_TRACEBACK = "Traceback (most recent call last)"
+PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
+STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
+
+
+class ScriptFailedError(AutoparError):
+    """A script that ended with an error."""
+
+    exit_code = ExitCode.TRAINING_FAILED
+
+
+def verify(plan: Plan, folder: Path, *, steps: int) -> Comparison:
+    """Return how far the script of a plan is from one process, in float64 and without dropout.
+
+    A relative path of the model file is seen from here, or else from `folder`.
+    """
+    found = _trained_by_script(plan, folder, steps=steps)
+    expected = train_alone(task_of(plan, model_spec(plan, folder), steps=steps))
+    return compared(found, expected)
+
+
+def check_fits(plan: Plan, memory_bytes: int) -> None:
+    """Refuse what this machine has no memory for: one process' training, or so many processes."""
+    needed_bytes = STATE_BYTES * plan.model.parameters
+    if needed_bytes > memory_bytes:
+        raise InputError(
+            f"one process would need {bytes_text(needed_bytes)} to train {plan.model.name} in "
+            f"float64, and this machine has {bytes_text(memory_bytes)}",
+            fix="verify a small model of the same file under the same degrees: "
+            "autopar verify PLAN --arg layers=… (see its build_model)",
+        )
+    ranks = plan.arrangement.ranks
+    if ranks * PROCESS_BYTES > memory_bytes:
+        raise InputError(
+            f"the script would run in {ranks:,} processes here, of {bytes_text(PROCESS_BYTES)} "
+            f"each, and this machine has {bytes_text(memory_bytes)}",
+            fix="plan for fewer data ranks (--pin dp=2), and verify that",
+        )
+
+
+def step_flops(plan: Plan) -> int:
+    """Return about what a step computes: twice for every weight and token, and twice that back."""
+    return 6 * plan.model.parameters * plan.model.tokens_per_row * plan.arrangement.global_batch
+
+
+def _trained_by_script(plan: Plan, folder: Path, *, steps: int) -> Trained:
+    with TemporaryDirectory(prefix="autopar-verify-") as name:
+        place = Path(name)
+        script = write_script(plan, place, model_folder=folder)
+        arguments = ["--steps", str(steps), "--dtype", "float64", "--log-every", "1"]
+        _run(plan.arrangement.ranks, [str(script), str(place), *arguments])
+        ranks = [_left_by(place, rank) for rank in range(plan.arrangement.ranks)]
+    losses, _, _ = ranks[0]
+    return Trained(
+        losses=losses,
+        gradients=assembled(gradients for _, gradients, _ in ranks),
+        parameters=assembled(parameters for _, _, parameters in ranks),
+    )
+
+
+def _left_by(place: Path, rank: int) -> tuple[tuple[float, ...], Held, Held]:
+    left: tuple[tuple[float, ...], Held, Held] = pickle.loads(rank_file(place, rank).read_bytes())
+    return left
+
+
+def _run(ranks: int, arguments: list[str]) -> None:
+    """Run script_rank by torchrun, on CPUs."""
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    command = [sys.executable, *torchrun, "-m", "autopar.codegen.proof.script_rank", *arguments]
+    environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if done.returncode:
+        raise failure_of(done.stderr, ranks)
+
+
+def failure_of(printed: str, ranks: int) -> ScriptFailedError:
+    """Return what failed, by what torchrun and the ranks have printed."""
+    if _KILLED.search(printed.partition("Root Cause")[2]):
+        return ScriptFailedError(
+            f"one of {ranks} processes was killed, as happens when memory runs out",
+            fix="verify a smaller model of the same file (autopar verify PLAN --arg layers=…), or "
+            "end what else takes memory",
+        )
+    if refusal := _REFUSED.search(printed):
+        return ScriptFailedError(f"the script refuses to run: {refusal[1]}", fix=refusal[2])
+    told = "\n".join(first_traceback(printed.strip().splitlines())[-LAST_LINES:])
+    return ScriptFailedError(f"the script failed on {ranks} processes:\n{told}")
+
+
+def first_traceback(lines: Sequence[str]) -> Sequence[str]:
+    """Return the first traceback of the rank that printed one first, or all lines.
+
+    Lines of other ranks may stand between its own; what it raised later is set off by an empty one.
+    """
+    at = next((i for i, line in enumerate(lines) if _TRACEBACK in line), None)
+    if at is None:
+        return lines
+    rank = lines[at].partition(_TRACEBACK)[0]
+    own = (line for line in lines[at:] if line.startswith(rank.strip()))
+    return list(takewhile(lambda line: line.strip() != rank.strip(), own))

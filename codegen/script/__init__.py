@@ -1,0 +1,1 @@
+"""Turns a plan into the view of its script, and that into checked text."""

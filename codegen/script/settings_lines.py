@@ -1,0 +1,136 @@
+"""Turns a plan into the constants of a script, each with what it means behind it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autopar.codegen.python_text import Source, identifier, literal, remark
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.graph import Graph
+from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.telling.words import unit_word
+from autopar.planner.precision import Precision
+
+_HALF_WORDS = "of weights and activations; gradients and optimizer are fp32; --dtype"
+_DTYPE_WORDS = {
+    Precision.FP32: "of weights, activations and gradients; --dtype",
+    Precision.BF16: _HALF_WORDS,
+    Precision.FP16: _HALF_WORDS,
+}
+DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+_ZERO_WORDS = {
+    Zero.NONE: "every data rank holds whole parameters, gradients and optimizer states",
+    Zero.OPTIMIZER: "optimizer states are shared out over the data ranks of a shard",
+    Zero.GRADIENTS: "gradients and optimizer states are shared out over the data ranks of a shard",
+    Zero.PARAMETERS: "parameters, gradients and optimizer states are shared out over data ranks",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """A constant and what it means."""
+
+    name: str
+    value: Source
+    meaning: str
+
+
+def lines(settings: Iterable[Setting]) -> Source:
+    """Return an assignment on each line."""
+    return Source(
+        "\n".join(f"{identifier(s.name)} = {s.value}  {remark(s.meaning)}" for s in settings)
+    )
+
+
+def settings_of(plan: Plan) -> Iterator[Setting]:
+    """Yield what a person may change without planning again."""
+    yield Setting("STEPS", literal(100), "--steps")
+    if not plan.model.has_optimizer:
+        yield Setting("LEARNING_RATE", literal(3e-4), "of AdamW; --lr")
+        yield Setting("WEIGHT_DECAY", literal(0.1), "of AdamW")
+    yield Setting("CLIP_NORM", literal(1.0), "the norm of all gradients together is at most this")
+    yield Setting("SEED", literal(0), "of weights, order of the data and dropout")
+    precision = plan.arrangement.precision
+    yield Setting("DTYPE", literal(DTYPES[precision]), _DTYPE_WORDS[precision])
+    if scales_loss(plan):
+        yield Setting("LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows")
+        yield Setting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")
+    yield Setting("LOG_EVERY", literal(10), "steps; --log-every")
+    if plan.model.has_dataset:
+        yield Setting("WORKERS", literal(0), "processes that read ahead for this rank; --workers")
+    if synchronises_batch_norms(plan):
+        meaning = "over all data ranks, as one device would; False: on each"
+        yield Setting("SYNC_BATCH_NORM", literal(True), meaning)
+
+
+def scales_loss(plan: Plan) -> bool:
+    """Whether gradients would be too small for their type: fp16 ends at 6e-8."""
+    return plan.arrangement.precision is Precision.FP16
+
+
+def dtypes(plan: Plan) -> Source:
+    """Return what --dtype takes; float16 only where the loss is scaled."""
+    names = ("float16" if scales_loss(plan) else "bfloat16", "float32", "float64")
+    known = ", ".join(f"{literal(name)}: torch.{identifier(name)}" for name in names)
+    return Source(f"DTYPES = {{{known}}}")
+
+
+def synchronises_batch_norms(plan: Plan) -> bool:
+    """Whether the model has batch norms and several data ranks to take their statistics of."""
+    return plan.arrangement.data > 1 and has_batch_norm(plan.graph)
+
+
+def has_batch_norm(graph: Graph) -> bool:
+    """Whether some op normalises over the batch."""
+    return any(op.target.startswith("aten.batch_norm") for op in graph.ops)
+
+
+def planned(plan: Plan) -> Iterator[Setting]:
+    """Yield the arrangement, which memory and time were predicted for."""
+    arranged = plan.arrangement
+    yield Setting("PIPELINE", literal(arranged.pipeline), _pipeline_words(arranged))
+    yield Setting("DATA", literal(arranged.data), "data ranks: each has rows of its own")
+    yield Setting("TENSOR", literal(arranged.tensor), "tensor ranks: they share every microbatch")
+    yield Setting("MICROBATCH", literal(arranged.microbatch), "rows at a time on a data rank")
+    count = "of a data rank in a step, their gradients summed"
+    yield Setting("MICROBATCHES", literal(arranged.microbatches), count)
+    yield from _sharding(arranged)
+    if arranged.pipeline > 1:
+        schedule = "the order of forwards and backwards"
+        yield Setting("SCHEDULE", literal(str(arranged.schedule)), schedule)
+        per_rank = "of consecutive layers each"
+        yield Setting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
+    yield _units(plan.model, arranged)
+
+
+def _pipeline_words(arranged: Arrangement) -> str:
+    return "pipeline ranks: each has layers of its own" if arranged.pipeline > 1 else "no pipeline"
+
+
+def _sharding(arranged: Arrangement) -> Iterator[Setting]:
+    if arranged.zero > Zero.NONE:
+        yield Setting(
+            "SHARD", literal(arranged.shard), "data ranks that share one copy of the model's states"
+        )
+    yield Setting("ZERO", literal(arranged.zero.value), _ZERO_WORDS[arranged.zero])
+    if arranged.data > 1:
+        if arranged.zero < Zero.GRADIENTS:
+            bucket = "gradients that travel together, beside the backward"
+            yield Setting("BUCKET_BYTES", _in_mebibytes(arranged.bucket_bytes), bucket)
+        if arranged.compressed_gradients:
+            yield Setting("COMPRESS", literal(True), "gradients travel in 16 bits")
+
+
+def _in_mebibytes(size_bytes: int) -> Source:
+    mebibytes, rest = divmod(size_bytes, 2**20)
+    return literal(size_bytes) if rest or not mebibytes else Source(f"{mebibytes} * 2**20")
+
+
+def _units(model: Model, arranged: Arrangement) -> Setting:
+    name = f"{unit_word(model).upper()}_PER_STEP"
+    rows = "MICROBATCH * MICROBATCHES * DATA"
+    if model.tokens_per_row == 1:
+        return Setting(name, Source(rows), f"the global batch, {arranged.global_batch:,} rows")
+    meaning = f"of {arranged.global_batch:,} rows"
+    return Setting(name, Source(f"{rows} * {literal(model.tokens_per_row)}"), meaning)

@@ -1,0 +1,271 @@
+"""Turns a plan into the view of its script: every decision that is left after planning."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from autopar.codegen.forward.opened import Opened, OpenedClass
+from autopar.codegen.forward.reading.imported import LOSS_STAGE, Imported
+from autopar.codegen.python_text import (
+    Source,
+    assigned,
+    call,
+    identifier,
+    literal,
+    table,
+    tuple_of,
+)
+from autopar.codegen.script.layer_lists import layer_lists, recomputations, writing_layers
+from autopar.codegen.script.model_calls import (
+    ModelCalls,
+    model_arguments,
+    model_calls,
+    model_source,
+)
+from autopar.codegen.script.name_patterns import patterns
+from autopar.codegen.script.parameter_tables import once, parameter_tables, unread
+from autopar.codegen.script.prose import docstring
+from autopar.codegen.script.script_view import ScriptView
+from autopar.codegen.script.settings_lines import (
+    dtypes,
+    lines,
+    planned,
+    scales_loss,
+    settings_of,
+    synchronises_batch_norms,
+)
+from autopar.codegen.script.stage_tables import StageTables, stage_tables
+from autopar.codegen.subject import Subject
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.words import unit_word
+
+
+def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
+    """Return what the script of a plan says."""
+    opened = subject.opened
+    calls = model_calls(subject.file, _imported(opened), destination)
+    parameters = parameter_tables(plan, subject.axes)
+    stages = _stages(plan, subject)
+    splits_loss = opened.loss is not None
+    weighs = opened.valid_targets is not None and not opened.weighs_terms
+    writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
+    return ScriptView(
+        docstring=docstring(plan, destination.name),
+        model_imports=calls.imports,
+        functions=calls.functions,
+        model_source=model_source(subject.file.path),
+        settings=lines(settings_of(plan)),
+        plan=lines(planned(plan)),
+        classes=_classes(plan, opened, calls),
+        counting=Source(_counting(opened)),
+        adding=Source(", added=ADDED" if opened.added else ""),
+        weighs_terms=opened.weighs_terms,
+        weighs_microbatches=weighs,
+        sums_rows=_sums_rows(plan),
+        microbatch="Weighed" if weighs else "Batch",
+        scaled=Source("microbatches" if weighs else "zip(microbatches, scales, strict=True)"),
+        tables=_tables(
+            _own_rows_table(opened),
+            _opened_table(plan, subject),
+            parameters.splits,
+            parameters.summed,
+            layer_lists(plan, subject, writing=writing),
+            unlearned,
+            steady,
+            stages.stages,
+            stages.ties,
+        ),
+        is_pipelined=_is_pipelined(plan),
+        opened=bool(_instances(plan, opened)),
+        splits=bool(parameters.splits),
+        splits_value=Source("splits" if parameters.splits else "{}"),
+        shards=plan.arrangement.zero > Zero.NONE,
+        summed=bool(parameters.summed),
+        ties=bool(stages.ties),
+        scales_loss=scales_loss(plan),
+        scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
+        step_arguments=Source(
+            "model, optimizer, loss_scale" if scales_loss(plan) else "model, optimizer"
+        ),
+        clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
+        dtypes=dtypes(plan),
+        waits_for_last=Source(_waits_for_last(plan.arrangement)),
+        has_dataset=plan.model.has_dataset,
+        gathers_rows=bool(opened.own_rows),
+        has_optimizer=plan.model.has_optimizer,
+        has_scheduler=plan.model.has_scheduler,
+        has_writing=bool(writing),
+        has_unread=bool(unlearned),
+        has_steady=bool(steady),
+        recomputations=recomputations(plan),
+        wrapping=Source(
+            call(
+                "wrap",
+                *_wrap_arguments(plan),
+                *_apart(plan, is_summed=bool(parameters.summed), has_ties=bool(stages.ties)),
+            ).laid_out(before=4, indent=4)
+        ),
+        model_arguments=_model_arguments(plan, opened),
+        axis_argument=Source(", tensor: Axis" if splits_loss else ""),
+        axis_value=Source(", mesh.tensor" if splits_loss else ""),
+        loss=_loss(opened, calls),
+        unit=unit_word(plan.model),
+        unit_constant=f"{unit_word(plan.model).upper()}_PER_STEP",
+    )
+
+
+def _counting(opened: Opened) -> str:
+    """Return the function that counts, and what the loss adds before it divides by a count."""
+    if opened.valid_targets is None:
+        return ""
+    function = opened.valid_targets.strip("\n")
+    if not opened.added:
+        return function
+    added = opened.added if opened.weighs_terms else opened.added[0]
+    return f"ADDED = {added}  # by the loss to what it counts, before it divides\n\n\n{function}"
+
+
+def _sums_rows(plan: Plan) -> bool:
+    """Whether the loss of a step is the sum of the losses of several parts of the batch."""
+    is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
+    return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
+
+
+def _is_pipelined(plan: Plan) -> bool:
+    return plan.arrangement.pipeline > 1
+
+
+def _imported(opened: Opened) -> Iterator[Imported]:
+    for one in (*opened.classes, *(stage.cls for stage in opened.stages)):
+        yield one.base
+    yield from opened.functions
+
+
+def _loss(opened: Opened, calls: ModelCalls) -> Source:
+    if opened.loss is not None:
+        return Source("split_loss(outputs, batch, tensor)")
+    return Source("loss_in(outputs)") if _returns_loss(opened) else calls.loss
+
+
+def _model_arguments(plan: Plan, opened: Opened) -> Source:
+    """Return what the model is called with; printed down to the loss, it takes tensors alone."""
+    if _returns_loss(opened):
+        return Source("**batch")
+    return model_arguments(
+        plan.graph, takes_all=not plan.model.has_loss, has_weights=opened.weighs_terms
+    )
+
+
+def _returns_loss(opened: Opened) -> bool:
+    """Whether the model's code, as the script has it, takes the whole batch to the loss."""
+    return bool(opened.stages) and opened.stages[-1].returns_loss
+
+
+def _stages(plan: Plan, subject: Subject) -> StageTables:
+    if not _is_pipelined(plan):
+        return StageTables(stages=Source(), ties=Source())
+    last = subject.opened.stages[-1]
+    name = last.cls.name if last.returns_loss else LOSS_STAGE
+    return stage_tables(plan, subject.opened, subject.axes, last=name)
+
+
+def _instances(plan: Plan, opened: Opened) -> tuple[OpenedClass, ...]:
+    """Return the classes that modules take; a pipeline stage's root takes its class by itself."""
+    roots = () if _is_pipelined(plan) else tuple(stage.cls for stage in opened.stages)
+    return (*opened.classes, *roots)
+
+
+def _opened_table(plan: Plan, subject: Subject) -> Source:
+    classes = {n: one.name for one in _instances(plan, subject.opened) for n in one.instances}
+    if not classes:
+        return Source()
+    found = patterns(classes, subject.modules)
+    rows = [(f"{literal(name)}: ", identifier(kind), "") for name, kind in found.items()]
+    return table("OPENED: dict[str, type[nn.Module]]", ("{", "}"), rows)
+
+
+def _own_rows_table(opened: Opened) -> Source:
+    if not opened.own_rows:
+        return Source()
+    keys = tuple_of(*map(literal, opened.own_rows))
+    return assigned("OWN_ROWS", keys, "what tensor ranks need of their own rows alone")
+
+
+def _classes(plan: Plan, opened: Opened, calls: ModelCalls) -> Source:
+    """Return all that is printed from the graph, two empty lines between."""
+    sources = [one.source for one in opened.classes]
+    stages = dict.fromkeys(stage.cls.source for stage in opened.stages)
+    has_own_arguments = _is_pipelined(plan) or _returns_loss(opened)
+    sources += map(_overriding, stages) if has_own_arguments else stages
+    sources += [opened.loss] if opened.loss is not None else []
+    if _is_pipelined(plan) and not opened.stages[-1].returns_loss:
+        sources.append(_loss_stage(opened.stages[-1].cls.name, _loss(opened, calls)))
+    return Source("\n\n\n".join(source.strip("\n") for source in sources))
+
+
+def _overriding(source: str) -> str:
+    """Tell mypy that a stage means it when it takes other arguments than the whole model."""
+    return re.sub(r"^(    def forward\(.*)$", r"\1  # type: ignore[override]", source, flags=re.M)
+
+
+def _loss_stage(last: str, loss: Source) -> str:
+    value = loss.replace(", tensor)", ", self.tensor)")
+    return f'''class {LOSS_STAGE}({identifier(last)}):
+    """The last stage, with the loss."""
+
+    def forward(self, *received: Tensor, **batch: Tensor) -> Tensor:
+        """Map what the stage before gives to the loss."""
+        outputs = super().forward(*received, **batch)
+        loss: Tensor = {value}
+        return loss'''
+
+
+def _tables(*tables: Source) -> Source:
+    return Source("\n".join(table for table in tables if table))
+
+
+def _wrap_arguments(plan: Plan) -> Iterator[str]:
+    """Yield what wrap() is told, as far as it matters under this plan."""
+    arranged = plan.arrangement
+    part = "part" if _is_pipelined(plan) else "model"
+    yield from (part, "mesh", "zero=ZERO", "compute_dtype=dtype")
+    if arranged.zero < Zero.GRADIENTS and arranged.data > 1:
+        yield "bucket_bytes=BUCKET_BYTES"
+    if arranged.zero >= Zero.GRADIENTS:
+        yield f"units=submodules({part}, LAYERS)"
+    if arranged.compressed_gradients and arranged.data > 1:
+        yield "compress=COMPRESS"
+    if synchronises_batch_norms(plan):
+        yield "sync_batch_norm=SYNC_BATCH_NORM"
+
+
+def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
+    """Return the call that clips the gradients."""
+    parts = "model.parts" if _is_pipelined(plan) else "[model]"
+    split = "split" if has_splits or _is_pipelined(plan) else "frozenset()"
+    tied = ", tied=tied.not_owned" if has_ties else ""
+    return Source(f"clip_by_global_norm({parts}, CLIP_NORM, mesh, split={split}{tied})")
+
+
+def _waits_for_last(arrangement: Arrangement) -> str:
+    """Return what data ranks do with the last microbatch of a step alone, empty if nothing."""
+    if arrangement.data == 1 or arrangement.zero is Zero.PARAMETERS:
+        return ""
+    if arrangement.zero is Zero.GRADIENTS:
+        return "parameters stay gathered until the last one" if arrangement.microbatches > 1 else ""
+    return "gradients are averaged with the last one's"
+
+
+def _apart(plan: Plan, *, is_summed: bool, has_ties: bool) -> Iterator[str]:
+    """Yield which parameters share no bucket with others: their gradients are summed twice."""
+    if plan.arrangement.zero is not Zero.OPTIMIZER or plan.arrangement.shard == 1:
+        return
+    ties = "tie.names for tie in TIES"
+    if is_summed:
+        yield f"apart=[*({ties}), SUMMED]" if has_ties else "apart=[SUMMED]"
+    elif has_ties:
+        yield f"apart=[{ties}]"

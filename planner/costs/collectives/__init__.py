@@ -1,0 +1,1 @@
+"""Turns links, groups and bytes into the seconds of collectives and of conversions."""

@@ -1,0 +1,356 @@
+"""Prices one collective of a group: the cheapest of the algorithms that the topology allows."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from itertools import pairwise
+
+from autopar.planner.cluster.link import Manner, MeasuredCollective, Topology
+from autopar.planner.cluster.shape import Crossing, GroupShape
+from autopar.planner.costs.collectives import algorithms as collectives
+from autopar.planner.costs.collectives.measured import (
+    Collective,
+    least_seconds_per_byte,
+    measured_seconds,
+)
+from autopar.planner.costs.collectives.protocols import (
+    CollectiveConstants,
+    Protocol,
+    read_collective_constants,
+    without_latency,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Priced:
+    """One way to run a collective, and its time."""
+
+    seconds: float
+    algorithm: str
+    protocol: str
+
+
+__all__ = [
+    "Collective",
+    "Priced",
+    "called_seconds",
+    "cheapest",
+    "collective_seconds",
+    "least_seconds",
+    "ring_hops",
+    "ways",
+]
+
+TREES = frozenset({Topology.TREE, Topology.MESH, Topology.SWITCH})
+FREE = Priced(seconds=0.0, algorithm="nothing", protocol="none")
+
+
+def collective_seconds(
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    constants: CollectiveConstants | None = None,
+) -> float:
+    """Return the time of the cheapest way to run a collective."""
+    return cheapest(collective, payload_bytes, shape, constants).seconds
+
+
+@lru_cache(maxsize=65536)
+def called_seconds(
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    manner: Manner = Manner.IN_A_ROW,
+) -> float:
+    """Return the time of a collective that is called in some manner, remembered.
+
+    Where CPUs compute, a thread that must be woken takes longer than the message, and scripts move
+    buckets by quicker collectives than gloo's own; a profile knows.
+    """
+    return cheapest(collective, payload_bytes, shape, manner=manner).seconds
+
+
+@lru_cache(maxsize=65536)
+def least_seconds(
+    collective: Collective, payload_bytes: float, shape: GroupShape, manner: Manner
+) -> float:
+    """Return what a payload takes at least, in however many collectives.
+
+    By the formulas one is the least, since they grow by less and less; measurements may not.
+    """
+    measured = _measured(collective, shape, manner)
+    if measured is None or shape.ranks == 1:
+        return collective_seconds(collective, payload_bytes, shape)
+    known, crossing = measured
+    return payload_bytes * least_seconds_per_byte(known, shape.ranks, shared=crossing.shared)
+
+
+def cheapest(
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    constants: CollectiveConstants | None = None,
+    *,
+    manner: Manner = Manner.IN_A_ROW,
+) -> Priced:
+    """Return the cheapest way that the topology allows; ties go to the first one listed."""
+    if shape.ranks == 1 or not payload_bytes:
+        return FREE
+    found = ways(collective, payload_bytes, shape, constants, manner=manner)
+    return min(found, key=lambda way: way.seconds)
+
+
+def ways(
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    constants: CollectiveConstants | None = None,
+    *,
+    manner: Manner = Manner.IN_A_ROW,
+) -> tuple[Priced, ...]:
+    """Return every way that the topology allows, with its time."""
+    measured = _as_measured(collective, payload_bytes, shape, manner)
+    if measured is not None:
+        return (measured,)
+    known = constants or read_collective_constants()
+    backend = shape.crossings[-1].backend
+    return tuple(
+        way
+        for protocol in known.protocols(backend)
+        if protocol.crosses_networks or shape.nodes == 1
+        for way in _priced(collective, payload_bytes, shape, protocol, known)
+    )
+
+
+def _as_measured(
+    collective: Collective, payload_bytes: float, shape: GroupShape, manner: Manner
+) -> Priced | None:
+    """Return the time that a profile knows."""
+    measured = _measured(collective, shape, manner)
+    if measured is None:
+        return None
+    known, crossing = measured
+    seconds = measured_seconds(known, payload_bytes, shape.ranks, shared=crossing.shared)
+    return Priced(seconds=seconds, algorithm="as measured", protocol="as measured")
+
+
+def _measured(
+    collective: Collective, shape: GroupShape, manner: Manner
+) -> tuple[MeasuredCollective, Crossing] | None:
+    """Return what a profile knows of a collective, at least of the library's own.
+
+    Groups over several levels are left to the formulas.
+    """
+    if len(shape.crossings) != 1:
+        return None
+    crossing = shape.crossings[0]
+    own = {one.manner: one for one in crossing.collectives if one.collective == collective}
+    known = own.get(manner, own.get(Manner.IN_A_ROW))
+    return None if known is None else (known, crossing)
+
+
+def _priced(
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    protocol: Protocol,
+    constants: CollectiveConstants,
+) -> Iterator[Priced]:
+    """Yield the algorithms with one protocol.
+
+    T = base + t + √(ρ·W): t is the formula's time and W the same without any latency.
+    A payload cut into m chunks pays one chunk's time W/m to fill the pipe and an overhead c for
+    each, m·c; the best m leaves 2·√(c·W), hence a root. ρ is fitted; it leaves out that the library
+    cuts by fixed tables.
+    """
+    timed = _times(collective, payload_bytes, shape, protocol, constants)
+    wires = _times(collective, payload_bytes, shape, *without_latency(protocol, constants))
+    ramp_seconds = constants.chunk_ramp_seconds if protocol.hands_on_chunks else 0.0
+    for (algorithm, seconds), (_, wire_seconds) in zip(timed, wires, strict=True):
+        yield Priced(
+            seconds=protocol.base_seconds + seconds + math.sqrt(ramp_seconds * wire_seconds),
+            algorithm=algorithm,
+            protocol=protocol.name,
+        )
+
+
+def _times(
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    protocol: Protocol,
+    constants: CollectiveConstants,
+) -> Iterator[tuple[str, float]]:
+    """Yield algorithm and time without the base latency."""
+    if collective is Collective.POINT_TO_POINT:
+        yield "direct", _point_to_point(payload_bytes, shape, protocol, constants)
+    elif collective is Collective.ALL_TO_ALL:
+        yield _all_to_all(payload_bytes, shape, protocol, constants)
+    else:
+        yield _ring(collective, payload_bytes, shape, protocol)
+        if all(crossing.topology in TREES for crossing in shape.crossings):
+            yield from _tree(collective, payload_bytes, shape, protocol, constants)
+
+
+def ring_hops(shape: GroupShape) -> tuple[int, ...]:
+    """Return how many of the n − 1 hops of a ring's round cross each level."""
+    units = [
+        shape.ranks,
+        *(-(-shape.ranks // (one.members * one.parts)) for one in shape.crossings),
+    ]
+    return tuple(inner - outer for inner, outer in pairwise(units))
+
+
+def _ring(
+    collective: Collective, payload_bytes: float, shape: GroupShape, protocol: Protocol
+) -> tuple[str, float]:
+    """A ring threads all levels; its rate is that of the narrowest cut."""
+    hops = sum(
+        count * protocol.hop(crossing.alpha_seconds)
+        for count, crossing in zip(ring_hops(shape), shape.crossings, strict=True)
+    )
+    rate = protocol.fraction * min(crossing.bytes_per_second for crossing in shape.crossings)
+    is_double = all(crossing.topology is Topology.DOUBLE_RING for crossing in shape.crossings)
+    formulas = {
+        (Collective.ALL_REDUCE, False): collectives.ring_all_reduce_seconds,
+        (Collective.ALL_REDUCE, True): collectives.double_ring_all_reduce_seconds,
+        (Collective.ALL_GATHER, False): collectives.ring_all_gather_seconds,
+        (Collective.ALL_GATHER, True): collectives.double_ring_all_gather_seconds,
+        (Collective.REDUCE_SCATTER, False): collectives.ring_all_gather_seconds,
+        (Collective.REDUCE_SCATTER, True): collectives.double_ring_all_gather_seconds,
+        (Collective.BROADCAST, False): collectives.chain_broadcast_seconds,
+        (Collective.BROADCAST, True): collectives.chain_broadcast_seconds,
+    }
+    seconds = formulas[collective, is_double](
+        payload_bytes, shape.ranks, rate=rate, hops_seconds=hops
+    )
+    return ("double ring" if is_double else "ring"), seconds
+
+
+def _tree(
+    collective: Collective,
+    payload_bytes: float,
+    shape: GroupShape,
+    protocol: Protocol,
+    constants: CollectiveConstants,
+) -> Iterator[tuple[str, float]]:
+    """Trees between nodes, a chain inside each; a switch that sums takes the chain's place."""
+    node, *outer = shape.crossings
+    depth = _tree_depth_seconds(shape, protocol, constants)
+    rate = protocol.fraction * constants.tree_fraction
+    if collective is Collective.BROADCAST:
+        narrowest = rate * min(crossing.bytes_per_second for crossing in shape.crossings)
+        yield (
+            "tree",
+            collectives.tree_broadcast_seconds(
+                payload_bytes, shape.ranks, rate=narrowest, depth_seconds=depth
+            ),
+        )
+    if collective is not Collective.ALL_REDUCE:
+        return
+    slowest = max(
+        _tree_wire_seconds(payload_bytes, shape.ranks, crossing, rate)
+        for crossing in shape.crossings
+    )
+    yield "tree", 2 * depth + slowest
+    sums_in_switch = node.reduction_bytes_per_second > 0 and node.level not in ("network", "rack")
+    if not sums_in_switch or not protocol.hands_on_chunks:  # NCCL hands whole chunks to the switch
+        return
+    inside = collectives.in_switch_all_reduce_seconds(
+        payload_bytes,
+        node.parts,
+        rate=protocol.fraction * node.reduction_bytes_per_second,
+        setup_seconds=0.0,
+    )
+    setup = constants.in_switch_seconds + 2 * protocol.hop(node.alpha_seconds)
+    if not outer:
+        yield "in-switch", setup + inside
+        return
+    between = max(
+        _tree_wire_seconds(payload_bytes, shape.ranks, crossing, rate) for crossing in outer
+    )
+    climb = depth - _chain_seconds(node, protocol)
+    yield (
+        "in-switch and tree",
+        collectives.pipelined_hierarchical_all_reduce_seconds(
+            inside, between, latency_seconds=setup + 2 * climb
+        ),
+    )
+
+
+def _tree_wire_seconds(payload_bytes: float, ranks: int, crossing: Crossing, rate: float) -> float:
+    return collectives.tree_all_reduce_seconds(
+        payload_bytes,
+        ranks,
+        rate=rate * crossing.bytes_per_second,
+        units=crossing.parts,
+        depth_seconds=0.0,
+    )
+
+
+def _tree_depth_seconds(
+    shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
+) -> float:
+    """Return the latency from the farthest leaf to the root: along its node, then up the trees."""
+    seconds = 0.0
+    for crossing in shape.crossings:
+        if crossing.level in ("network", "rack"):
+            hop = constants.tree_hop(protocol, crossing.alpha_seconds)
+            seconds += collectives.tree_depth(crossing.parts) * hop
+        else:
+            seconds += _chain_seconds(crossing, protocol)
+    return seconds
+
+
+def _chain_seconds(crossing: Crossing, protocol: Protocol) -> float:
+    return (crossing.parts - 1) * protocol.hop(crossing.alpha_seconds)
+
+
+def _point_to_point(
+    payload_bytes: float, shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
+) -> float:
+    crossing = shape.crossings[-1]
+    return collectives.point_to_point_seconds(
+        payload_bytes,
+        rate=protocol.fraction * constants.point_to_point_fraction * crossing.port_bytes_per_second,
+        hop_seconds=protocol.hop(crossing.alpha_seconds),
+    )
+
+
+def _all_to_all(
+    payload_bytes: float, shape: GroupShape, protocol: Protocol, constants: CollectiveConstants
+) -> tuple[str, float]:
+    """The slowest cut decides: every piece for a peer outside of a part must leave it."""
+    return max(
+        (_across(payload_bytes, shape, one, protocol, constants) for one in shape.crossings),
+        key=lambda it: it[1],
+    )
+
+
+def _across(
+    payload_bytes: float,
+    shape: GroupShape,
+    crossing: Crossing,
+    protocol: Protocol,
+    constants: CollectiveConstants,
+) -> tuple[str, float]:
+    share = protocol.fraction * constants.all_to_all_fraction
+    rate = share * crossing.bytes_per_second / crossing.members
+    hop = protocol.hop(crossing.alpha_seconds)
+    if crossing.topology in (Topology.RING, Topology.DOUBLE_RING):
+        is_double = crossing.topology is Topology.DOUBLE_RING
+        ring = (
+            collectives.double_ring_all_to_all_seconds
+            if is_double
+            else collectives.ring_all_to_all_seconds
+        )
+        seconds = ring(
+            payload_bytes, crossing.parts, rate=rate, hops_seconds=(crossing.parts - 1) * hop
+        )
+        return ("double ring" if is_double else "ring"), seconds
+    outside = shape.ranks - crossing.members
+    seconds = collectives.all_to_all_seconds(
+        payload_bytes, shape.ranks, peers_outside=outside, rate=rate, hop_seconds=hop
+    )
+    return "direct", seconds

@@ -1,0 +1,1 @@
+"""Turns one layer in its layouts into what it costs one rank."""

@@ -1,0 +1,175 @@
+"""Says what a layer keeps from its forward to its backward, and what it takes while it runs.
+
+Memory is counted by *place*: whose memory a tensor lies in, and along which axis it is split. Two
+ops that keep the same place keep it once. What one later layer uses is counted by that layer, also
+where only its maker keeps it; what several later layers use is counted by its maker, and by no
+other. So every tensor is counted once, whichever recompute modes the layers have.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from autopar.planner.costs.layers.flow import LayerFlow, PlacedOp
+from autopar.planner.costs.ops.split_loss import CROSS_ENTROPY, splits_classes
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.graph import Origin
+from autopar.planner.layouts import Kind, Layout
+from autopar.planner.rules.rule import Traffic
+from autopar.planner.rules.table import rule_of
+
+Place = tuple[str, str]  # the root's name; the axis of its split, or ""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayerMemory:
+    """What one layer keeps for its backward, and the most that it takes beside that.
+
+    `learning` is what it takes while ops with weights run, `deferred` the gradients of their
+    results: a split backward holds them, and all that is kept, from its first half to its second.
+    """
+
+    saved_bytes: int
+    transient_bytes: int
+    learning_bytes: int
+    deferred_bytes: int
+
+
+def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
+    """Return the memory of a layer under every recompute mode.
+
+    none:       saved = what the ops keep;              transient = the largest working set
+    selective:  saved = inputs + results of contractions;   transient = that + what is made again
+    full:       saved = inputs;                             transient = that + what is made again
+    """
+    everything, inputs = kept_places(flow), input_places(flow)
+    learning = tuple(one for one in flow.ops if _learns(flow, one))
+    working, working_with_weights = (_most_working(flow, ops) for ops in (flow.ops, learning))
+    deferred = sum(_result_bytes(flow, one) for one in learning)
+    costly = dict(inputs)
+    for one in flow.ops:
+        if one.is_contraction and one.is_differentiable:
+            costly |= _own_places(one)
+            costly |= dict(_places(flow, one, one.op.outputs))
+    modes = {Recompute.NONE: everything, Recompute.SELECTIVE: costly, Recompute.FULL: inputs}
+    memory = {}
+    for mode, saved in modes.items():
+        again = sum(size for place, size in everything.items() if place not in saved)
+        memory[mode] = LayerMemory(
+            saved_bytes=sum(saved.values()),
+            transient_bytes=working + again,
+            learning_bytes=working_with_weights + again,
+            deferred_bytes=deferred,
+        )
+    return memory
+
+
+def kept_places(flow: LayerFlow) -> dict[Place, int]:
+    """Return what the ops of a layer keep where nothing is computed again."""
+    pricer = flow.pricer
+    places: dict[Place, int] = {}
+    for one in flow.ops:
+        places |= _own_places(one)
+        for place, size in _places(flow, one, one.kept.seen):
+            own = flow.made_here(place[0]) and not pricer.later_users.get(place[0])
+            if own or flow.takes_over(place[0]):
+                places[place] = size
+    crossing = _taken_over(flow) | _lent(flow)
+    return places | {place: size for place, size in crossing.items() if pricer.is_kept(place[0])}
+
+
+def input_places(flow: LayerFlow) -> dict[Place, int]:
+    """Return what a layer has to keep to be run again, and what it keeps for later layers."""
+    return _taken_over(flow) | _lent(flow)
+
+
+def _taken_over(flow: LayerFlow) -> dict[Place, int]:
+    """Return the tensors of earlier layers that this layer uses and counts."""
+    places: dict[Place, int] = {}
+    for one in flow.ops:
+        for name in one.op.inputs:
+            root = flow.pricer.memory.root(name)
+            if flow.takes_over(root) and not flow.made_here(name):
+                layout = flow.produced[name]
+                places.setdefault(_place(root, layout), _bytes(flow, name, layout))
+    return places
+
+
+def _lent(flow: LayerFlow) -> dict[Place, int]:
+    """Return what is made here and used by several later layers, such as an encoder's result."""
+    places: dict[Place, int] = {}
+    for one in flow.ops:
+        for name in one.op.outputs:
+            root = flow.pricer.memory.root(name)
+            if flow.made_here(root) and len(flow.pricer.later_users.get(root, ())) > 1:
+                layout = flow.produced[name]
+                places.setdefault(_place(root, layout), _bytes(flow, name, layout))
+    return places
+
+
+def _most_working(flow: LayerFlow, ops: Sequence[PlacedOp]) -> int:
+    """Return the most that one op takes beside what is kept: gradients of results and inputs."""
+    return max((_working(flow, one) for one in ops), default=0)
+
+
+def _learns(flow: LayerFlow, one: PlacedOp) -> bool:
+    """Whether an op has weights that are trained."""
+    parameters = flow.pricer.parameters
+    return any(name in parameters and parameters[name].trainable for name in one.op.inputs)
+
+
+def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:
+    return sum(
+        flow.pricer.tensor_bytes(name, one.layout_of(name), flow.degree) for name in one.op.outputs
+    )
+
+
+def _working(flow: LayerFlow, one: PlacedOp) -> int:
+    """A loss also has the gradient of its log-probabilities, as large as the logits."""
+    if rule_of(one.op.target).traffic is Traffic.NONE:
+        return 0
+    pricer, tensors = flow.pricer, flow.pricer.graph.tensors
+    results = _result_bytes(flow, one)
+    if not one.is_differentiable:
+        return results
+    gradients = sum(
+        pricer.tensor_bytes(name, layout, flow.degree)
+        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
+        if tensors[name].requires_grad and tensors[name].origin is Origin.OP
+    )
+    if one.op.target == CROSS_ENTROPY:
+        gradients += _log_probability_bytes(flow, one)
+    return results + gradients
+
+
+def _log_probability_bytes(flow: LayerFlow, one: PlacedOp) -> int:
+    """Return the log-probabilities of a loss: in the logits' dtype, unless it computes in fp32.
+
+    It does where it keeps them so, and where the classes are split (runtime/vocabulary.py).
+    """
+    logits = one.op.inputs[0]
+    layout = one.layout_of(logits)
+    if splits_classes(flow.pricer.shapes(one.op, one.split)):
+        return 4 * flow.pricer.elements(logits, layout, flow.degree)
+    made = one.kept.own_bytes(one.split)
+    return made or flow.pricer.tensor_bytes(logits, layout, flow.degree)
+
+
+def _own_places(one: PlacedOp) -> dict[Place, int]:
+    own = one.kept.own_bytes(one.split)
+    return {(f"{one.op.name}:made", ""): own} if own else {}
+
+
+def _places(flow: LayerFlow, one: PlacedOp, names: tuple[str, ...]) -> Iterator[tuple[Place, int]]:
+    for name in names:
+        layout = one.layout_of(name)
+        yield _place(flow.pricer.memory.root(name), layout), _bytes(flow, name, layout)
+
+
+def _place(root: str, layout: Layout) -> Place:
+    return root, layout.axis if layout.kind is Kind.SPLIT else ""
+
+
+def _bytes(flow: LayerFlow, name: str, layout: Layout) -> int:
+    return flow.pricer.memory_bytes(name, layout, flow.degree)

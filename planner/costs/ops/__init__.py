@@ -1,0 +1,1 @@
+"""Turns the ops of a graph into seconds and bytes: the formulas applied to what an op is."""

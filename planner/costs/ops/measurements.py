@@ -1,0 +1,136 @@
+"""Names an op as a profile knows it: the key under which its measured seconds are found."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from autopar.planner.costs.ops.shapes import LocalShapes
+from autopar.planner.extent import Extent
+from autopar.planner.graph import DType, Op, Ref, Value, refs
+from autopar.planner.precision import Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Operand:
+    """A tensor that an op reads: its local shape, its element type, whether it gets a gradient."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    requires_grad: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpKey:
+    """An op on one rank; two ops with equal keys take the same time."""
+
+    device: str
+    target: str
+    operands: tuple[Operand, ...]  # in the order of op.inputs
+    arguments: tuple[tuple[str, str], ...]  # those that are no tensors, as text; sizes are local
+    precision: Precision
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Timing:
+    """The measured seconds of one op on the device; the backward is of all its gradients."""
+
+    forward_seconds: float
+    backward_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class UnitTimes:
+    """What gathering and scattering a sharded unit takes its host, beside the collectives."""
+
+    gather_seconds: float  # of one unit, once for each pass that gathers
+    scatter_seconds: float
+    gather_byte_seconds: float  # of each byte of its parameters, copied to where they are used
+    scatter_byte_seconds: float  # of each byte of its gradients, copied to where they are sent
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PassTimes:
+    """What a host takes more for a layer that runs again, and for a backward in two halves."""
+
+    checkpoint_seconds: float  # of a layer that runs again: in its forward, and then again
+    selective_seconds: float  # of an op of it under selective recompute, likewise
+    split_input_seconds: float  # of an op whose backward is made in two halves, in the first
+    split_weight_seconds: float  # in the second
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ActionTimes:
+    """What the schedule of a pipeline takes a host around a forward or a backward of a stage."""
+
+    plain_seconds: float  # by schedules for one stage per rank: GPipe, 1F1B
+    one_stage_seconds: float  # by those that several stages may share a rank under, for one
+    several_stages_seconds: float  # by these, for several
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class HostTimes:
+    """What the host of a device was measured to add to the ops."""
+
+    forward_seconds: float  # to dispatch one op
+    backward_seconds: float  # likewise
+    action_seconds: float  # around a forward or a backward of one microbatch
+    step_seconds: float  # around a step: the optimizer's call, gradients set to none
+    optimizer_tensor_seconds: float  # of fused AdamW, for each parameter however small
+    optimizer_element_seconds: float  # of fused AdamW on fp32 state, beside that
+    passes: PassTimes
+    unit: UnitTimes | None  # None where a device copies while the host goes on
+    pipeline: ActionTimes | None  # None where it was not measured: one process, or on a GPU
+
+
+class Measurements(Protocol):
+    """What was measured: a profile, or a table in a test."""
+
+    def seconds(self, key: OpKey) -> Timing | None:
+        """Return the timing of an op, None where it was not measured."""
+        ...
+
+    def host(self, device: str) -> HostTimes | None:
+        """Return what the host of a device adds, None where it was not measured."""
+        ...
+
+
+def op_key(op: Op, shapes: LocalShapes, *, device: str, precision: Precision) -> OpKey:
+    """Return the key of an op with the sizes that it has on one rank."""
+    tensors = shapes.graph.tensors
+    operands = tuple(
+        Operand(
+            shape=shapes.shape(name),
+            dtype=tensors[name].dtype,
+            requires_grad=tensors[name].requires_grad,
+        )
+        for name in op.inputs
+    )
+    arguments = tuple(
+        (name, _local_groups(shapes) if name == "groups" else _text(value, shapes.batch))
+        for name, value in op.arguments
+        if not any(True for _ in refs(value))
+    )
+    return OpKey(
+        device=device,
+        target=op.target,
+        operands=operands,
+        arguments=arguments,
+        precision=precision,
+    )
+
+
+def _local_groups(shapes: LocalShapes) -> str:
+    """Return the groups of a convolution on one rank: a split of them leaves fewer."""
+    return str(shapes.letters(("g",)))
+
+
+def _text(value: Value, batch: int) -> str:
+    if isinstance(value, tuple):
+        return f"({', '.join(_text(item, batch) for item in value)})"
+    if isinstance(value, Extent):
+        return str(value.at(batch))
+    if isinstance(value, DType):
+        return value.name
+    assert not isinstance(value, Ref)
+    return repr(value)

@@ -1,0 +1,279 @@
+"""Turns the ops and conversions of one graph, batch, precision and device into seconds and bytes.
+
+Seconds of ops are those of the device. Dispatching the ops takes the host time too, which hides
+behind the device or does not: that is known only for a region of many ops, and it does not depend
+on how the ops are split, so the layer adds it (layer.py). A CPU does one after the other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.collectives.conversions import (
+    FREE,
+    ConversionCost,
+    Converted,
+    conversion_cost,
+)
+from autopar.planner.costs.kernels.elementwise import memory_seconds
+from autopar.planner.costs.kernels.rates import rates_of
+from autopar.planner.costs.ops.case import OpCase, Seconds
+from autopar.planner.costs.ops.host import Host, measured_host, read_host
+from autopar.planner.costs.ops.kept import Kept, is_differentiable, made_by, names_kept
+from autopar.planner.costs.ops.measurements import Measurements, OpKey, Timing, op_key
+from autopar.planner.costs.ops.seconds import op_seconds
+from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
+from autopar.planner.costs.ops.split_loss import CROSS_ENTROPY, split_loss_seconds
+from autopar.planner.costs.ops.tensor_sizes import TensorSizes
+from autopar.planner.crossing import Residence, residence
+from autopar.planner.graph import Graph, Op, Origin, Parameter
+from autopar.planner.layers import Layers, find_layers
+from autopar.planner.layouts import Layout, conversion
+from autopar.planner.precision import Kernels, Precision, item_bytes
+from autopar.planner.rules.table import rule_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OpCost:
+    """What one op takes on the device; the backward contains the weights' gradients."""
+
+    forward_seconds: float
+    backward_seconds: float
+    weight_gradient_seconds: float
+    measured: bool
+
+
+class Pricer:
+    """Prices ops, tensors and conversions of one graph at one batch, precision and device.
+
+    `layers` saves finding them again where the caller has them.
+    """
+
+    stops_early = True  # running a layer again, once the backward has what it needs
+
+    def __init__(
+        self,
+        graph: Graph,
+        axes: Axes,
+        *,
+        batch: int,
+        precision: Precision,
+        device: Device,
+        measured: Measurements | None = None,
+        layers: Layers | None = None,
+    ) -> None:
+        self.graph = graph
+        self.axes = axes
+        self.batch = graph.fixed_batch or batch
+        self.precision = precision
+        self.device = device
+        self.rates = rates_of(device, precision)
+        self.sizes = TensorSizes(graph, axes, batch=self.batch, precision=precision)
+        self.memory = self.sizes.memory
+        self.kernels = Kernels(fused_dropout=not self.rates.is_cpu)
+        self._measured = measured
+        self._layers = layers
+        self._costs: dict[tuple[str, OpSplit | None], OpCost] = {}
+        self._kept: dict[str, Kept] = {}
+        self._conversions: dict[tuple[Converted, bool, int, GroupShape], ConversionCost] = {}
+
+    @cached_property
+    def host(self) -> Host:
+        """What dispatching an op takes: as measured where it was."""
+        times = self._measured.host(self.device.name) if self._measured else None
+        if times is not None:
+            return measured_host(times, self.device.architecture)
+        return read_host(self.device.architecture)
+
+    @cached_property
+    def residence(self) -> Residence:
+        """Where tensors are made and used."""
+        return residence(self.graph, self.layers)
+
+    @cached_property
+    def layers(self) -> Layers:
+        """The layers of the graph."""
+        return self._layers or find_layers(self.graph, self.axes)
+
+    @cached_property
+    def parameters(self) -> Mapping[str, Parameter]:
+        """The parameters of the graph by name."""
+        return {parameter.name: parameter for parameter in self.graph.parameters}
+
+    @cached_property
+    def later_users(self) -> Mapping[str, frozenset[int]]:
+        """The layers that use the memory of a tensor, its own layer left out."""
+        found: dict[str, frozenset[int]] = {}
+        for name, users in self.residence.users.items():
+            root = self.memory.root(name)
+            others = users - {self.residence.maker.get(root, -1)}
+            found[root] = found.get(root, frozenset()) | others
+        return found
+
+    def shapes(self, op: Op, split: OpSplit | None = None) -> LocalShapes:
+        """Return the sizes of an op on one rank."""
+        return LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch, split=split)
+
+    def cost(self, op: Op, split: OpSplit | None = None) -> OpCost:
+        """Return what an op takes on the device: as measured where it was, else by formula."""
+        key = op.name, split
+        if key not in self._costs:
+            self._costs[key] = self._cost(op, split)
+        return self._costs[key]
+
+    def inside_seconds(self, op: Op, split: OpSplit | None, shape: GroupShape) -> float:
+        """Return the forward seconds of collectives that are part of an op: a split loss."""
+        if split is None or op.target != CROSS_ENTROPY:
+            return 0.0
+        return split_loss_seconds(self.shapes(op, split), shape)
+
+    def key(self, op: Op, split: OpSplit | None = None) -> OpKey:
+        """Return the key under which a profile knows an op."""
+        return op_key(op, self.shapes(op, split), device=self.device.name, precision=self.precision)
+
+    def kept(self, op: Op) -> Kept:
+        """Return what an op keeps for its backward."""
+        if op.name not in self._kept:
+            self._kept[op.name] = self._what_is_kept(op)
+        return self._kept[op.name]
+
+    def _what_is_kept(self, op: Op) -> Kept:
+        rule = rule_of(op.target)
+        names = names_kept(op, rule, graph=self.graph, kernels=self.kernels)
+        seen = tuple(dict.fromkeys(filter(self._is_activation, names)))
+        return Kept(
+            tensors=tuple(dict.fromkeys(map(self.memory.root, seen))),
+            seen=seen,
+            made=made_by(
+                op, rule, graph=self.graph, precision=self.precision, kernels=self.kernels
+            ),
+            shapes=lambda split: self.shapes(op, split),
+        )
+
+    def is_kept(self, root: str) -> bool:
+        """Whether an op of any layer keeps this memory, nothing being computed again."""
+        return root in self._all_kept
+
+    def elements(self, name: str, layout: Layout, degree: int) -> int:
+        """Return the elements of a tensor on one rank."""
+        return self.sizes.elements(name, layout, degree)
+
+    def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
+        """Return the bytes of a tensor on one rank."""
+        return self.sizes.tensor_bytes(name, layout, degree)
+
+    def memory_bytes(self, name: str, layout: Layout, degree: int) -> int:
+        """Return the bytes on one rank of the memory that a tensor lies in."""
+        return self.sizes.memory_bytes(name, layout, degree)
+
+    def conversion(
+        self, tensor: str, produced: Layout, needed: Layout, *, degree: int, shape: GroupShape
+    ) -> ConversionCost:
+        """Return what a tensor's conversion takes, the collectives' share apart."""
+        step = conversion(produced, needed)
+        if step is None or degree == 1:
+            return FREE
+        converted = Converted(
+            step=step,
+            produced_bytes=self.tensor_bytes(tensor, produced, degree),
+            needed_bytes=self.tensor_bytes(tensor, needed, degree),
+            is_contiguous=all(self.sizes.is_one_piece(tensor, one) for one in (produced, needed)),
+        )
+        key = converted, self.graph.tensors[tensor].requires_grad, degree, shape
+        if key not in self._conversions:
+            self._conversions[key] = conversion_cost(
+                converted, degree=degree, shape=shape, rates=self.rates.own, has_gradient=key[1]
+            )
+        return self._conversions[key]
+
+    def conversion_seconds(
+        self, tensor: str, produced: Layout, needed: Layout, degree: int, shape: GroupShape
+    ) -> tuple[float, float]:
+        """Return the seconds of a tensor's conversion, forward and backward."""
+        cost = self.conversion(tensor, produced, needed, degree=degree, shape=shape)
+        return cost.forward_seconds, cost.backward_seconds
+
+    def _cost(self, op: Op, split: OpSplit | None) -> OpCost:
+        seconds = self._formula(op, split)
+        timing = self._measured.seconds(self.key(op, split)) if self._measured else None
+        backward = seconds.input_gradient + seconds.weight_gradient
+        if timing is None:
+            return OpCost(
+                forward_seconds=seconds.forward,
+                backward_seconds=backward + self._gradient_sums(op, split),
+                weight_gradient_seconds=seconds.weight_gradient,
+                measured=False,
+            )
+        return self._as_measured(op, split, timing, seconds.weight_gradient / (backward or 1.0))
+
+    def _as_measured(
+        self, op: Op, split: OpSplit | None, timing: Timing, weight_share: float
+    ) -> OpCost:
+        """The backward was measured as one; the formula says which part is the weights'."""
+        return OpCost(
+            forward_seconds=timing.forward_seconds,
+            backward_seconds=timing.backward_seconds + self._gradient_sums(op, split),
+            weight_gradient_seconds=timing.backward_seconds * weight_share,
+            measured=True,
+        )
+
+    def _formula(self, op: Op, split: OpSplit | None) -> Seconds:
+        if self.memory.takes_none(op):
+            return Seconds(forward=0.0)
+        case = OpCase(
+            op=op,
+            graph=self.graph,
+            rule=rule_of(op.target),
+            shapes=self.shapes(op, split),
+            rates=self.rates,
+            precision=self.precision,
+        )
+        seconds = op_seconds(case)
+        return seconds if is_differentiable(op, self.graph) else Seconds(forward=seconds.forward)
+
+    def _is_activation(self, name: str) -> bool:
+        origin = self.graph.tensors[self.memory.root(name)].origin
+        return origin in (Origin.OP, Origin.INPUT)
+
+    @cached_property
+    def _all_kept(self) -> frozenset[str]:
+        return frozenset(
+            self.memory.root(name)
+            for op in self.graph.ops
+            for name in names_kept(op, rule_of(op.target), graph=self.graph, kernels=self.kernels)
+        )
+
+    @cached_property
+    def _summed(self) -> frozenset[tuple[str, str]]:
+        """The uses of a tensor after its first: the gradient of each is added to a sum."""
+        met: set[str] = set()
+        again: set[tuple[str, str]] = set()
+        for op in self.graph.ops:
+            if is_differentiable(op, self.graph):
+                for name in op.inputs:
+                    tensor = self.graph.tensors[name]
+                    if tensor.requires_grad and tensor.origin is Origin.OP:
+                        if name in met:
+                            again.add((op.name, name))
+                        met.add(name)
+        return frozenset(again)
+
+    def _gradient_sums(self, op: Op, split: OpSplit | None) -> float:
+        """Adding the gradient of a tensor with several uses: two reads and a write."""
+        names = [name for name in op.inputs if (op.name, name) in self._summed]
+        if not names:
+            return 0.0
+        shapes = self.shapes(op, split)
+        return sum(
+            memory_seconds(
+                3 * shapes.numel(name)
+                * item_bytes(self.graph.tensors[name].dtype, self.precision),
+                rates=self.rates.own,
+            )
+            for name in names
+        )  # fmt: skip

@@ -1,0 +1,106 @@
+"""Turns the signature of a contraction into the shapes of its matrix products."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from math import prod
+from types import MappingProxyType
+
+from autopar.planner.axes.terms import Dim, leaves
+from autopar.planner.costs.ops.shapes import LocalShapes
+from autopar.planner.graph import Op, refs
+
+FACTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
+    {
+        "aten.linear.default": ("input", "weight"),
+        "aten.addmm.default": ("mat1", "mat2"),
+        "aten.mm.default": ("self", "mat2"),
+        "aten.bmm.default": ("self", "mat2"),
+        "aten.baddbmm.default": ("batch1", "batch2"),
+        "aten.matmul.default": ("self", "other"),
+        "aten.einsum.default": ("tensors",),
+    }
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Product:
+    """`batch` products of m × k by k × n; the factors' names, "" for the product so far."""
+
+    left: str
+    right: str
+    batch: int
+    m: int
+    n: int
+    k: int
+
+
+def products_of(op: Op, shapes: LocalShapes) -> Iterator[Product]:
+    """Yield the matrix products of a contraction on one rank, from left to right.
+
+    Letters of both factors and the result are the batch; those of one factor and the result are m
+    or n; those that the result lacks are contracted.
+    """
+    names = factors_of(op)
+    if shapes.signature.whole:  # the rule did not fit: all that is known are the shapes
+        yield _by_shapes(op, names, shapes)
+        return
+    operands = _letters_of(names, shapes)
+    kept_to_end = _letters(shapes.dims(op.outputs[0]) or (), shapes)
+    left_name, left = names[0], operands[0]
+    for position, (name, right) in enumerate(zip(names[1:], operands[1:], strict=True), start=1):
+        later = {key for one in operands[position + 1 :] for key in one} | set(kept_to_end)
+        yield _product(left_name, left, name, right, later)
+        left_name, left = "", {k: v for k, v in {**left, **right}.items() if k in later}
+
+
+def factors_of(op: Op) -> tuple[str, ...]:
+    """Return the tensors that a contraction multiplies (not a bias)."""
+    given = dict(op.arguments)
+    return tuple(name for key in FACTORS[op.target] for name in refs(given.get(key)))
+
+
+def _by_shapes(op: Op, names: tuple[str, ...], shapes: LocalShapes) -> Product:
+    """Return rows by the first factor's last dim by columns, as in a plain matmul."""
+    result = shapes.shape(op.outputs[0]) or (1,)
+    return Product(
+        left=names[0],
+        right=names[-1],
+        batch=1,
+        m=prod(result[:-1]),
+        n=result[-1],
+        k=(shapes.shape(names[0]) or (1,))[-1],
+    )
+
+
+def _product(
+    left_name: str,
+    left: Mapping[str, int],
+    right_name: str,
+    right: Mapping[str, int],
+    later: Iterable[str],
+) -> Product:
+    needed = set(later)
+    return Product(
+        left=left_name,
+        right=right_name,
+        batch=prod(left[x] for x in left if x in right and x in needed),
+        m=prod(left[x] for x in left if x not in right and x in needed),
+        n=prod(right[x] for x in right if x not in left and x in needed),
+        k=prod({**left, **right}[x] for x in {**left, **right} if x not in needed),
+    )
+
+
+def _letters_of(names: tuple[str, ...], shapes: LocalShapes) -> list[dict[str, int]]:
+    """Return each factor's letters with their sizes; a tensor may be a factor twice."""
+    operands = list(shapes.signature.operands)
+    found = []
+    for name in names:
+        position = next(i for i, (tensor, _) in enumerate(operands) if tensor == name)
+        found.append(_letters(operands.pop(position)[1], shapes))
+    return found
+
+
+def _letters(dims: Iterable[Dim], shapes: LocalShapes) -> dict[str, int]:
+    return {leaf.name: shapes.size(leaf) for dim in dims for leaf in leaves(dim)}

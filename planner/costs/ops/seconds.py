@@ -1,0 +1,236 @@
+"""Turns one op on one rank into seconds: one line of the table for each kind of op.
+
+What has no line is a kernel that moves its inputs and results (traffic.py).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
+from autopar.planner.costs.kernels import attention, conv
+from autopar.planner.costs.kernels import elementwise as kernels
+from autopar.planner.costs.kernels.gemm import gemm_seconds
+from autopar.planner.costs.ops.case import OpCase, Seconds
+from autopar.planner.costs.ops.kept import ATTENTION
+from autopar.planner.costs.ops.products import FACTORS, Product, products_of
+from autopar.planner.costs.ops.traffic import traffic_seconds
+from autopar.planner.graph import refs
+from autopar.planner.precision import GRADIENT_BYTES
+
+Formula = Callable[[OpCase], Seconds]
+
+
+def op_seconds(case: OpCase) -> Seconds:
+    """Return the device seconds of one op."""
+    return _FORMULAS.get(case.op.target, traffic_seconds)(case)
+
+
+def _contraction(case: OpCase) -> Seconds:
+    """Matrix products; the bias is added by the same kernel, its gradient is a sum of its own."""
+    total = Seconds(forward=0.0)
+    products = tuple(products_of(case.op, case.shapes))
+    if not products:
+        return traffic_seconds(case)
+    for product in products:
+        total = _sum(total, _product(case, product))
+    return _sum(total, _bias(case))
+
+
+def _product(case: OpCase, product: Product) -> Seconds:
+    """A product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
+
+    A weight's gradient is added to an fp32 sum of all microbatches: 8 bytes per element.
+    """
+    size = case.element_bytes(case.result)
+    m, n, k = product.m, product.n, product.k
+
+    def seconds(rows: int, columns: int, depth: int, stored_bytes: int) -> float:
+        return gemm_seconds(
+            rows, columns, depth, rates=case.rates.of(size), batch=product.batch,
+            element_bytes=size, stored_bytes=stored_bytes, contiguous=n | k,
+        )  # fmt: skip
+
+    own = weight = 0.0
+    for name, extents in ((product.left, (m, k, n)), (product.right, (k, n, m))):
+        if name and case.is_weight(name):
+            weight += case.needs_gradient(name) and seconds(*extents, 2 * GRADIENT_BYTES)
+        elif case.needs_gradient(name or case.result):
+            own += seconds(*extents, size)
+    return Seconds(forward=seconds(m, n, k, size), input_gradient=own, weight_gradient=weight)
+
+
+def _bias(case: OpCase) -> Seconds:
+    """The sum of the result's gradient over all rows."""
+    named = {"aten.addmm.default": "self", "aten.baddbmm.default": "self"}
+    name = next(refs(case.argument(named.get(case.op.target, "bias"))), None)
+    if name is None or not case.needs_gradient(name):
+        return Seconds(forward=0.0)
+    moved = case.bytes(case.result) + case.bytes(name)
+    return Seconds(forward=0.0, weight_gradient=kernels.memory_seconds(moved, rates=case.memory))
+
+
+def _attention(case: OpCase) -> Seconds:
+    """Fused attention; with a mask the kernel reads it, and computes all scores.
+
+    Leaves out that kernels with a mask are slower than flash, and dropout of scores.
+    """
+    mask = next(refs(case.argument("attn_mask")), None)
+    shape = _attention_shape(case)
+    rates = case.rates.of(case.element_bytes(case.result))
+    forward = attention.fused_attention_forward_seconds(shape, rates=rates)
+    backward = attention.fused_attention_backward_seconds(shape, rates=rates)
+    if mask is not None:
+        read = case.bytes(mask) / rates.stream_bytes_per_second
+        forward += read
+        backward += read * (2 if case.needs_gradient(mask) else 1)
+    needed = case.needs_gradient(case.result)
+    return Seconds(forward=forward, input_gradient=backward if needed else 0.0)
+
+
+def _attention_shape(case: OpCase) -> attention.AttentionShape:
+    shapes = case.shapes
+    query, key = shapes.letters("q"), shapes.letters("t")
+    is_causal = bool(case.argument("is_causal", default=False)) and query == key
+    block = case.rates.own.architecture.query_block
+    grouped = "k" in shapes.signature.letters
+    return attention.AttentionShape(
+        batch=shapes.letters("…"),
+        heads=shapes.letters("h"),
+        kv_heads=shapes.letters("k" if grouped else "h"),
+        query_length=query,
+        key_length=key,
+        head_dim=shapes.letters("e"),
+        value_dim=shapes.letters("f"),
+        visible=attention.causal_visible(query, block) if is_causal else 1.0,
+        element_bytes=case.element_bytes(case.result),
+    )
+
+
+def _convolution(case: OpCase) -> Seconds:
+    """An implicit product; 16-bit kernels of GPUs read channels last, PyTorch keeps them first."""
+    if not case.shapes.signature.letters:
+        return traffic_seconds(case)
+    source, weight = next(refs(case.argument("input"))), next(refs(case.argument("weight")))
+    shape = _convolution_shape(case, source, weight)
+    rates = case.rates.of_convolution(case.element_bytes(case.result))
+    transposes = shape.element_bytes < 4 and not case.rates.is_cpu
+    extra = conv.layout_change_seconds(shape, rates=rates) if transposes else 0.0
+    own = learned = 0.0
+    if case.needs_gradient(source):
+        own = extra + conv.convolution_input_gradient_seconds(shape, rates=rates)
+    if case.needs_gradient(weight):
+        learned = conv.convolution_weight_gradient_seconds(shape, rates=rates)
+        learned += 0.0 if own else extra
+    forward = extra + conv.convolution_forward_seconds(shape, rates=rates)
+    return _sum(Seconds(forward=forward, input_gradient=own, weight_gradient=learned), _bias(case))
+
+
+def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.ConvolutionShape:
+    shapes = case.shapes
+    return conv.ConvolutionShape(
+        batch=shapes.letters("n"),
+        in_channels=shapes.letters("gc"),
+        out_channels=shapes.letters("go"),
+        input_size=shapes.shape(source)[2:],
+        output_size=shapes.shape(case.result)[2:],
+        kernel_size=shapes.shape(weight)[2:],
+        groups=shapes.letters("g"),
+        element_bytes=case.element_bytes(case.result),
+    )
+
+
+def _norm(case: OpCase) -> Seconds:
+    elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
+    backward = kernels.norm_backward_seconds(elements, element_bytes=size, rates=case.memory)
+    return Seconds(
+        forward=kernels.norm_forward_seconds(elements, element_bytes=size, rates=case.memory),
+        input_gradient=backward if case.needs_gradient(case.result) else 0.0,
+    )
+
+
+def _batch_norm(case: OpCase) -> Seconds:
+    """As a norm over rows, but its statistics need a pass before the values are changed."""
+    norm, source = _norm(case), case.bytes(case.op.inputs[0])
+    statistics = kernels.memory_seconds(source, rates=case.memory)
+    return _sum(norm, Seconds(forward=statistics))
+
+
+def _softmax(case: OpCase) -> Seconds:
+    elements = case.shapes.numel(case.result)
+    size = (case.element_bytes(case.op.inputs[0]) + case.element_bytes(case.result)) / 2
+    backward = kernels.softmax_backward_seconds(elements, element_bytes=size, rates=case.memory)
+    return Seconds(
+        forward=kernels.softmax_forward_seconds(elements, element_bytes=size, rates=case.memory),
+        input_gradient=backward if case.needs_gradient(case.result) else 0.0,
+    )
+
+
+def _dropout(case: OpCase) -> Seconds:
+    elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
+    backward = kernels.dropout_backward_seconds(elements, element_bytes=size, rates=case.memory)
+    return Seconds(
+        forward=kernels.dropout_forward_seconds(elements, element_bytes=size, rates=case.memory),
+        input_gradient=backward if case.needs_gradient(case.result) else 0.0,
+    )
+
+
+def _embedding(case: OpCase) -> Seconds:
+    """A look-up; where the table's rows are split, rows of other ranks are blanked afterwards."""
+    table = next(refs(case.argument("weight")))
+    vocabulary, width = case.shapes.shape(table)
+    tokens = case.shapes.numel(case.result) // max(1, width)
+    size = case.element_bytes(table)
+    forward = kernels.embedding_forward_seconds(
+        tokens, width, element_bytes=size, rates=case.memory
+    )
+    if vocabulary < case.graph.tensors[table].shape[0].at(case.shapes.batch):
+        forward += kernels.memory_seconds(2 * case.bytes(case.result), rates=case.memory)
+    backward = kernels.embedding_backward_seconds(
+        tokens, width, vocabulary=vocabulary, element_bytes=size, rates=case.memory
+    )
+    return Seconds(forward=forward, weight_gradient=backward if case.needs_gradient(table) else 0.0)
+
+
+def _cross_entropy(case: OpCase) -> Seconds:
+    """log_softmax reads and writes the logits; backward fills the loss' gradient, then reads it
+    and the probabilities and writes the logits' gradient."""
+    if not case.shapes.signature.letters:
+        return traffic_seconds(case)
+    logits = case.op.inputs[0]
+    classes = case.shapes.letters("v")
+    tokens = case.shapes.numel(logits) // max(1, classes)
+    size = case.element_bytes(logits)
+    forward = kernels.cross_entropy_forward_seconds(
+        tokens, classes, element_bytes=size, passes=2, rates=case.memory
+    )
+    backward = kernels.cross_entropy_backward_seconds(
+        tokens, classes, element_bytes=size, passes=4, rates=case.memory
+    )
+    return Seconds(
+        forward=forward, input_gradient=backward if case.needs_gradient(case.result) else 0.0
+    )
+
+
+def _sum(one: Seconds, other: Seconds) -> Seconds:
+    return Seconds(
+        forward=one.forward + other.forward,
+        input_gradient=one.input_gradient + other.input_gradient,
+        weight_gradient=one.weight_gradient + other.weight_gradient,
+    )
+
+
+_TARGETS: tuple[tuple[Formula, str], ...] = (
+    (_contraction, " ".join(FACTORS)),
+    (_attention, ATTENTION),
+    (_convolution, "aten.conv1d.default aten.conv2d.default aten.conv3d.default"),
+    (_norm, "aten.layer_norm.default aten.rms_norm.default"),
+    (_batch_norm, "aten.batch_norm.default"),
+    (_softmax, "aten.softmax.int aten.log_softmax.int aten._softmax.default"),
+    (_dropout, "aten.dropout.default aten.dropout_.default aten.feature_dropout.default"),
+    (_embedding, "aten.embedding.default"),
+    (_cross_entropy, "aten.cross_entropy_loss.default"),
+)
+_FORMULAS: Mapping[str, Formula] = MappingProxyType(
+    {target: formula for formula, targets in _TARGETS for target in targets.split()}
+)

@@ -1,0 +1,86 @@
+"""Turns an op that is bound by the bytes it moves into seconds: all that have no own formula."""
+
+from __future__ import annotations
+
+from autopar.planner.costs.kernels.elementwise import memory_seconds
+from autopar.planner.costs.ops.case import OpCase, Seconds
+from autopar.planner.rules.rule import Linear, Traffic
+
+_SPLITS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.")
+_PARTS = ("aten.slice.", "aten.select.", "aten.narrow.", "aten.unbind.")
+_EXPANDS = ("aten.expand.", "aten.expand_as.", "aten.broadcast_to.")
+_SUMS = ("aten.add.", "aten.add_.", "aten.sub.", "aten.sub_.")
+_EXPONENTIALS = frozenset(
+    f"aten.{name}.default"
+    for name in ("gelu", "silu", "tanh", "sigmoid", "exp", "softplus", "mish", "elu", "erf",
+                 "tanh_", "sigmoid_", "log", "sin", "cos")
+)  # fmt: skip
+
+
+def traffic_seconds(case: OpCase) -> Seconds:
+    """Return the seconds of one kernel that moves an op's inputs and results.
+
+    Views move nothing. Where the result takes an exponential per element, its rate may bind (on a
+    CPU). Leaves out strided access.
+    """
+    is_learned = bool(case.op.inputs) and all(
+        case.is_weight(name) for name in case.op.inputs if case.needs_gradient(name)
+    )
+    forward = _kernel(case, forward_bytes(case))
+    if not case.needs_gradient(case.result):
+        return Seconds(forward=forward)
+    backward = _kernel(case, backward_bytes(case))
+    if is_learned:
+        return Seconds(forward=forward, weight_gradient=backward)
+    return Seconds(forward=forward, input_gradient=backward)
+
+
+def forward_bytes(case: OpCase) -> int:
+    """Return what the forward reads and writes; a gather reads as much of a table as it writes."""
+    written = sum(map(case.bytes, case.op.outputs))
+    if case.rule.traffic is Traffic.NONE:
+        copied = case.graph.tensors[case.result].storage == case.result
+        return 2 * written if copied and "reshape" in case.op.target else 0
+    if case.rule.traffic is Traffic.GATHERED:
+        return 2 * written
+    return written + sum(map(case.bytes, case.op.inputs))
+
+
+def backward_bytes(case: OpCase) -> int:
+    """Return what the backward moves.
+
+    A sum hands its gradient on, summed where an input was broadcast. What is linear reads the
+    results' gradient and writes the inputs'; what is not also reads what it kept, at most its
+    inputs and results. The gradient of a part of a tensor is written into zeros.
+    """
+    results = sum(map(case.bytes, case.op.outputs))
+    inputs = sum(case.bytes(name) for name in case.op.inputs if case.needs_gradient(name))
+    target = case.op.target
+    if target.startswith(_SUMS):
+        size = case.shapes.numel(case.result)
+        shrunk = [n for n in case.op.inputs if case.needs_gradient(n)
+                  and case.shapes.numel(n) < size]  # fmt: skip
+        return sum(results + case.bytes(name) for name in shrunk)
+    if target.startswith(_SPLITS):
+        return 2 * inputs
+    if target.startswith(_PARTS):
+        return inputs + 2 * results if results < inputs else 0
+    if target.startswith(_EXPANDS):
+        return results + inputs if inputs < results else 0
+    if case.rule.traffic is Traffic.NONE:
+        return forward_bytes(case)
+    if case.rule.traffic is Traffic.GATHERED:
+        return inputs + 2 * results
+    if case.rule.linear is Linear.JOINTLY:
+        return results + inputs
+    return forward_bytes(case) + inputs
+
+
+def _kernel(case: OpCase, moved: int) -> float:
+    if not moved:
+        return 0.0
+    seconds = memory_seconds(moved, rates=case.memory)
+    if case.op.target not in _EXPONENTIALS:
+        return seconds
+    rate = case.memory.exponentials_per_second
+    return max(seconds, case.memory.launch_seconds + case.shapes.numel(case.result) / rate)

@@ -1,0 +1,188 @@
+"""Turns the stages of a pipeline into the seconds of one step, quickly for any microbatches.
+
+One stage: m·(f + b). GPipe and 1F1B have closed forms. The other schedules are simulated for a few
+rounds of microbatches, and every further round takes as long as the last one simulated did.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from itertools import accumulate
+
+from autopar.planner.costs.schedules.closed_forms import (
+    on_demand_seconds,
+    uneven_gpipe_step_seconds,
+    uneven_one_f_one_b_least_seconds,
+)
+from autopar.planner.costs.schedules.simulation import (
+    Prepared,
+    StageSeconds,
+    Transfer,
+    prepared,
+    simulate_prepared,
+)
+from autopar.planner.costs.schedules.table import (
+    SCHEDULES,
+    PipelineShape,
+    ScheduleKind,
+    schedule_of,
+)
+
+ROUNDS = 3  # simulated: warm-up, and one round more than it takes to settle
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineSeconds:
+    """When the pipeline has done all microbatches, and when each rank begins and ends."""
+
+    step_seconds: float
+    rank_starts_seconds: tuple[float, ...]
+    rank_ends_seconds: tuple[float, ...]
+
+
+def rank_of(kind: ScheduleKind, stage: int, ranks: int) -> int:
+    """Return the rank of a stage: in turn, or down and up again for a V."""
+    if kind is ScheduleKind.ZERO_BUBBLE_V and stage >= ranks:
+        return 2 * ranks - 1 - stage
+    return stage % ranks
+
+
+def pipeline_seconds(
+    kind: ScheduleKind,
+    shape: PipelineShape,
+    stages: Sequence[StageSeconds],
+    *,
+    transfer_seconds: Sequence[float],
+) -> PipelineSeconds:
+    """Return the seconds of one step, and of each rank until it is done."""
+    if shape.stages == 1:
+        step_seconds = shape.microbatches * (stages[0].forward_seconds + stages[0].backward_seconds)
+        return PipelineSeconds(
+            step_seconds=step_seconds,
+            rank_starts_seconds=(0.0,),
+            rank_ends_seconds=(step_seconds,),
+        )
+    if kind in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B):
+        return _closed(kind, shape, stages, transfer_seconds)
+    return _simulated(kind, shape, tuple(stages), tuple(transfer_seconds))
+
+
+def _closed(
+    kind: ScheduleKind,
+    shape: PipelineShape,
+    stages: Sequence[StageSeconds],
+    transfer_seconds: Sequence[float],
+) -> PipelineSeconds:
+    """Return the closed form; a rank is done when the gradients still have to pass those before."""
+    forward = [stage.forward_seconds for stage in stages]
+    backward = [stage.backward_seconds for stage in stages]
+    transfers = tuple(transfer_seconds)
+    if SCHEDULES[kind].transfer is Transfer.ON_DEMAND:
+        waited, backward_waited = on_demand_seconds(forward, backward, transfers)
+        forward, backward = list(waited), list(backward_waited)
+        transfers = (0.0,) * len(transfers)
+    formula = (
+        uneven_gpipe_step_seconds
+        if kind is ScheduleKind.GPIPE
+        else uneven_one_f_one_b_least_seconds
+    )
+    step_seconds = formula(
+        forward, backward, transfer_seconds=transfers, microbatches=shape.microbatches
+    )
+    return PipelineSeconds(
+        step_seconds=step_seconds,
+        rank_starts_seconds=tuple(accumulate(forward[:-1], initial=0.0)),
+        rank_ends_seconds=tuple(
+            step_seconds - later for later in accumulate(backward[:-1], initial=0.0)
+        ),
+    )
+
+
+@lru_cache(maxsize=4096)
+def _simulated(
+    kind: ScheduleKind,
+    shape: PipelineShape,
+    stages: tuple[StageSeconds, ...],
+    transfer_seconds: tuple[float, ...],
+) -> PipelineSeconds:
+    """Return the simulation; beyond a few rounds, each takes what the last simulated one did."""
+    per_round = shape.ranks
+    rounds, rest = divmod(shape.microbatches, per_round)
+    if rest or rounds <= ROUNDS:
+        return _run(kind, shape, stages, transfer_seconds)
+    settled = _run(kind, _rounds(shape, ROUNDS), stages, transfer_seconds)
+    before = _run(kind, _rounds(shape, ROUNDS - 1), stages, transfer_seconds)
+    left = rounds - ROUNDS
+    further = left * (settled.step_seconds - before.step_seconds)
+    busiest = max(
+        settled.step_seconds - idle + left * per_round * own + unavoidable
+        for own, idle, unavoidable in _idle(kind, shape, stages, settled)
+    )
+    step_seconds = max(settled.step_seconds + further, busiest)
+    return replace(
+        settled,
+        step_seconds=step_seconds,
+        rank_ends_seconds=tuple(
+            end + step_seconds - settled.step_seconds for end in settled.rank_ends_seconds
+        ),
+    )
+
+
+def _idle(
+    kind: ScheduleKind,
+    shape: PipelineShape,
+    stages: Sequence[StageSeconds],
+    settled: PipelineSeconds,
+) -> Iterator[tuple[float, float, float]]:
+    """Yield each rank's seconds of a microbatch, its idle seconds, and those at the two ends.
+
+    Idle seconds between the ends are slack: a rank that is the slowest uses it up in later rounds.
+    """
+    own = [0.0] * shape.ranks
+    splits = SCHEDULES[kind].splits_backward
+    for number, stage in enumerate(stages):
+        more = stage.split_seconds if splits else 0.0
+        seconds = stage.forward_seconds + stage.backward_seconds + more
+        own[rank_of(kind, number, shape.ranks)] += seconds
+    for rank, seconds in enumerate(own):
+        at_ends = (
+            settled.rank_starts_seconds[rank]
+            + settled.step_seconds
+            - settled.rank_ends_seconds[rank]
+        )
+        idle = settled.step_seconds - ROUNDS * shape.ranks * seconds
+        yield seconds, idle, at_ends
+
+
+def _rounds(shape: PipelineShape, rounds: int) -> PipelineShape:
+    return PipelineShape(
+        ranks=shape.ranks,
+        stages_per_rank=shape.stages_per_rank,
+        microbatches=rounds * shape.ranks,
+    )
+
+
+def _run(
+    kind: ScheduleKind,
+    shape: PipelineShape,
+    stages: tuple[StageSeconds, ...],
+    transfer_seconds: tuple[float, ...],
+) -> PipelineSeconds:
+    simulation = simulate_prepared(
+        _order(kind, shape),
+        stages,
+        transfer_seconds=transfer_seconds,
+        transfer=SCHEDULES[kind].transfer,
+    )
+    return PipelineSeconds(
+        step_seconds=simulation.step_seconds,
+        rank_starts_seconds=tuple(starts[0] for starts in simulation.starts_seconds),
+        rank_ends_seconds=tuple(ends[-1] for ends in simulation.ends_seconds),
+    )
+
+
+@lru_cache(maxsize=64)
+def _order(kind: ScheduleKind, shape: PipelineShape) -> Prepared:
+    return prepared(schedule_of(kind, shape))

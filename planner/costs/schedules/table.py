@@ -1,0 +1,210 @@
+"""The table of pipeline schedules: what each needs, builds, holds and is called in torch."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from enum import StrEnum
+from functools import lru_cache
+from types import MappingProxyType
+
+from autopar.planner.costs.schedules.actions import Schedule
+from autopar.planner.costs.schedules.in_flight import (
+    gpipe_in_flight,
+    interleaved_in_flight,
+    interleaved_zero_bubble_in_flight,
+    one_f_one_b_in_flight,
+    peak_deferred,
+    zero_bubble_v_in_flight,
+)
+from autopar.planner.costs.schedules.orders import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    microbatches_per_round,
+    one_f_one_b,
+    zero_bubble_v,
+)
+from autopar.planner.costs.schedules.simulation import Transfer
+from autopar.planner.errors import InputError
+
+SETTLED_ROUNDS = 3  # of as many microbatches as ranks: what is held at once grows no more
+
+
+class ScheduleKind(StrEnum):
+    """The order in which the stages of a pipeline run their microbatches."""
+
+    GPIPE = "gpipe"
+    ONE_F_ONE_B = "1f1b"
+    INTERLEAVED_1F1B = "interleaved-1f1b"
+    INTERLEAVED_ZERO_BUBBLE = "interleaved-zero-bubble"
+    ZERO_BUBBLE_V = "zero-bubble-v"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PipelineShape:
+    """How many ranks run how many stages each, for how many microbatches."""
+
+    ranks: int
+    stages_per_rank: int
+    microbatches: int
+
+    @property
+    def stages(self) -> int:
+        """The stages of the whole pipeline."""
+        return self.ranks * self.stages_per_rank
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ScheduleFacts:
+    """What is particular to one schedule."""
+
+    torch_class: str  # in torch.distributed.pipelining
+    transfer: Transfer  # how torch runs it: one stage per rank receives only when it needs to
+    splits_backward: bool
+    order: Callable[[PipelineShape], Schedule]
+    in_flight: Callable[[int, PipelineShape], int]
+    refusal: Callable[[PipelineShape], str]
+
+
+def schedule_of(kind: ScheduleKind, shape: PipelineShape) -> Schedule:
+    """Return the actions of each rank, or raise an InputError where torch runs no such schedule."""
+    refused = refusal(kind, shape)
+    if refused:
+        raise InputError(refused, where=f"pipeline schedule {kind}")
+    return SCHEDULES[kind].order(shape)
+
+
+def refusal(kind: ScheduleKind, shape: PipelineShape) -> str:
+    """Return why torch does not run this schedule in this shape, empty if it does."""
+    return SCHEDULES[kind].refusal(shape)
+
+
+def in_flight_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape) -> int:
+    """Return the most microbatches whose activations a stage holds at once, by closed form."""
+    return SCHEDULES[kind].in_flight(stage, shape)
+
+
+def deferred_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape) -> int:
+    """Return the most microbatches whose weights' gradients a stage has still to make.
+
+    The inputs of the first stage need no gradient, so it makes those of its weights at once.
+    """
+    if stage == 0 or not SCHEDULES[kind].splits_backward:
+        return 0
+    return _deferred(kind, settled(shape))[stage]
+
+
+def settled(shape: PipelineShape) -> PipelineShape:
+    """Return the shape with fewer microbatches, if it then holds as many at once."""
+    rounds, rest = divmod(shape.microbatches, shape.ranks)
+    if rest or rounds <= SETTLED_ROUNDS:
+        return shape
+    return replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
+
+
+@lru_cache(maxsize=1024)
+def _deferred(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
+    return peak_deferred(schedule_of(kind, shape))
+
+
+def _gpipe_refusal(shape: PipelineShape) -> str:
+    return _wrong_stages_per_rank(shape, 1)
+
+
+def _one_f_one_b_refusal(shape: PipelineShape) -> str:
+    too_few = (
+        f"{shape.microbatches} microbatches are fewer than {shape.ranks} stages: "
+        f"take at least {shape.ranks} microbatches, or {ScheduleKind.GPIPE}"
+    )
+    return _wrong_stages_per_rank(shape, 1) or (too_few if shape.microbatches < shape.ranks else "")
+
+
+def _interleaved_refusal(shape: PipelineShape) -> str:
+    rounds = max(1, shape.microbatches // shape.ranks)
+    return (
+        f"{shape.microbatches} microbatches do not fill {rounds} equal rounds on "
+        f"{shape.ranks} ranks: take a multiple of {shape.ranks}"
+        if shape.microbatches % rounds
+        else ""
+    )
+
+
+def _zero_bubble_v_refusal(shape: PipelineShape) -> str:
+    return _wrong_stages_per_rank(shape, 2)
+
+
+def _wrong_stages_per_rank(shape: PipelineShape, needed: int) -> str:
+    return (
+        f"{shape.stages_per_rank} stages per rank, this schedule runs {needed}"
+        if shape.stages_per_rank != needed
+        else ""
+    )
+
+
+def _per_round(shape: PipelineShape) -> int:
+    return microbatches_per_round(shape.ranks, shape.stages_per_rank, shape.microbatches)
+
+
+SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
+    {
+        ScheduleKind.GPIPE: ScheduleFacts(
+            torch_class="ScheduleGPipe",
+            transfer=Transfer.ON_DEMAND,
+            splits_backward=False,
+            order=lambda shape: gpipe(shape.ranks, shape.microbatches),
+            in_flight=lambda _, shape: gpipe_in_flight(shape.microbatches),
+            refusal=_gpipe_refusal,
+        ),
+        ScheduleKind.ONE_F_ONE_B: ScheduleFacts(
+            torch_class="Schedule1F1B",
+            transfer=Transfer.ON_DEMAND,
+            splits_backward=False,
+            order=lambda shape: one_f_one_b(shape.ranks, shape.microbatches),
+            in_flight=lambda stage, shape: one_f_one_b_in_flight(
+                stage, stages=shape.ranks, microbatches=shape.microbatches
+            ),
+            refusal=_one_f_one_b_refusal,
+        ),
+        ScheduleKind.INTERLEAVED_1F1B: ScheduleFacts(
+            torch_class="ScheduleInterleaved1F1B",
+            transfer=Transfer.OVERLAPPED,
+            splits_backward=False,
+            order=lambda shape: interleaved_1f1b(
+                shape.ranks, shape.stages_per_rank, shape.microbatches
+            ),
+            in_flight=lambda stage, shape: interleaved_in_flight(
+                stage,
+                ranks=shape.ranks,
+                stages_per_rank=shape.stages_per_rank,
+                microbatches=shape.microbatches,
+                per_round=_per_round(shape),
+            ),
+            refusal=_interleaved_refusal,
+        ),
+        ScheduleKind.INTERLEAVED_ZERO_BUBBLE: ScheduleFacts(
+            torch_class="ScheduleInterleavedZeroBubble",
+            transfer=Transfer.OVERLAPPED,
+            splits_backward=True,
+            order=lambda shape: interleaved_zero_bubble(
+                shape.ranks, shape.stages_per_rank, shape.microbatches
+            ),
+            in_flight=lambda stage, shape: interleaved_zero_bubble_in_flight(
+                stage,
+                ranks=shape.ranks,
+                stages_per_rank=shape.stages_per_rank,
+                microbatches=shape.microbatches,
+                per_round=_per_round(shape),
+            ),
+            refusal=_interleaved_refusal,
+        ),
+        ScheduleKind.ZERO_BUBBLE_V: ScheduleFacts(
+            torch_class="ScheduleZBVZeroBubble",
+            transfer=Transfer.OVERLAPPED,
+            splits_backward=True,
+            order=lambda shape: zero_bubble_v(shape.ranks, shape.microbatches),
+            in_flight=lambda stage, shape: zero_bubble_v_in_flight(
+                stage, ranks=shape.ranks, microbatches=shape.microbatches
+            ),
+            refusal=_zero_bubble_v_refusal,
+        ),
+    }
+)

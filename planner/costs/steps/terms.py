@@ -1,0 +1,273 @@
+"""Tells where the seconds of a step go: terms that sum to it, and each kind of communication."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.planner.costs.collectives.choice import Collective
+from autopar.planner.costs.collectives.norm_statistics import NO_WAIT
+from autopar.planner.costs.prediction import (
+    Arrangement,
+    CommunicationTerm,
+    Provenance,
+    TimeTerm,
+    Zero,
+)
+from autopar.planner.costs.schedules.pipeline import rank_of
+from autopar.planner.costs.steps.data_parallel import DataSeconds
+from autopar.planner.costs.steps.rank_groups import RankGroups, summed_seconds
+from autopar.planner.costs.steps.stage_load import StageLoad
+
+_ROUNDING = 1e-12  # of a sum, far below what any bubble is
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Step:
+    """Everything that the seconds of one step are made of."""
+
+    arrangement: Arrangement
+    loads: tuple[StageLoad, ...]
+    data: tuple[DataSeconds, ...]
+    pipeline_seconds: float
+    transfer_seconds: tuple[float, ...]  # between stages, one way, of one microbatch
+    first_gather_seconds: float
+    last_reduction_seconds: float
+    tied_seconds: float
+    optimizer_seconds: float
+    framework_step_seconds: float
+    framework_action_seconds: float
+    splitting_seconds: tuple[float, ...]  # of a backward of each stage
+    is_host_measured: bool = False  # optimizer and framework, as on the devices at hand
+    is_net_measured: bool = False  # latency and rate of every link
+
+    @property
+    def seconds(self) -> float:
+        """From one step to the next."""
+        return (
+            self.first_gather_seconds + self.pipeline_seconds + self.last_reduction_seconds
+            + self.tied_seconds + self.optimizer_seconds + self.framework_step_seconds
+        )  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Busiest:
+    """What the rank that computes most does in one step."""
+
+    compute_seconds: float
+    recompute_seconds: float
+    tensor_seconds: float
+    data_seconds: float  # waited for within the microbatches
+    framework_seconds: float
+    measured_seconds: float
+    stages: tuple[int, ...]
+
+    @property
+    def seconds(self) -> float:
+        """Of all of it."""
+        return (
+            self.compute_seconds + self.recompute_seconds + self.tensor_seconds
+            + self.data_seconds + self.framework_seconds
+        )  # fmt: skip
+
+
+def time_terms(step: Step) -> tuple[TimeTerm, ...]:
+    """Return the terms of the busiest rank; what it does not do of the pipeline is its bubble."""
+    busiest = busiest_rank(step)
+    exposed = (
+        busiest.data_seconds
+        + step.first_gather_seconds
+        + step.last_reduction_seconds
+        + step.tied_seconds
+    )
+    source = _provenance(busiest)
+    host = Provenance.MEASURED if step.is_host_measured else Provenance.FORMULA
+    net = Provenance.MIXED if step.is_net_measured else Provenance.FORMULA
+    rows = (
+        ("compute", busiest.compute_seconds, source),
+        ("recompute", busiest.recompute_seconds, source),
+        ("tensor communication", busiest.tensor_seconds, net),
+        ("pipeline bubble", _idle_seconds(step, busiest), Provenance.FORMULA),
+        ("exposed data parallel", exposed, net),
+        ("optimizer", step.optimizer_seconds, host),
+        ("framework", busiest.framework_seconds + step.framework_step_seconds, host),
+    )
+    return tuple(TimeTerm(name=n, seconds=s, provenance=p) for n, s, p in rows)
+
+
+def _idle_seconds(step: Step, busiest: Busiest) -> float:
+    """Return what is left of the pipeline; what sums differ by in their last digits is nothing."""
+    rest = step.pipeline_seconds - busiest.seconds
+    return rest if rest > _ROUNDING * step.pipeline_seconds else 0.0
+
+
+def busiest_rank(step: Step) -> Busiest:
+    """Return what the rank with most to do does."""
+    arrangement = step.arrangement
+    stages: list[list[int]] = [[] for _ in range(arrangement.pipeline)]
+    for stage in range(len(step.loads)):
+        stages[rank_of(arrangement.schedule, stage, arrangement.pipeline)].append(stage)
+    return max((_sums(step, own) for own in stages), key=lambda one: one.seconds)
+
+
+def _sums(step: Step, stages: Sequence[int]) -> Busiest:
+    microbatches = step.arrangement.microbatches
+    loads = [step.loads[stage] for stage in stages]
+    data = [step.data[stage] for stage in stages]
+    recompute = sum(load.recompute_seconds for load in loads)
+    tensor = sum(load.communication_seconds for load in loads)
+    everything = sum(load.seconds for load in loads)
+    waited = sum(one.forward_wait + one.backward_wait for one in data)
+    return Busiest(
+        compute_seconds=microbatches * (everything - recompute - tensor),
+        recompute_seconds=microbatches * recompute,
+        tensor_seconds=microbatches * tensor,
+        data_seconds=microbatches * waited,
+        framework_seconds=microbatches
+        * sum(2 * step.framework_action_seconds + step.splitting_seconds[one] for one in stages),
+        measured_seconds=microbatches * sum(load.measured_seconds for load in loads),
+        stages=tuple(stages),
+    )
+
+
+def _provenance(busiest: Busiest) -> Provenance:
+    computing = busiest.compute_seconds + busiest.recompute_seconds
+    if not busiest.measured_seconds:
+        return Provenance.FORMULA
+    is_all = busiest.measured_seconds >= 0.999 * computing
+    return Provenance.MEASURED if is_all else Provenance.MIXED
+
+
+def communication_terms(
+    step: Step, groups: RankGroups, *, tied_gradient_bytes: int
+) -> tuple[CommunicationTerm, ...]:
+    """Return each kind of communication of the busiest rank, those that take no time left out."""
+    busiest = busiest_rank(step)
+    terms = (
+        _tensor_term(step, busiest),
+        *_data_terms(step, busiest),
+        _replicated_term(step, busiest, groups),
+        _pipeline_term(step, busiest),
+        _term(
+            "weights that the first and the last stage share",
+            Collective.ALL_REDUCE,
+            ranks=2,
+            count=1,
+            payload_bytes=tied_gradient_bytes,
+            seconds=step.tied_seconds,
+            exposed_seconds=step.tied_seconds,
+        ),
+    )
+    return tuple(term for term in terms if term.seconds > 0)
+
+
+def _term(
+    reason: str,
+    collective: str,
+    *,
+    ranks: int,
+    count: int,
+    payload_bytes: int,
+    seconds: float,
+    exposed_seconds: float,
+) -> CommunicationTerm:
+    return CommunicationTerm(
+        reason=reason,
+        collective=str(collective),
+        ranks=ranks,
+        count=count,
+        payload_bytes=payload_bytes,
+        seconds=seconds,
+        exposed_seconds=exposed_seconds,
+    )
+
+
+def _tensor_term(step: Step, busiest: Busiest) -> CommunicationTerm:
+    """Return that of the layers' own collectives; the layouts of the plan say which they are."""
+    return _term(
+        "activations split over the tensor axis",
+        "as the layouts say",
+        ranks=step.arrangement.tensor,
+        count=0,
+        payload_bytes=0,
+        seconds=busiest.tensor_seconds,
+        exposed_seconds=busiest.tensor_seconds,
+    )
+
+
+def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
+    """Yield gathers and reductions; what a backward waits for of both is told with the latter."""
+    arrangement = step.arrangement
+    own = [step.data[stage] for stage in busiest.stages]
+    loads = [step.loads[stage] for stage in busiest.stages]
+    gathers = sum(one.gathers_alone for one in own)
+    reductions = sum(one.reductions_alone for one in own)
+    each = arrangement.microbatches
+    is_sharded = arrangement.zero is Zero.PARAMETERS
+    waited = each * sum(one.each_forward for one in own) + step.first_gather_seconds
+    yield _term(
+        "parameters gathered from the ranks that share them",
+        Collective.ALL_GATHER,
+        ranks=arrangement.shard,
+        count=sum(one.gathers for one in own),
+        payload_bytes=(2 * each if is_sharded else 1) * sum(load.parameter_bytes for load in loads),
+        seconds=gathers,
+        exposed_seconds=min(waited, gathers),
+    )
+    rounds = each if arrangement.zero >= Zero.GRADIENTS else 1
+    exposed = each * sum(one.each_backward for one in own) + step.last_reduction_seconds
+    yield _term(
+        "gradients summed over the ranks that share the data",
+        Collective.ALL_REDUCE if arrangement.zero is Zero.NONE else Collective.REDUCE_SCATTER,
+        ranks=arrangement.data,
+        count=sum(one.reductions for one in own),
+        payload_bytes=rounds * sum(load.gradient_bytes for load in loads),
+        seconds=reductions,
+        exposed_seconds=min(exposed, reductions + (gathers if is_sharded else 0.0)),
+    )
+    statistics = sum((one.synchronising for one in own), NO_WAIT)
+    seconds = each * (statistics.forward_seconds + statistics.backward_seconds)
+    yield _term(
+        "statistics of batch norms over the ranks that share the data",
+        Collective.ALL_GATHER,
+        ranks=arrangement.data,
+        count=each * statistics.collectives,
+        payload_bytes=each * statistics.payload_bytes,
+        seconds=seconds,
+        exposed_seconds=seconds,
+    )
+
+
+def _replicated_term(step: Step, busiest: Busiest, groups: RankGroups) -> CommunicationTerm:
+    sizes = [step.loads[stage].replicated_gradient_bytes for stage in busiest.stages]
+    seconds = sum(summed_seconds(groups.tensor, size) for size in sizes)
+    return _term(
+        "gradients of parameters that are whole on the tensor axis",
+        Collective.ALL_REDUCE,
+        ranks=step.arrangement.tensor,
+        count=len(sizes),
+        payload_bytes=sum(sizes),
+        seconds=seconds,
+        exposed_seconds=seconds,
+    )
+
+
+def _pipeline_term(step: Step, busiest: Busiest) -> CommunicationTerm:
+    """Return what the rank receives: activations from the stage before, gradients from after."""
+    received = [
+        border
+        for stage in busiest.stages
+        for border in (stage - 1, stage)
+        if 0 <= border < len(step.transfer_seconds)
+    ]
+    each = step.arrangement.microbatches
+    seconds = each * sum(step.transfer_seconds[border] for border in received)
+    return _term(
+        "activations and their gradients between stages",
+        Collective.POINT_TO_POINT,
+        ranks=2,
+        count=each * len(received),
+        payload_bytes=each * sum(step.loads[border].output_bytes for border in received),
+        seconds=seconds,
+        exposed_seconds=seconds,
+    )

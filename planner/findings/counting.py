@@ -1,0 +1,135 @@
+"""Says by what a mean counts that is not over all of a batch, and whether the batch alone tells it.
+
+A part of a batch has the weight of its own such count in the mean of the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from autopar.planner.findings.random_ops import is_random
+from autopar.planner.graph import Graph, Op, Origin, Ref
+
+CLASS_LOSSES = frozenset(
+    f"aten.{name}.default" for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
+)
+_MEAN = 1  # of losses, as ATen counts reductions
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Division:
+    """What is divided, and by which count that the batch alone tells, with a number added to it."""
+
+    counted: str
+    count: str
+    added: float
+
+
+def is_class(graph: Graph, target: Ref) -> bool:
+    """Whether a loss over classes is given one of them for each row, not a share of every one."""
+    return graph.tensors[target.tensor].is_whole_numbered
+
+
+def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
+    """Return by what a mean counts, () where it is over all of the batch or no mean.
+
+    That are the targets of a loss over classes, with the weights of these, or the mask that picked
+    what the mean is over.
+    """
+    arguments = dict(op.arguments)
+    is_mean = arguments.get("reduction") == _MEAN or op.target.split(".")[1] == "mean"
+    if not is_mean:
+        return ()
+    if op.target in CLASS_LOSSES:
+        target, weight = op.argument("target"), op.argument("weight")
+        assert isinstance(target, Ref)
+        has_classes = is_class(graph, target)
+        given = (target, weight) if has_classes else ()
+        return tuple(one.tensor for one in given if isinstance(one, Ref))
+    made = (graph.tensors[name] for name in op.outputs)
+    if any(one.counted_by for one in made):
+        return ()
+    return tuple(sorted({graph.tensors[name].counted_by for name in op.inputs} - {""}))
+
+
+def counts_untold(op: Op, graph: Graph) -> bool:
+    """Whether a mean counts by what the model alone holds or draws: each part has its own there."""
+    names = counted_by(op, graph)
+    if not names or is_told(graph, names):
+        return False
+    if op.target in CLASS_LOSSES and len(names) == 1:
+        return _ignores(op, graph, names[0])
+    return True
+
+
+def is_told(graph: Graph, names: Iterable[str]) -> bool:
+    """Whether the batch alone tells what a mean counts by."""
+    tensors = [graph.tensors.get(name) for name in names]
+    is_known = all(one is not None and one.counted_by != one.name for one in tensors)
+    return is_known and steps_from_batch(graph, names) is not None
+
+
+def _ignores(op: Op, graph: Graph, target: str) -> bool:
+    """Whether targets are made with the class that a loss leaves out."""
+    ignored = op.argument("ignore_index")
+    return any(
+        not isinstance(value, bool) and value == ignored
+        for step in steps_to(graph, [target])
+        for _, value in step.arguments
+    )
+
+
+def division_of(graph: Graph, op: Op) -> Division | None:
+    """Return what an op divides by a count that the batch alone tells, None where it does not.
+
+    Of a sum over rows (`(x * mask).sum() / mask.sum()`) it makes a mean.
+    """
+    if op.target != "aten.div.Tensor" or dict(op.arguments).get("rounding_mode") is not None:
+        return None
+    above, below = op.argument("self"), op.argument("other")
+    is_number = not graph.tensors[op.outputs[0]].shape
+    if not (is_number and isinstance(above, Ref) and isinstance(below, Ref)):
+        return None
+    count, added = _kept_from_zero(graph, below.tensor)
+    if graph.tensors[count].requires_grad or steps_from_batch(graph, [count]) is None:
+        return None
+    return Division(counted=above.tensor, count=count, added=added)
+
+
+def _kept_from_zero(graph: Graph, name: str) -> tuple[str, float]:
+    """Return what a number was before it was kept from being zero, and what was added to it."""
+    maker = next((op for op in graph.ops if name in op.outputs), None)
+    if maker is None or maker.target.split(".")[1] not in ("clamp", "clamp_min", "to", "add"):
+        return name, 0.0
+    other = dict(maker.arguments).get("other", 0.0)
+    if not isinstance(other, (int, float)) or dict(maker.arguments).get("alpha", 1) != 1:
+        return name, 0.0
+    count, added = _kept_from_zero(graph, maker.inputs[0])
+    return count, added + other
+
+
+def steps_from_batch(graph: Graph, targets: Iterable[str]) -> list[Op] | None:
+    """Return the ops that make tensors from the batch alone.
+
+    None where a parameter, a buffer or what was drawn at random is in them.
+    """
+    needed = set(targets)
+    steps = steps_to(graph, needed)
+    needed |= {name for op in steps for name in op.inputs}
+    origins = {graph.tensors[name].origin for name in needed}
+    is_own = origins & {Origin.PARAMETER, Origin.BUFFER} or any(map(is_random, steps))
+    return None if is_own else steps
+
+
+def steps_to(graph: Graph, targets: Iterable[str]) -> list[Op]:
+    """Return the ops that make tensors, with those that write into them or what they view."""
+    needed, steps = set(targets), list[Op]()
+    storages = {graph.tensors[name].storage for name in needed}
+    for op in reversed(graph.ops):
+        writes = any(graph.tensors[name].storage in storages for name in op.writes)
+        if writes or needed & set(op.outputs):
+            steps.append(op)
+            needed |= set(op.inputs)
+            storages |= {graph.tensors[name].storage for name in op.inputs}
+    return steps[::-1]

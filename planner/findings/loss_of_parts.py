@@ -1,0 +1,193 @@
+"""Says how the loss of a batch follows from those of its parts: as their mean, or as their sum.
+
+A reduction makes a mean or a sum over rows, and linear ops keep that. What else is made of such
+numbers (a root, a product, the greatest) no part of the batch knows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from types import MappingProxyType
+
+from autopar.planner.extent import BATCH, Extent
+from autopar.planner.findings.counting import counts_untold, division_of
+from autopar.planner.graph import Graph, Op, Origin, Ref, Value
+
+
+class Follows(StrEnum):
+    """What a tensor of a whole batch is to those of its equal parts."""
+
+    ALIKE = "alike"  # rows have no part in it
+    ROWS = "rows"  # it has a value for each row
+    MEAN = "mean"
+    SUM = "sum"
+    NEARLY = "nearly"  # their mean, but for weights or for a term that no part knows
+    MEETS = "meets"  # nothing that the parts would tell
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LossOfParts:
+    """How the loss follows, and at which op it became that."""
+
+    follows: Follows
+    op: Op | None = None
+
+
+_ADDING = frozenset({"add", "sub", "rsub", "cat", "stack"})
+_SCALING = frozenset({"mul", "div", "true_divide"})
+_KEEPING = frozenset(
+    {
+        "view", "reshape", "flatten", "squeeze", "unsqueeze", "select", "slice", "index", "gather",
+        "sum", "mean", "neg", "clone", "contiguous", "to", "_to_copy", "type_as", "expand",
+        "detach", "t", "transpose", "permute", "unbind", "split", "split_with_sizes", "chunk",
+        "alias", "diagonal", "tril", "triu", "trace", "fill_diagonal", "copy", "dot", "matmul",
+        "mm", "bmm", "linear", "einsum",
+    }
+)  # fmt: skip
+_TYPED = frozenset({"new_ones", "new_zeros", "new_full", "new_empty"})  # read no numbers
+_COLLECTED = frozenset(  # values of all rows, however many those are
+    {"bincount", "histc", "unique_dim", "_unique2", "unique_consecutive", "unique_dim_consecutive"}
+)
+_CONTRACTING = frozenset({"sum", "dot", "matmul", "mm", "bmm", "einsum", "count_nonzero"})
+_MEETING = frozenset(
+    {
+        "pow", "square", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p", "log2", "abs", "relu",
+        "reciprocal", "sigmoid", "tanh", "softplus", "clamp", "clamp_min", "amax", "amin", "max",
+        "min", "maximum", "minimum", "logsumexp", "softmax", "log_softmax", "var", "std", "norm",
+        "linalg_vector_norm", "linalg_matrix_norm", "logdet", "linalg_slogdet", "_linalg_slogdet",
+    }
+)  # fmt: skip
+_REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # as ATen counts them
+
+
+def loss_of_parts(graph: Graph) -> LossOfParts:
+    """Return how the loss of a graph follows from the losses of equal parts of the batch."""
+    found = all_of_parts(graph)
+    follows = found[graph.loss]
+    return LossOfParts(follows=follows, op=_origin(graph, found, follows))
+
+
+def all_of_parts(graph: Graph) -> Mapping[str, Follows]:
+    """Return for every tensor of a graph how it follows from those of equal parts."""
+    reader = _Reader(graph)
+    reader.read()
+    return MappingProxyType(reader.follows)
+
+
+def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> bool:
+    """Whether an op divides a mean or sum over rows by a number that the batch alone tells.
+
+    It is a mean then, in which each part has the weight of its own such number.
+    """
+    division = division_of(graph, op)
+    if division is None:
+        return False
+    counted = follows[division.counted]
+    return counted is follows[division.count] and counted in (Follows.MEAN, Follows.SUM)
+
+
+def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | None:
+    """Return the first op on the way to the loss that made it what it is."""
+    makers = {out: op for op in graph.ops for out in op.outputs}
+    op = makers.get(graph.loss)
+    while op is not None:
+        before = next((one for one in op.inputs if found[one] is kind and one in makers), None)
+        if before is None:
+            return op
+        op = makers[before]
+    return None
+
+
+class _Reader:
+    """Reads the ops of a graph in their order, and what each makes of the rows."""
+
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
+        self.follows: dict[str, Follows] = {}
+        for tensor in graph.tensors.values():
+            if tensor.origin is not Origin.OP:
+                self.follows[tensor.name] = self._of_shape(tensor.name) or Follows.ALIKE
+
+    def read(self) -> None:
+        """Read all ops."""
+        for op in self.graph.ops:
+            found = None
+            is_collected = op.target.split(".")[1] in _COLLECTED
+            for name in op.outputs:
+                kind = None if is_collected else self._of_shape(name)
+                if kind is None:
+                    found = kind = found or self._reduced(op)
+                self.follows[name] = kind
+
+    def _of_shape(self, name: str) -> Follows | None:
+        shape = self.graph.tensors[name].shape
+        return None if all(size.is_constant for size in shape) else Follows.ROWS
+
+    def _reduced(self, op: Op) -> Follows:
+        kinds = [self.follows[name] for name in op.inputs]
+        if all(kind is Follows.ALIKE for kind in kinds):
+            return Follows.ALIKE
+        name = op.target.split(".")[1].rstrip("_")  # what is written in place is made alike
+        if name in _TYPED:
+            return Follows.ALIKE
+        return self._of_rows(op, name) if Follows.ROWS in kinds else self._of_numbers(op, name)
+
+    def _of_rows(self, op: Op, name: str) -> Follows:
+        arguments = dict(op.arguments)
+        reduction = arguments.get("reduction")
+        if counts_untold(op, self.graph):
+            return Follows.NEARLY
+        if isinstance(reduction, int):
+            return _REDUCTIONS[reduction]
+        if name == "mean":
+            return Follows.MEAN
+        if name in _CONTRACTING:
+            return Follows.SUM
+        return self._unknown(op, name)
+
+    def _of_numbers(self, op: Op, name: str) -> Follows:
+        if name in _SCALING:
+            return self._scaled(op, name)
+        if name in _ADDING | _KEEPING:
+            return self._added(op)
+        return self._unknown(op, name)
+
+    def _unknown(self, op: Op, name: str) -> Follows:
+        learns = any(self.graph.tensors[out].requires_grad for out in op.outputs)
+        return Follows.MEETS if name in _MEETING and learns else Follows.NEARLY
+
+    def _added(self, op: Op) -> Follows:
+        kinds = {self.follows[name] for name in op.inputs}
+        if kinds <= {Follows.ALIKE, Follows.MEAN}:
+            return Follows.MEAN
+        if len(kinds) == 1:
+            return kinds.pop()
+        return Follows.MEETS if Follows.SUM in kinds else Follows.NEARLY
+
+    def _scaled(self, op: Op, name: str) -> Follows:
+        varying = list(dict.fromkeys(self._varying(op)))
+        above, other = op.argument("self"), op.argument("other")
+        is_division = name != "mul"
+        if len(varying) == 1 and not (is_division and above != Ref(varying[0])):
+            return _by_number(self.follows[varying[0]], other, is_division=is_division)
+        if is_division and is_weighed_division(op, self.graph, self.follows):
+            return Follows.MEAN
+        learning = [name for name in varying if self.graph.tensors[name].requires_grad]
+        if is_division and isinstance(other, Ref):
+            return Follows.MEETS if other.tensor in learning else Follows.NEARLY
+        return Follows.MEETS if len(learning) > 1 or len(varying) == 1 else Follows.NEARLY
+
+    def _varying(self, op: Op) -> Iterator[str]:
+        return (name for name in op.inputs if self.follows[name] is not Follows.ALIKE)
+
+
+def _by_number(kind: Follows, number: Value, *, is_division: bool) -> Follows:
+    """Return what a number of rows makes of a mean or a sum; other numbers leave it."""
+    if not isinstance(number, Extent) or number.is_constant:
+        return kind
+    pairs = {(Follows.SUM, True): Follows.MEAN, (Follows.MEAN, False): Follows.SUM}
+    quotient = number.divided_by(BATCH)
+    is_multiple = quotient is not None and quotient.is_constant
+    return pairs.get((kind, is_division), Follows.NEARLY) if is_multiple else Follows.NEARLY

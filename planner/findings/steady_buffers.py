@@ -1,0 +1,34 @@
+"""Finds the buffers that a step writes once, whatever rows it has: counts, power iterations."""
+
+from __future__ import annotations
+
+from autopar.planner.findings.loss_of_parts import Follows, all_of_parts
+from autopar.planner.graph import Graph, Op, Origin
+
+
+def steady_buffers(graph: Graph) -> tuple[str, ...]:
+    """Return the buffers that the forward writes without regard to rows, and reads.
+
+    Each microbatch would write them again: a count of steps would run ahead.
+    """
+    of_parts = all_of_parts(graph)
+    steady = {buffer.name for buffer in graph.buffers}
+    written = set[str]()
+    for op in graph.ops:
+        own = written_buffers(op, graph)
+        written |= own
+        if any(of_parts[name] is not Follows.ALIKE for name in op.inputs):
+            steady -= own
+    read = {
+        graph.tensors[name].storage
+        for op in graph.ops
+        for name in op.inputs
+        if graph.tensors[name].storage not in written_buffers(op, graph)
+    }
+    return tuple(one.name for one in graph.buffers if one.name in steady & written & read)
+
+
+def written_buffers(op: Op, graph: Graph) -> set[str]:
+    """Return the buffers that an op writes to."""
+    storages = {graph.tensors[name].storage for name in op.writes}
+    return {name for name in storages if graph.tensors[name].origin is Origin.BUFFER}

@@ -1,0 +1,243 @@
+"""Bounds what a node of the search can come to, from the layouts that are solved by then."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.planner.annotate import state_of
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
+from autopar.planner.costs.steps.rank_groups import rank_groups
+from autopar.planner.plan.bounds.bottleneck import (
+    Block,
+    Places,
+    Room,
+    StageRoom,
+    least_bottleneck_seconds,
+    places,
+)
+from autopar.planner.plan.bounds.layout_facts import LayoutFacts, facts_of, of_any
+from autopar.planner.plan.bounds.least import LeastLayers, least_layers
+from autopar.planner.plan.bounds.relaxed_memory import (
+    activation_budget_bytes,
+    in_flight_by_rank,
+    least_recompute_seconds,
+    lightest,
+)
+from autopar.planner.plan.bounds.step import Pressed, StepBound
+from autopar.planner.plan.bounds.whole_layers import find_places
+from autopar.planner.plan.declared.constraints import Objective
+from autopar.planner.plan.solving.costing import Inside, Modes
+from autopar.planner.plan.solving.questions import Questions, inside_of
+from autopar.planner.programs.stages.shares import shares_of
+
+Rooms = tuple[tuple[StageRoom, ...], ...]  # of the stages of each rank
+
+_ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
+_MOST_WHOLE = 64  # layers of a rank: of more, it matters little that they are whole
+_NEVER = Pressed(
+    recompute_seconds=float("inf"), bottleneck_seconds=float("inf"), places=Places(ranks=())
+)
+
+
+class Bounds:
+    """What no leaf below a node beats, under one objective."""
+
+    def __init__(self, questions: Questions, objective: Objective) -> None:
+        self.questions, self.costing, self.objective = questions, questions.costing, objective
+        subject = self.costing.subject
+        self.devices = tuple(dict.fromkeys(node.device for node in self.costing.cluster.nodes))
+        self.held = state_of(subject.graph.parameters, self.costing.precision)
+        self._least: dict[tuple[int, int], tuple[LeastLayers, ...]] = {}
+        self._facts: dict[Inside, LayoutFacts] = {}
+        self._of_any: dict[Inside, LayoutFacts] = {}
+        self._bottlenecks: dict[tuple[Block, Room], float] = {}
+        self._rooms_shared: dict[tuple[Arrangement, int], Rooms] = {}
+
+    def of_point(self, point: Arrangement) -> float:
+        """Return what no variant of a point beats, whatever the layouts."""
+        if self.objective is Objective.MEMORY:
+            return float(self.least_memory(replace(point, zero=Zero.PARAMETERS)))
+        key = point.tensor, point.microbatch
+        if key not in self._least:
+            self._least[key] = tuple(
+                least_layers(
+                    self.costing.pricer(point.microbatch, device),
+                    self.costing.subject.layers,
+                    tensor=point.tensor,
+                    rules=self.costing.rules,
+                )
+                for device in self.devices
+            )
+        least = self._least[key]
+        slowest = min(one.bottleneck_seconds(point.pipeline) for one in least)
+        through = min(one.through_seconds for one in least)
+        return max(through, point.microbatches * slowest)
+
+    def without_memory(self, arrangement: Arrangement) -> float:
+        """Return what no choice of stages and layouts beats, had every rank endless memory."""
+        if self.objective is Objective.MEMORY:
+            return float(self.least_memory(arrangement))
+        return self._bound(arrangement, self.of_any(arrangement), None)
+
+    def within_memory(self, arrangement: Arrangement) -> float:
+        """Return what no choice beats, whatever the layouts; infinite where none can fit."""
+        rooms = self._rooms_together(arrangement)
+        best = self._bound(arrangement, self.of_any(arrangement), rooms)
+        return self._of_objective(arrangement, best)
+
+    def of_variant(self, arrangement: Arrangement) -> float:
+        """Return what no choice of stages beats in the layouts there are; infinite: none fits."""
+        facts = self.facts(arrangement, 0)
+        best = self.of_solution(arrangement, 0)
+        # The fastest layouts are so for what they compute, not for what ZeRO-2 and 3 send of them.
+        is_sent = arrangement.zero >= Zero.GRADIENTS and arrangement.tensor > 1
+        if is_sent or best > self._bound(arrangement, facts, None):
+            solutions = self.costing.solutions(arrangement.tensor, arrangement.microbatch)
+            others = range(1, len(solutions))
+            best = min([best, *(self.of_solution(arrangement, number) for number in others)])
+        else:  # memory does not press here, but may where stages are whole
+            best = min(best, self.without_memory(arrangement))
+        return self._of_objective(arrangement, best)
+
+    def of_solution(self, arrangement: Arrangement, solution: int) -> float:
+        """Return what no choice of stages beats in one of the layouts; infinite: none fits."""
+        rooms = self._rooms(arrangement, solution)
+        return self._bound(arrangement, self.facts(arrangement, solution), rooms)
+
+    def _of_objective(self, arrangement: Arrangement, least_seconds: float) -> float:
+        """Return what the objective makes of it, infinite as it may be."""
+        if self.objective is Objective.MEMORY and least_seconds < float("inf"):
+            return float(self.least_memory(arrangement))
+        return least_seconds
+
+    def excludes(self, arrangement: Arrangement, solution: int, seconds: float) -> bool:
+        """Return whether no choice of stages in one of the layouts can take less than some seconds.
+
+        Sharper than the bound, and slower: for what would be solved otherwise.
+        """
+        facts = self.facts(arrangement, solution)
+        if arrangement.pipeline == 1 or facts.block.count > _MOST_WHOLE * arrangement.pipeline:
+            return False
+        groups = rank_groups(self.costing.cluster, arrangement)
+        step = StepBound(arrangement, groups, self.questions.constants, facts.totals)
+        room = self._room(arrangement, facts, self._rooms(arrangement, solution))
+        return not find_places(
+            step.shared(facts.block),
+            room,
+            step.rank_times(facts.block, facts.ends),
+            microbatches=arrangement.microbatches,
+            within_seconds=seconds,
+        )
+
+    def _bound(self, arrangement: Arrangement, facts: LayoutFacts, rooms: Rooms | None) -> float:
+        """Return the bound of a step in some layouts, within the memory or, None, without it."""
+        constants = self.questions.constants
+        groups = rank_groups(self.costing.cluster, arrangement)
+        step = StepBound(arrangement, groups, constants, facts.totals)
+        pressed = self._pressed(arrangement, facts, step.shared(facts.block), rooms)
+        return float("inf") if pressed is _NEVER else step.seconds(pressed, facts.block)
+
+    def _pressed(
+        self, arrangement: Arrangement, facts: LayoutFacts, shared: Block, rooms: Rooms | None
+    ) -> Pressed:
+        """Return the least time of recomputing and of the slowest rank, within the memory or not.
+
+        The one stage of no pipeline has the transient memory of every layer in it.
+        """
+        again, margin = 0.0, self.questions.constants.margin
+        if rooms is not None:
+            size = self.questions.most_bytes(arrangement)
+            if facts.least_alone_bytes(arrangement) * (1.0 + margin) > size:
+                return _NEVER
+            budget = activation_budget_bytes(
+                arrangement,
+                rank_bytes=size / (1.0 + margin) - facts.transient_bytes(arrangement),
+                state_bytes=facts.state_bytes(arrangement),
+            )
+            again = least_recompute_seconds(facts.ladder, budget)
+        room = self._room(arrangement, facts, rooms or _ENDLESS * arrangement.pipeline)
+        slowest = self._bottleneck(shared, room)
+        if max(again, slowest) == float("inf"):
+            return _NEVER
+        return Pressed(
+            recompute_seconds=again, bottleneck_seconds=slowest, places=places(shared, room)
+        )
+
+    def _room(self, arrangement: Arrangement, facts: LayoutFacts, ranks: Rooms) -> Room:
+        return Room(
+            ranks=ranks,
+            state_bytes=layer_state_bytes(facts.repeated, arrangement),
+            unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
+            transient_bytes=facts.transient_bytes(arrangement),
+            margin=self.questions.constants.margin,
+        )
+
+    def _rooms(self, arrangement: Arrangement, solution: int) -> Rooms:
+        """Return the memory of the stages of each rank; several divide it as the solver does."""
+        if arrangement.stages_per_rank == 1:
+            return self._rooms_together(arrangement)
+        key = arrangement, solution
+        if key not in self._rooms_shared:
+            self._rooms_shared[key] = self._shared_rooms(arrangement, solution)
+        return self._rooms_shared[key]
+
+    def _rooms_together(self, arrangement: Arrangement) -> Rooms:
+        """Return the memory of each rank as if all its stages were the one that holds least."""
+        size = self.questions.most_bytes(arrangement)
+        in_flight = in_flight_by_rank(arrangement)
+        return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
+
+    def _shared_rooms(self, arrangement: Arrangement, solution: int) -> Rooms:
+        choices, limits = self.questions.asked(arrangement, solution)
+        shares = shares_of(choices, limits)
+        rooms: list[list[StageRoom]] = [[] for _ in range(arrangement.pipeline)]
+        for stage, (limit, share) in enumerate(zip(limits.stages, shares, strict=True)):
+            one = StageRoom(
+                in_flight=limit.in_flight,
+                size_bytes=share.memory_bytes,
+                reserved_bytes=share.reserved_bytes or 0,
+            )
+            rooms[limits.rank_of(stage)].append(one)
+        return tuple(map(tuple, rooms))
+
+    def _bottleneck(self, shared: Block, room: Room) -> float:
+        key = shared, room
+        if key not in self._bottlenecks:
+            self._bottlenecks[key] = least_bottleneck_seconds(shared, room)
+        return self._bottlenecks[key]
+
+    def least_state(self, arrangement: Arrangement) -> int:
+        """Return the bytes of all parameters' state, split evenly over the tensor axis."""
+        held, shard, zero = self.held, arrangement.shard, arrangement.zero
+        return (
+            (held.parameter_bytes if zero < Zero.PARAMETERS else 0)  # bf16: the optimizer's copies
+            + held.gradient_bytes // (shard if zero >= Zero.GRADIENTS else 1)
+            + held.optimizer_bytes // (shard if zero >= Zero.OPTIMIZER else 1)
+        ) // arrangement.tensor
+
+    def least_memory(self, arrangement: Arrangement) -> int:
+        """Return what the fullest rank of an arrangement holds at least."""
+        held = self.least_state(arrangement) // arrangement.pipeline
+        return self.questions.constants.context_bytes + held
+
+    def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
+        """Return what the bounds need to know of one layout solution, at its least anywhere."""
+        inside = inside_of(arrangement, solution)
+        if inside not in self._facts:
+            self._facts[inside] = facts_of(self._row(inside))
+        return self._facts[inside]
+
+    def of_any(self, arrangement: Arrangement) -> LayoutFacts:
+        """Return what no layout solution has less of, at its least anywhere."""
+        degree, fastest = arrangement.tensor, inside_of(arrangement, 0)
+        if degree == 1:
+            return self.facts(arrangement, 0)
+        if fastest not in self._of_any:
+            unsplit = self._row(replace(fastest, tensor=1))
+            row = of_any(self._row(fastest), unsplit, degree=degree)
+            self._of_any[fastest] = facts_of(row)
+        return self._of_any[fastest]
+
+    def _row(self, inside: Inside) -> tuple[Modes, ...]:
+        return lightest([self.costing.rows(inside, device) for device in self.devices])

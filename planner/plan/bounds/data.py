@@ -1,0 +1,176 @@
+"""Bounds from below what ranks that share data wait for, whatever the layers of their stage.
+
+Of layers that compute for c, move k in copies and take t in collectives, the passes take at least
+
+    max(t, c + k + t · q ÷ (1 + q))        for the slowdown q of what computes beside a collective
+
+Of these t, what nothing is computed beside takes the rest of its time too, t ÷ (1 + q): a stage of
+ZeRO-3 gathers its first layer before it computes anything, and scatters its last gradients after it
+has computed everything.
+
+ZeRO-3 gathers in every pass and scatters in every backward, ZeRO-2 scatters in every backward, and
+ZeRO-1 and 0 reduce in the last one; ZeRO-1 gathers before the first forward, ZeRO-2 in it. What
+every pass waits for has a collective for each layer; the rest is taken at the least of every way to
+divide its bytes among layers and buckets.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.collectives.choice import Collective, least_seconds
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.steps.data_parallel import manner_of
+from autopar.planner.costs.steps.framework import FrameworkConstants
+from autopar.planner.costs.steps.rank_groups import RankGroups
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shared:
+    """What a pass of layers shares with other ranks: in all, and in each of the equal layers of it.
+
+    `borders` of its stages begin with one of these, and as many end with one.
+    """
+
+    parameter_bytes: int
+    gradient_bytes: int
+    each_parameter_bytes: int = 0
+    each_gradient_bytes: int = 0
+    count: int = 0
+    borders: int = 0
+
+    @property
+    def other_parameter_bytes(self) -> int:
+        """Of the layers that are not among the equal ones."""
+        return max(0, self.parameter_bytes - self.count * self.each_parameter_bytes)
+
+    @property
+    def other_gradient_bytes(self) -> int:
+        """Of the layers that are not among the equal ones."""
+        return max(0, self.gradient_bytes - self.count * self.each_gradient_bytes)
+
+
+class DataBound:
+    """What sharing data adds to an arrangement's passes at least."""
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        groups: RankGroups,
+        constants: FrameworkConstants,
+    ) -> None:
+        self.arrangement, self.groups = arrangement, groups
+        self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
+        self.manner = manner_of(arrangement.zero)
+        self.unit = constants.unit_on(groups.stage_rates[0])
+
+    @property
+    def is_in_every_pass(self) -> bool:
+        """Whether every microbatch waits for collectives, not the first and last ones alone."""
+        return self.arrangement.zero >= Zero.GRADIENTS and self.arrangement.data > 1
+
+    def forward(self, computing_seconds: float, shared: Shared) -> float:
+        """Return the least of every forward of layers."""
+        if not self._gathers_always:
+            return computing_seconds
+        copied = self._copied_out(shared.parameter_bytes)
+        alone = shared.borders * self._gather(shared.each_parameter_bytes)
+        return self._overlapped(computing_seconds + copied, self._gathers(shared), alone=alone)
+
+    def backward(self, computing_seconds: float, shared: Shared) -> float:
+        """Return the least of every backward of layers."""
+        if not self.is_in_every_pass:
+            return computing_seconds
+        scatter = self._reduced(shared.each_gradient_bytes)
+        scatters = shared.count * scatter + self._reduced(shared.other_gradient_bytes)
+        copied = self._sent(shared.gradient_bytes) * self.unit.scatter_byte_seconds
+        if not self._gathers_always:
+            return self._overlapped(computing_seconds, scatters) + copied
+        copied += self._copied_out(shared.parameter_bytes)
+        gather = self._gather(shared.each_parameter_bytes)
+        return self._overlapped(
+            computing_seconds + copied,
+            self._gathers(shared) + scatters,
+            alone=shared.borders * (gather + scatter),
+        )
+
+    def bordering(self, parameter_bytes: int, gradient_bytes: int) -> float:
+        """Return what a stage of equal layers that compute for longer than they communicate adds.
+
+        That is to the sum of what its layers take one by one: nothing is computed beside its first
+        gathers and its last scatter.
+        """
+        if not self._gathers_always:
+            return 0.0
+        alone = 2 * self._gather(parameter_bytes) + self._reduced(gradient_bytes)
+        return (1.0 - self.slowing) * alone
+
+    def is_waiting(
+        self,
+        *,
+        forward_seconds: float,
+        backward_seconds: float,
+        parameter_bytes: int,
+        gradient_bytes: int,
+    ) -> bool:
+        """Return whether passes of these lengths may be those of their collectives alone."""
+        if not self.is_in_every_pass:
+            return False
+        gather = self._gather(parameter_bytes) if self._gathers_always else 0.0
+        return (
+            self._gathers_always and forward_seconds <= gather
+        ) or backward_seconds <= gather + self._reduced(gradient_bytes)
+
+    def first_forward_more(self, computing_seconds: float, parameter_bytes: int) -> float:
+        """Return what gathering updated parameters adds to the first forward of the only stage."""
+        arrangement = self.arrangement
+        is_gathered = arrangement.zero in (Zero.OPTIMIZER, Zero.GRADIENTS)
+        if arrangement.data == 1 or arrangement.pipeline > 1 or not is_gathered:
+            return 0.0
+        gather = self._gather(parameter_bytes)
+        if arrangement.zero is Zero.OPTIMIZER:
+            return gather
+        more = self._overlapped(computing_seconds, gather) - computing_seconds
+        return more + self._copied_out(parameter_bytes)
+
+    def last_backward_more(self, computing_seconds: float, gradient_bytes: int) -> float:
+        """Return what reducing adds to the last backward of the only stage, if only to that."""
+        arrangement = self.arrangement
+        if arrangement.data == 1 or self.is_in_every_pass or arrangement.pipeline > 1:
+            return 0.0
+        reduced = self._reduced(gradient_bytes)
+        return self._overlapped(computing_seconds, reduced) - computing_seconds
+
+    @property
+    def _gathers_always(self) -> bool:
+        return self.arrangement.zero is Zero.PARAMETERS and self.arrangement.data > 1
+
+    def _gathers(self, shared: Shared) -> float:
+        each = shared.count * self._gather(shared.each_parameter_bytes)
+        return each + self._gather(shared.other_parameter_bytes)
+
+    def _overlapped(self, computing: float, communicating: float, *, alone: float = 0.0) -> float:
+        beside = communicating - alone
+        return max(communicating, computing + alone + self.slowing * beside)
+
+    def _copied_out(self, parameter_bytes: int) -> float:
+        """Gathered parameters are copied to where they are used; what hooks take is left out."""
+        return parameter_bytes * self.unit.gather_byte_seconds
+
+    def _sent(self, gradient_bytes: float) -> float:
+        return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)
+
+    def _gather(self, parameter_bytes: int) -> float:
+        return self._least(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
+
+    def _reduced(self, gradient_bytes: int) -> float:
+        sent, shard = self._sent(gradient_bytes), self.groups.shard
+        if self.arrangement.zero is Zero.NONE:
+            return self._least(Collective.ALL_REDUCE, sent, self.groups.data)
+        share = sent / self.arrangement.shard
+        summed = self._least(Collective.ALL_REDUCE, share, self.groups.replicas)
+        return self._least(Collective.REDUCE_SCATTER, sent, shard) + summed
+
+    def _least(self, collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
+        return least_seconds(collective, payload_bytes, shape, self.manner)

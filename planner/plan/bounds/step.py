@@ -1,0 +1,315 @@
+"""Bounds the step of an arrangement from below, before its stages are chosen.
+
+Whatever the cut of the layers, some rank has at least the mean share of the computing, of the
+parameters to gather, of the state to update; and the slowest rank takes what whole layers take.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.schedules.pipeline import rank_of
+from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.costs.steps.bounds import least_step_seconds
+from autopar.planner.costs.steps.framework import FrameworkConstants
+from autopar.planner.costs.steps.optimizer import optimizer_seconds
+from autopar.planner.costs.steps.rank_groups import RankGroups, norm_seconds
+from autopar.planner.plan.bounds.bottleneck import Block, Places
+from autopar.planner.plan.bounds.data import DataBound, Shared
+from autopar.planner.plan.bounds.whole_layers import RankTime
+from autopar.planner.precision import copy_bytes
+
+_HALVINGS = 8  # of the interval in which the time of the slowest rank lies
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Totals:
+    """Sums over all layers on the ranks of one tensor group, each at its least."""
+
+    forward_seconds: float
+    backward_seconds: float
+    parameter_bytes: int
+    gradient_bytes: int
+    trainable: int
+    input_gradient_seconds: float  # of the backward, what is not left for later
+    least_output_bytes: int  # of one layer: what crosses any cut
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Ends:
+    """Where the layers lie that do not repeat: before, behind and between those that do."""
+
+    leading: int
+    trailing: int
+    between: int
+    first_seconds: float  # of the first layer at least, if it is one of them
+    last_seconds: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pressed:
+    """What memory demands: time of recomputing in all layers, and of the slowest rank."""
+
+    recompute_seconds: float
+    bottleneck_seconds: float
+    places: Places
+
+
+class StepBound:
+    """The bound of one arrangement's step."""
+
+    def __init__(
+        self,
+        arrangement: Arrangement,
+        groups: RankGroups,
+        constants: FrameworkConstants,
+        totals: Totals,
+    ) -> None:
+        self.arrangement, self.groups = arrangement, groups
+        self.constants, self.totals = constants, totals
+        self.action_seconds = constants.action_on(arrangement)
+        self.data = DataBound(arrangement, groups, constants)
+
+    def seconds(self, pressed: Pressed, repeated: Block) -> float:
+        """Return what no choice of stages beats."""
+        totals = self.totals
+        backward = totals.backward_seconds + pressed.recompute_seconds
+        return (
+            self._computing(pressed, repeated)
+            + self.data.first_forward_more(totals.forward_seconds, totals.parameter_bytes)
+            + self.data.last_backward_more(backward, totals.gradient_bytes)
+            + self._updating()
+            + self.constants.step_seconds
+        )
+
+    def shared(self, repeated: Block) -> Block:
+        """Return the layers that repeat with what sharing data adds to every microbatch.
+
+        A stage waits for the longer of its computing and its collectives; where that are the
+        collectives, other layers do not add what they compute, and are left out.
+        """
+        if not self.data.is_in_every_pass:
+            return repeated
+        parameters, gradients = repeated.parameter_bytes, repeated.gradient_bytes
+        is_waiting = self._is_waiting(repeated)
+        one = Shared(parameter_bytes=parameters, gradient_bytes=gradients)
+        modes = tuple(
+            replace(
+                mode,
+                forward_seconds=self.data.forward(mode.forward_seconds, one),
+                backward_seconds=self.data.backward(mode.backward_seconds, one),
+            )
+            for mode in repeated.modes
+        )
+        return replace(repeated, others=() if is_waiting else repeated.others, modes=modes)
+
+    def _is_waiting(self, repeated: Block) -> bool:
+        """Whether a stage may wait for its collectives longer than it computes."""
+        return any(
+            self.data.is_waiting(
+                forward_seconds=mode.forward_seconds,
+                backward_seconds=mode.backward_seconds,
+                parameter_bytes=repeated.parameter_bytes,
+                gradient_bytes=repeated.gradient_bytes,
+            )
+            for mode in repeated.modes
+        )
+
+    def rank_times(self, repeated: Block, ends: Ends) -> tuple[RankTime, ...]:
+        """Return what each rank takes beside its layers that repeat.
+
+        The first layer is on the first stage, the last on the last one. Stages from the number of
+        leading others on, up to that of trailing ones from behind, hold layers that repeat, and
+        those alone where there are no others between them.
+        """
+        arrangement = self.arrangement
+        ranks, stages = arrangement.pipeline, arrangement.pipeline * arrangement.stages_per_rank
+        is_waiting = self._is_waiting(repeated)
+        each = [self.rank_seconds(0.0)] * ranks
+        if not is_waiting:
+            each[0] += ends.first_seconds
+            each[rank_of(arrangement.schedule, stages - 1, ranks)] += ends.last_seconds
+        if not (is_waiting or ends.between):
+            border = self.data.bordering(repeated.parameter_bytes, repeated.gradient_bytes)
+            for stage in range(ends.leading, stages - ends.trailing):
+                each[rank_of(arrangement.schedule, stage, ranks)] += border
+        once = self._updating() + self.constants.step_seconds
+        wait = 0.0 if self._is_on_demand else self._wait_for_stage(repeated)
+        return tuple(
+            RankTime(
+                once_seconds=once
+                + wait * max(0, min(rank, stages - ends.trailing) - ends.leading - ends.between),
+                each_seconds=seconds,
+            )
+            for rank, seconds in enumerate(each)
+        )
+
+    def _wait_for_stage(self, repeated: Block) -> float:
+        """Return what a rank waits at least for a stage before it, a layer or more.
+
+        That is for the first microbatch to pass it, and where backwards are not split, for the last
+        one on its way back.
+        """
+        plain = repeated.modes[0]
+        forward = plain.forward_seconds + self.action_seconds + self._transfer()
+        if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
+            return forward
+        return forward + plain.backward_seconds + self.action_seconds + self._transfer()
+
+    def rank_seconds(self, layers_seconds: float) -> float:
+        """Return what a rank takes for a microbatch, given its layers: actions, transfers too."""
+        arrangement = self.arrangement
+        acting = 2 * arrangement.stages_per_rank * self.action_seconds
+        return layers_seconds + acting + (self._transfer() if self._is_on_demand else 0.0)
+
+    @property
+    def _is_on_demand(self) -> bool:
+        """Whether a rank waits while a tensor travels; each has one to receive, or two."""
+        kinds = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
+        return self.arrangement.pipeline > 1 and self.arrangement.schedule in kinds
+
+    def _transfer(self) -> float:
+        return self.groups.transfer_seconds(self.totals.least_output_bytes)
+
+    def _computing(self, pressed: Pressed, repeated: Block) -> float:
+        """Whatever the schedule, the slowest rank is busy for m · T.
+
+        1F1B and GPipe: see `_in_turn`. Other schedules: the ranks are busy for m · Σ ÷ p on
+        average, and wait on average as long as the mean of their waits.
+        """
+        arrangement = self.arrangement
+        microbatches, ranks = arrangement.microbatches, arrangement.pipeline
+        stages = ranks * arrangement.stages_per_rank
+        alone = sum(self._passes(pressed, repeated)) + 2 * stages * self.action_seconds
+        if self._is_on_demand:
+            alone += 2 * (stages - 1) * self._transfer()
+        slowest = self.rank_seconds(pressed.bottleneck_seconds)
+        least = microbatches * slowest
+        if self._is_on_demand:
+            return max(least, least_step_seconds(alone, arrangement), self._in_turn(alone, slowest))
+        waiting = _mean_wait_seconds(arrangement, repeated) if ranks > 1 else 0.0
+        even = microbatches * alone / ranks
+        filling = self._filling(even, pressed, repeated) if self._is_split_in_turn else 0.0
+        return max(least, self._through(pressed, repeated), even + waiting, filling)
+
+    def _through(self, pressed: Pressed, repeated: Block) -> float:
+        """Return what one microbatch takes through all stages and back; split backwards wait."""
+        forward, backward = self._passes(pressed, repeated)
+        if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
+            backward -= self.totals.backward_seconds - self.totals.input_gradient_seconds
+        return forward + backward
+
+    def _passes(self, pressed: Pressed, repeated: Block) -> tuple[float, float]:
+        """Return the seconds of one microbatch's forward and backward in all layers together.
+
+        Stages begin with different layers, so no more begin with another one than there are others.
+        """
+        stages = self.arrangement.pipeline * self.arrangement.stages_per_rank
+        everything = Shared(
+            parameter_bytes=self.totals.parameter_bytes,
+            gradient_bytes=self.totals.gradient_bytes,
+            each_parameter_bytes=repeated.parameter_bytes,
+            each_gradient_bytes=repeated.gradient_bytes,
+            count=repeated.count,
+            borders=max(0, stages - len(repeated.others)),
+        )
+        backward = self.totals.backward_seconds + pressed.recompute_seconds
+        return (
+            self.data.forward(self.totals.forward_seconds, everything),
+            self.data.backward(backward, everything),
+        )
+
+    @property
+    def _is_split_in_turn(self) -> bool:
+        """Whether rank r has p − r forwards before its first backward, which is split."""
+        arrangement = self.arrangement
+        is_split = arrangement.schedule is ScheduleKind.INTERLEAVED_ZERO_BUBBLE
+        return is_split and arrangement.stages_per_rank == 1 and arrangement.pipeline > 1
+
+    def _filling(self, even: float, pressed: Pressed, repeated: Block) -> float:
+        """Return the bound of zero bubble with one stage per rank: it waits while it fills.
+
+        Rank r computes K_r = min(m, p − r) forwards before its first backward, which comes after
+        all forwards, and the input gradients of the ranks behind it, so it is idle for
+
+            Σ_s f_s  +  Σ_{s > r} i_s  −  K_r · f_r
+
+        and the mean rank for W = Σ_s ((1 − K_s ÷ p) · f_s + s ÷ p · i_s). Light stages at the end
+        make this small, but then others have more to do: the least of max(m · T, m · Σ ÷ p + W(T))
+        over the time T of the slowest rank, which says how many layers each rank can hold.
+        """
+        microbatches, ranks = self.arrangement.microbatches, self.arrangement.pipeline
+        plain = repeated.modes[0]
+        again = max(0.0, *(mode.seconds - plain.seconds for mode in repeated.modes))
+        behind = [rank / ranks for rank in range(ranks)]
+        held = [1.0 - min(microbatches, ranks - rank) / ranks for rank in range(ranks)]
+        gradient = plain.backward_seconds - plain.weight_gradient_seconds
+        weights = [
+            plain.forward_seconds * forward + gradient * backward
+            for forward, backward in zip(held, behind, strict=True)
+        ]
+        recomputed = pressed.recompute_seconds / again if again else 0.0
+
+        def waiting(slowest: float) -> float:
+            least = pressed.places.least
+            return least(weights, repeated.count, within_seconds=slowest) + again * least(
+                behind, min(recomputed, repeated.count), within_seconds=slowest
+            )
+
+        low = pressed.bottleneck_seconds
+        if microbatches * self.rank_seconds(low) >= even + waiting(low):
+            return microbatches * self.rank_seconds(low)
+        high = (even + waiting(low)) / microbatches
+        for _ in range(_HALVINGS):
+            middle = (low + high) / 2
+            is_less = microbatches * self.rank_seconds(middle) < even + waiting(middle)
+            low, high = (middle, high) if is_less else (low, middle)
+        return microbatches * self.rank_seconds(low)
+
+    def _in_turn(self, alone: float, slowest: float) -> float:
+        """GPipe: (m − 1) · T + Σ. 1F1B: (m − 1) · T + Σ − (p · T − Σ), for m > p.
+
+        The slowest of p stages of 1F1B, number s, has all stages before it to wait for, and those
+        after it twice, less what it computes meanwhile, at most (p − 1 − s) · T:
+
+            Σ_before + m · T + 2 · Σ_after − (p − 1 − s) · T,   where Σ_before ≤ s · T
+        """
+        microbatches, ranks = self.arrangement.microbatches, self.arrangement.pipeline
+        whole = (microbatches - 1) * slowest + alone
+        if self.arrangement.schedule is ScheduleKind.GPIPE:
+            return whole
+        if microbatches <= ranks:
+            return 0.0
+        return whole - max(0.0, ranks * slowest - alone)
+
+    def _updating(self) -> float:
+        arrangement, constants = self.arrangement, self.constants
+        share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
+        norm = norm_seconds(self.groups, arrangement)
+        return norm + min(
+            optimizer_seconds(
+                self.totals.trainable / (arrangement.pipeline * share),
+                gradient_bytes=4,
+                copy_bytes=copy_bytes(arrangement.precision),
+                passes=constants.optimizer_passes,
+                rates=rates,
+                element_seconds=constants.optimizer_element_seconds,
+            )
+            for rates in dict.fromkeys(self.groups.stage_rates)
+        )
+
+
+def _mean_wait_seconds(arrangement: Arrangement, repeated: Block) -> float:
+    """Return how long the mean rank waits for the first microbatch, and for the last to go back.
+
+    Rank r waits for r stages of one layer or more. Those that hold none of the repeated layers
+    count for nothing. A zero-bubble schedule has weight gradients to compute on the way back.
+    """
+    plain = repeated.modes[0]
+    each = plain.forward_seconds
+    if arrangement.schedule is ScheduleKind.INTERLEAVED_1F1B:
+        each += plain.backward_seconds
+    waited = range(arrangement.pipeline)
+    stages = sum(max(0, rank - len(repeated.others)) for rank in waited)
+    return each * stages / arrangement.pipeline

@@ -1,0 +1,170 @@
+"""The table of what a person can demand of a plan, and how each value is read."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from enum import Enum
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+from autopar.planner.cluster.reading import nearest
+from autopar.planner.cluster.units import parse_bytes
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.errors import InputError
+from autopar.planner.plan.declared.constraints import Declared, MemoryLimit, Objective
+from autopar.planner.precision import Precision
+
+Chosen = TypeVar("Chosen", bound=Enum)
+_MOST = 10**9  # rows, ranks: what is beyond is a slip of the finger
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Setting:
+    """One thing that can be demanded: the field that it sets, how it is read and told."""
+
+    field: str
+    read: Callable[[object, str], Any]  # a value of a TOML file or an option, and where it stands
+    say: str = "{name}={value}"
+
+
+def declare(place: str, raw: object, *, origin: str, where: str) -> Declared:
+    """Return one demand read from a TOML value or from the text of an option."""
+    setting = SETTINGS[place]
+    value = setting.read(raw, where)
+    text = setting.say.format(name=place.rpartition(".")[2], value=_told(raw))
+    return Declared(place=place, field=setting.field, value=value, text=text, origin=origin)
+
+
+def _told(raw: object) -> str:
+    if isinstance(raw, list):
+        return ", ".join(map(_told, raw))
+    return str(raw).lower() if isinstance(raw, bool) else str(raw)
+
+
+def read_count(value: object, where: str) -> int:
+    """Return a whole number from 1 on."""
+    number = _number(value)
+    if number is None or not 1 <= number <= _MOST:
+        raise InputError(
+            f"{value!r} is not a count", where=where, expected=f"a whole number from 1 to {_MOST}"
+        )
+    return number
+
+
+def _number(value: object) -> int | None:
+    """Return a whole number, or the one that a text of digits is; None for anything else."""
+    if isinstance(value, str) and value.isascii() and value.isdecimal() and len(value) < 20:
+        return int(value)
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def read_memory(value: object, where: str) -> MemoryLimit:
+    """Return the limit that "70 GiB" or "90%" is."""
+    if not (isinstance(value, str) and value.strip().endswith("%")):
+        return MemoryLimit(size_bytes=parse_bytes(value, where=where))
+    try:
+        share = float(value.strip().removesuffix("%")) / 100
+    except ValueError:
+        share = 0.0
+    if not 0 < share <= 1:
+        raise InputError(
+            f"{value!r} is not a share", where=where, expected='above 0 and at most 100: "90%"'
+        )
+    return MemoryLimit(share=share)
+
+
+def read_name(value: object, where: str, known: type[Chosen]) -> Chosen:
+    """Return the member of an enum that a text names."""
+    names = {str(one.value): one for one in known}
+    if not isinstance(value, str) or value not in names:
+        raise InputError(
+            f"{value!r} is not known",
+            where=where,
+            expected=f"one of {', '.join(names)}",
+            fix=nearest(str(value), names),
+        )
+    return names[value]
+
+
+def _named(known: type[Chosen]) -> Callable[[object, str], Chosen]:
+    return lambda value, where: read_name(value, where, known)
+
+
+def _read_zero(value: object, where: str) -> Zero:
+    level = _number(value)
+    if level is None or level not in tuple(Zero):
+        raise InputError(f"{value!r} is not a ZeRO level", where=where, expected="0, 1, 2 or 3")
+    return Zero(level)
+
+
+def _read_schedule(value: object, where: str) -> ScheduleKind:
+    return read_name(value, where, ScheduleKind)
+
+
+def _alone(read: Callable[[object, str], Any]) -> Callable[[object, str], tuple[Any, ...]]:
+    return lambda value, where: (read(value, where),)
+
+
+def _each(read: Callable[[object, str], Any]) -> Callable[[object, str], tuple[Any, ...]]:
+    def read_list(value: object, where: str) -> tuple[Any, ...]:
+        if not isinstance(value, list) or not value:
+            raise InputError(
+                f"{value!r} is not a list of choices", where=where, expected="[one, or, several]"
+            )
+        return tuple(read(one, where) for one in value)
+
+    return read_list
+
+
+def _read_compression(value: object, where: str) -> tuple[bool, ...]:
+    meanings = {True: (True,), False: (False,), "either": (False, True)}
+    if not isinstance(value, (bool, str)) or value not in meanings:
+        raise InputError(f"{value!r} is no choice", where=where, expected='true, false or "either"')
+    return meanings[value]
+
+
+def _read_bucket(value: object, where: str) -> int:
+    return parse_bytes(value, where=where)
+
+
+SETTINGS: Mapping[str, Setting] = MappingProxyType(
+    {
+        "objective": Setting(field="objective", read=_named(Objective), say="objective {value}"),
+        "precision": Setting(field="precision", read=_named(Precision), say="precision {value}"),
+        "global_batch": Setting(
+            field="global_batch", read=read_count, say="a global batch of {value}"
+        ),
+        "pins.pp": Setting(field="pipeline", read=read_count),
+        "pins.dp": Setting(field="data", read=read_count),
+        "pins.tp": Setting(field="tensor", read=read_count),
+        "pins.shard": Setting(field="shard", read=read_count),
+        "pins.microbatch": Setting(field="microbatch", read=read_count),
+        "pins.stages_per_rank": Setting(field="stages_per_rank", read=read_count),
+        "pins.zero": Setting(field="zero_levels", read=_alone(_read_zero)),
+        "pins.schedule": Setting(field="schedules", read=_alone(_read_schedule)),
+        "limits.pp": Setting(field="max_pipeline", read=read_count, say="at most pp={value}"),
+        "limits.dp": Setting(field="max_data", read=read_count, say="at most dp={value}"),
+        "limits.tp": Setting(field="max_tensor", read=read_count, say="at most tp={value}"),
+        "limits.memory": Setting(field="memory", read=read_memory, say="at most {value} a device"),
+        "choices.schedules": Setting(
+            field="schedules", read=_each(_read_schedule), say="schedules {value}"
+        ),
+        "choices.zero": Setting(
+            field="zero_levels", read=_each(_read_zero), say="ZeRO levels {value}"
+        ),
+        "choices.compressed_gradients": Setting(
+            field="compression", read=_read_compression, say="compressed gradients: {value}"
+        ),
+        "choices.bucket_sizes": Setting(
+            field="bucket_bytes", read=_each(_read_bucket), say="buckets of {value}"
+        ),
+    }
+)
+
+
+def keys_of(section: str) -> tuple[str, ...]:
+    """Return the keys of a section of a constraints file; "" is its top."""
+    places = (place.rpartition(".") for place in SETTINGS)
+    return tuple(key for own, _, key in places if own == section)

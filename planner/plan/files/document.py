@@ -1,0 +1,219 @@
+"""Turns a plan into the text of plan.json and back, and refuses what is not a sound plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
+
+from autopar.planner.costs.prediction import Arrangement, Prediction
+from autopar.planner.destination import check_writable, write_whole
+from autopar.planner.errors import InputError
+from autopar.planner.layouts import OpLayout, ParameterLayout
+from autopar.planner.plan.declared.document import (
+    DeclaredDocument,
+    declared_document,
+    declared_of,
+)
+from autopar.planner.plan.files.cluster import ClusterDocument, cluster_document, cluster_of
+from autopar.planner.plan.files.consistency import faults_of
+from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
+from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp, Stage
+
+FILE_NAME = "plan.json"
+_PLAN_AGAIN = "plan again with `autopar plan`"
+_MOST_TOLD = 5
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanDocument:
+    """A plan as it lies in a file: its fields in this order; cluster and graph in rows."""
+
+    format: int
+    autopar: str
+    model: Model
+    machines: Machines
+    objective: str
+    constraints: tuple[DeclaredDocument, ...]
+    arrangement: Arrangement
+    stages: tuple[Stage, ...]
+    layouts: tuple[tuple[OpLayout, ...], ...]
+    parameters: tuple[ParameterLayout, ...]
+    crossing: tuple[ParameterLayout, ...]
+    prediction: Prediction
+    proof: Proof
+    runners_up: tuple[RunnerUp, ...]
+    cluster: ClusterDocument
+    graph: GraphDocument
+
+
+class _File(BaseModel):
+    """The settings of pydantic reach the dataclasses in it: nothing coerced, nothing unknown."""
+
+    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+
+    plan: PlanDocument
+
+
+def write_plan(plan: Plan, path: Path) -> None:
+    """Write a plan into a file, at once or not at all."""
+    write_whole(path, plan_text(plan), what="the plan")
+
+
+def refuse_foreign(path: Path) -> None:
+    """Refuse a place where no file can be, or where one is that is no plan of any version."""
+    check_writable(path)
+    if not path.exists():
+        return
+    try:
+        is_plan = _is_plan(json.loads(path.read_text(encoding="utf-8")))
+    except (OSError, ValueError, RecursionError):
+        is_plan = False
+    if not is_plan:
+        raise InputError(
+            "a file that is not a plan is in the way", where=str(path), fix="-o another-folder"
+        )
+
+
+def read_plan(path: Path) -> Plan:
+    """Return the plan in a file, or in plan.json of a folder."""
+    path = path / FILE_NAME if path.is_dir() else path
+    if path.suffix == ".py":
+        raise InputError(
+            f"{path} is a Python file, not a plan", expected=_EXPECTED, fix=_near(path)
+        )
+    try:
+        source = path.read_text(encoding="utf-8")
+    except OSError as error:
+        raise InputError(
+            f"the plan cannot be read: {error.strerror}", where=str(path), fix=_near(path)
+        ) from None
+    except UnicodeDecodeError:
+        raise InputError(
+            "not a plan: this is no text in UTF-8", where=str(path), expected=_EXPECTED
+        ) from None
+    return parse_plan(source, where=str(path))
+
+
+def _near(path: Path) -> str:
+    """Return a plan that is near a path that leads to none, or how to make one."""
+    there = path.parent / FILE_NAME
+    if path.parent.is_dir() and there != path and there.is_file():
+        return f"did you mean {there}?"
+    return "autopar plan MODEL --gpus N writes one"
+
+
+_EXPECTED = f"{FILE_NAME} as `autopar plan` writes it"
+
+
+def plan_text(plan: Plan) -> str:
+    """Return the text of plan.json: one line for each field, op, tensor and call."""
+    values = {field.name: getattr(plan, field.name) for field in fields(PlanDocument)}
+    values |= {
+        "constraints": tuple(map(declared_document, plan.constraints)),
+        "cluster": cluster_document(plan.cluster),
+        "graph": graph_document(plan.graph),
+    }
+    document = PlanDocument(**values)
+    return "".join(_lines(_ADAPTER.dump_python(document, mode="json"), depth=0)) + "\n"
+
+
+def summary(plan: Plan) -> Mapping[str, object]:
+    """Return what plan.json holds beside the graph and the layouts, for programs."""
+    document: dict[str, object] = json.loads(plan_text(plan))
+    return {key: value for key, value in document.items() if key not in ("graph", "layouts")}
+
+
+def _lines(value: Any, *, depth: int) -> Iterator[str]:
+    """Yield a JSON value with its outer levels on lines of their own."""
+    is_table, is_list = isinstance(value, dict), isinstance(value, (list, tuple))
+    if not value or not (is_table or is_list) or depth == _DEPTH:
+        yield json.dumps(value, separators=(",", ":"), allow_nan=False)  # none can be read back
+        return
+    opening, closing = "{}" if is_table else "[]"
+    items = value.items() if is_table else (("", item) for item in value)
+    margin = "\n" + " " * (depth + 1)
+    separator = opening
+    for key, item in items:
+        yield f"{separator}{margin}{json.dumps(key)}: " if is_table else f"{separator}{margin}"
+        yield from _lines(item, depth=depth + 1)
+        separator = ","
+    yield "\n" + " " * depth + closing
+
+
+_DEPTH = 3
+
+
+def parse_plan(source: str, *, where: str) -> Plan:
+    """Return the plan that a text holds; `where` names the text in messages."""
+    _check_envelope(source, where=where)
+    try:
+        document = _File.model_validate_json(f'{{"plan":{source}}}').plan
+    except ValidationError as error:
+        raise _damaged(_told(error), where=where) from None
+    values = {field.name: getattr(document, field.name) for field in fields(Plan)}
+    try:
+        values |= {
+            "constraints": tuple(map(declared_of, document.constraints)),
+            "cluster": cluster_of(document.cluster),
+            "graph": graph_of(document.graph),
+        }
+        plan = Plan(**values)
+    except ValueError as error:
+        raise _damaged([str(error)], where=where) from None
+    faults = list(faults_of(plan))
+    if faults:
+        raise _damaged(faults, where=where)
+    return plan
+
+
+def _check_envelope(source: str, *, where: str) -> None:
+    """Refuse what is no JSON, what others wrote, and what other versions of autopar wrote."""
+    if not source.strip():
+        raise InputError("the plan is empty", where=where, fix=_PLAN_AGAIN)
+    try:
+        table = json.loads(source)
+    except (ValueError, RecursionError) as error:
+        place = f", line {error.lineno}" if isinstance(error, json.JSONDecodeError) else ""
+        raise InputError(
+            "the plan is damaged or cut off: it is not valid JSON",
+            where=f"{where}{place}",
+            expected=_EXPECTED,
+            fix=_PLAN_AGAIN,
+        ) from None
+    if not _is_plan(table):
+        raise InputError("this JSON file is not a plan", where=where, expected=_EXPECTED)
+    version = table["format"]
+    if version != FORMAT:
+        by = f"autopar {table['autopar']} wrote this plan in format {version}"
+        fix = "update autopar, or " if version > FORMAT else ""
+        raise InputError(
+            by, where=where, expected=f"format {FORMAT}, of this autopar", fix=fix + _PLAN_AGAIN
+        )
+
+
+def _is_plan(table: object) -> bool:
+    return isinstance(table, dict) and type(table.get("format")) is int and "autopar" in table
+
+
+def _told(error: ValidationError) -> list[str]:
+    """Return what pydantic found: the place in the file and what should stand there."""
+    return [
+        f"{'.'.join(str(part) for part in one['loc'][1:])}: {one['msg']}"
+        for one in error.errors(include_url=False, include_input=False)
+    ]
+
+
+def _damaged(faults: list[str], *, where: str) -> InputError:
+    more = [f"and {len(faults) - _MOST_TOLD} more"] if len(faults) > _MOST_TOLD else []
+    lines = "".join(f"\n- {fault}" for fault in (*faults[:_MOST_TOLD], *more))
+    return InputError(
+        f"the plan was damaged or changed by hand:{lines}", where=where, fix=_PLAN_AGAIN
+    )
+
+
+_ADAPTER = TypeAdapter(PlanDocument)

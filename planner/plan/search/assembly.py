@@ -1,0 +1,140 @@
+"""Puts the outcome of a search into a Plan: the choice, its proof, the runners-up."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from importlib.metadata import version
+from typing import TypeVar
+
+from autopar.planner.cluster.cluster import Cluster, content_hash
+from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.costs.prediction import Prediction
+from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp
+from autopar.planner.plan.search.best_first import Outcome
+from autopar.planner.plan.solving.candidate import Candidate
+from autopar.planner.plan.solving.costing import Costing
+from autopar.planner.plan.telling.explanation import Part, part_seconds
+from autopar.planner.plan.telling.words import recompute_words
+from autopar.planner.programs.solver import default_solver
+
+MOST_TOLD = 4
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Counts:
+    """What a search did."""
+
+    enumerated: int
+    solved: int
+    infeasible: int
+    programs: int
+    seconds: float
+
+
+def assemble(
+    outcome: Outcome[Item, Candidate],
+    *,
+    costing: Costing,
+    model: Model,
+    constraints: Constraints,
+    limit_bytes: int,
+    counts: Counts,
+) -> Plan:
+    """Return the plan of the best candidate."""
+    best = outcome.found[0].leaf
+    solution = costing.solutions(best.arrangement.tensor, best.arrangement.microbatch)[
+        best.solution
+    ]
+    return Plan(
+        format=FORMAT,
+        autopar=version("autopar"),
+        model=model,
+        machines=machines_of(costing.cluster, limit_bytes),
+        objective=constraints.objective.value,
+        constraints=constraints.declared,
+        arrangement=best.arrangement,
+        stages=best.stages,
+        layouts=solution.layouts,
+        parameters=solution.parameters,
+        crossing=solution.crossing,
+        prediction=best.prediction,
+        proof=_proof(outcome, counts),
+        runners_up=tuple(runner_up(one, best) for one in _distinct(outcome)),
+        cluster=costing.cluster,
+        graph=costing.subject.graph,
+    )
+
+
+def machines_of(cluster: Cluster, limit_bytes: int) -> Machines:
+    """Return the summary of a cluster; of unequal devices, the one with least memory."""
+    smallest = min((node.device for node in cluster.nodes), key=lambda one: one.memory_bytes)
+    names = dict.fromkeys(node.device.name for node in cluster.nodes)
+    return Machines(
+        devices=cluster.size,
+        nodes=len(cluster.nodes),
+        device=" + ".join(names),
+        memory_bytes=smallest.memory_bytes,
+        limit_bytes=limit_bytes,
+        usd_per_hour=cluster.usd_per_hour,
+        backend=cluster.nodes[0].link.backend.value,
+        content_hash=content_hash(cluster),
+    )
+
+
+def _proof(outcome: Outcome[Item, Candidate], counts: Counts) -> Proof:
+    return Proof(
+        enumerated=counts.enumerated,
+        pruned=counts.enumerated - counts.solved - counts.infeasible,
+        solved=counts.solved,
+        infeasible=counts.infeasible,
+        programs=counts.programs,
+        solver=default_solver().value,
+        bound_seconds=outcome.bound,
+        gap=outcome.gap,
+        search_seconds=counts.seconds,
+        is_complete=outcome.is_complete,
+    )
+
+
+def _distinct(outcome: Outcome[Item, Candidate]) -> list[Candidate]:
+    """Return the best others that differ in more than the microbatch."""
+    chosen, *others = (found.leaf for found in outcome.found)
+    seen = {_kind(chosen)}
+    told: list[Candidate] = []
+    for other in others:
+        if _kind(other) not in seen and len(told) < MOST_TOLD:
+            seen.add(_kind(other))
+            told.append(other)
+    return told
+
+
+def _kind(candidate: Candidate) -> tuple[object, ...]:
+    one = candidate.arrangement
+    return one.pipeline, one.data, one.tensor, one.zero, one.schedule, one.stages_per_rank
+
+
+def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
+    """Return another candidate as the plan tells of it."""
+    prediction = candidate.prediction
+    return RunnerUp(
+        arrangement=candidate.arrangement,
+        recompute=recompute_words(candidate.stages),
+        step_seconds=prediction.step_seconds,
+        mfu=prediction.mfu,
+        device_bytes=prediction.peak_memory.device_bytes,
+        communication_seconds=part_seconds(prediction, Part.COMMUNICATION),
+        idle_seconds=part_seconds(prediction, Part.BUBBLE),
+        difference=_difference(prediction, best.prediction),
+    )
+
+
+def _difference(other: Prediction, best: Prediction) -> str:
+    """Return the term that makes a plan slower, or what it saves."""
+    ours = {term.name: term.seconds for term in best.terms}
+    more = {term.name: term.seconds - ours.get(term.name, 0.0) for term in other.terms}
+    name = max(more, key=lambda term: more[term])
+    saved = best.peak_memory.device_bytes - other.peak_memory.device_bytes
+    memory = f", {bytes_text(saved)} less memory" if saved > 0 else ""
+    return f"+{seconds_text(more[name])} {name}{memory}" if more[name] > 0 else memory[2:]

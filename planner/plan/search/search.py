@@ -1,0 +1,341 @@
+"""Chooses the plan: a best-first search over arrangements, each solved by the integer programs.
+
+    degrees × microbatch            bounded by ops split in their fastest way, communicating freely
+      └ the fastest layouts are solved, then: schedule × stages per rank × ZeRO × shard
+                                    bounded by the layers as laid out, gathering, reducing, updating
+          └ memory presses          bounded also by what any layouts have to compute again
+            └ layouts that need less memory are solved
+                                    bounded also by what these have to compute again
+              └ stages are solved   an exact prediction
+
+The first prediction that no bound undercuts is the best there is in this space.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from copy import copy
+from dataclasses import replace
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.ops.measurements import Measurements
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.steps.framework import framework_constants
+from autopar.planner.errors import AutoparError
+from autopar.planner.graph import Graph
+from autopar.planner.layers import Layers
+from autopar.planner.plan.bounds.bounding import Bounds
+from autopar.planner.plan.declared.conflict import minimal_conflict
+from autopar.planner.plan.declared.constraints import (
+    Constraints,
+    Declared,
+    Objective,
+    allows,
+    constraints_of,
+)
+from autopar.planner.plan.declared.lone_rows import check_lone_rows, least_rows
+from autopar.planner.plan.declared.scalars import with_whole_scalars
+from autopar.planner.plan.declared.whole_batch import with_whole_batch
+from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.search.assembly import Counts, assemble
+from autopar.planner.plan.search.best_first import Found, Node, Outcome, best_first
+from autopar.planner.plan.search.degrees import check_degrees
+from autopar.planner.plan.search.demands import (
+    choices_of,
+    demands_of,
+    layout_rules,
+    learning,
+    shared_buffers,
+)
+from autopar.planner.plan.search.nodes import Item, Point, Pressure, Variant, families, simplicity
+from autopar.planner.plan.search.refusal import nothing_runs, too_large, too_late
+from autopar.planner.plan.search.space import Choices, microbatches_of, simplest, variants
+from autopar.planner.plan.solving.candidate import Candidate, Judge, recomputes
+from autopar.planner.plan.solving.costing import Costing, Subject, model_flops
+from autopar.planner.plan.solving.questions import Questions
+from autopar.planner.plan.telling.words import arrangement_words, degrees_words
+
+ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
+MOST_RUNNERS_UP = 4
+_ENDLESS_BYTES = 1 << 60
+EXTRA_NODES = 18  # to look at for runners-up, once the best is proved
+
+
+Searched = Outcome[Item, Candidate]
+
+
+def search(
+    graph: Graph,
+    axes: Axes,
+    layers: Layers,
+    model: Model,
+    cluster: Cluster,
+    constraints: Constraints,
+    *,
+    time_limit_seconds: float | None = None,
+    report: Callable[[str], None] = lambda _: None,
+    measured: Measurements | None = None,
+) -> Plan:
+    """Return the best plan with its proof and the runners-up."""
+    subject = Subject(graph=graph, axes=axes, layers=layers)
+    constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
+    check_lone_rows(constraints, graph)
+    constraints = with_whole_scalars(constraints, graph)
+    explorer = Explorer(subject, cluster, constraints, report=report, measured=measured)
+    began = time.perf_counter()
+    limit = time_limit_seconds or float("inf")
+    outcome = explorer.explore(is_late=lambda: time.perf_counter() - began > limit)
+    if not outcome.found:
+        raise explorer.refusal(outcome)
+    return assemble(
+        outcome,
+        costing=explorer.costing,
+        model=model,
+        constraints=constraints,
+        limit_bytes=min(explorer.judge.demands.limit_bytes.values()),
+        counts=Counts(
+            enumerated=explorer.enumerated(),
+            solved=explorer.solved,
+            infeasible=explorer.infeasible,
+            programs=explorer.programs + explorer.costing.layout_report().calls,
+            seconds=time.perf_counter() - began,
+        ),
+    )
+
+
+def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
+    """Return the constraints with a global batch: a few rows for each device where none is set."""
+    if constraints.global_batch is not None:
+        return constraints
+    if graph.fixed_batch is not None:  # whether its rows meet cannot be seen: it stays whole
+        return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
+    pinned = constraints.microbatch or 1
+    return replace(constraints, global_batch=ROWS_PER_DEVICE * cluster.size * pinned)
+
+
+class Explorer:
+    """The tree of one search: its roots, how nodes expand, and what was counted on the way."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        cluster: Cluster,
+        constraints: Constraints,
+        *,
+        report: Callable[[str], None] = lambda _: None,
+        measured: Measurements | None = None,
+    ) -> None:
+        assert constraints.global_batch is not None
+        self.subject, self.cluster, self.constraints = subject, cluster, constraints
+        self.objective = constraints.objective
+        self.report = report
+        self.choices: Choices = choices_of(subject, cluster, constraints)
+        devices = (node.device for node in cluster.nodes)
+        self.costing = Costing(
+            subject,
+            cluster,
+            precision=constraints.precision,
+            rules=layout_rules(constraints, subject.axes),
+            measured=measured,
+        )
+        questions = Questions(
+            costing=self.costing,
+            demands=demands_of(subject, cluster, constraints),
+            constants=framework_constants(devices, measured),
+        )
+        flops = model_flops(subject, constraints.global_batch, constraints.precision)
+        self.judge = Judge(questions=questions, model_flops=flops)
+        self.bounds = Bounds(questions, self.objective)
+        self.solved = 0
+        self.infeasible = 0
+        self.programs = 0
+        self._best_seconds = float("inf")
+        self._looked_beside = 0  # nodes, since the best was proved
+
+    def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
+        """Search until the best is proved and there are some distinct runners-up."""
+        return best_first(self.roots(), self.expand, is_late=is_late, enough=self._is_enough)
+
+    def roots(self) -> list[Node[Item]]:
+        """Return the points with their bounds."""
+        return [
+            Node(bound=self.bounds.of_point(point), rank=simplicity(point), item=Point(point))
+            for point in self.points()
+        ]
+
+    def _is_enough(self, passed: int) -> bool:
+        """Whether the best is proved, and there are others to compare it with.
+
+        How far is looked for these is counted, not timed, so that every run tells the same.
+        """
+        self._looked_beside += passed > 0
+        return passed > MOST_RUNNERS_UP or self._looked_beside > EXTRA_NODES
+
+    @property
+    def _to_beat(self) -> float:
+        """What a candidate must be below; one beside the best, once that is proved, need not."""
+        return float("inf") if self._looked_beside else self._best_seconds
+
+    def points(self) -> Iterator[Arrangement]:
+        """Yield the degrees and microbatches that the constraints allow."""
+        constraints, graph = self.constraints, self.subject.graph
+        assert constraints.global_batch is not None
+        fixed = graph.fixed_batch
+        alone, together = least_rows(graph, data=1), least_rows(graph, data=2)
+        legal = check_degrees(
+            self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
+        )
+        layers = len(self.subject.layers.layers)
+        for pipeline, data, tensor in legal:
+            if pipeline > layers or tensor > self.most_tensor():
+                continue
+            sizes = [
+                (size, count)
+                for size, count in microbatches_of(constraints.global_batch, data)
+                if size == (fixed or size) and size == (constraints.microbatch or size)
+                if size >= (alone if data == 1 else together)
+            ]
+            if self.objective is Objective.MEMORY:
+                sizes = sizes[:1]  # the smallest never holds more rows at once than another
+            for size, count in sizes:
+                yield simplest(
+                    pipeline=pipeline,
+                    data=data,
+                    tensor=tensor,
+                    microbatch=size,
+                    microbatches=count,
+                    precision=constraints.precision,
+                )
+
+    def most_tensor(self) -> int:
+        """Return the greatest tensor degree: the devices of a node, unless more is asked for.
+
+        Beyond the links of a node the tensor axis would wait for the network in every layer, unless
+        it may split the batch.
+        """
+        wanted = self.constraints.tensor or self.constraints.max_tensor
+        if wanted is None and self.constraints.shares_rows:
+            return self.cluster.size
+        return wanted or max(node.devices for node in self.cluster.nodes)
+
+    def enumerated(self) -> int:
+        """Return how many arrangements the space has."""
+        return sum(len(tuple(self.allowed_variants(point))) for point in self.points())
+
+    def allowed_variants(self, point: Arrangement) -> Iterator[Arrangement]:
+        """Yield the variants of a point that the constraints allow."""
+        bucket = self.judge.demands.bucket_bytes[0]
+        for variant in variants(point, self.choices):
+            one = replace(variant, bucket_bytes=bucket)
+            if allows(self.constraints, one):
+                yield one
+
+    def expand(self, item: Item) -> Iterable[Node[Item] | Found[Candidate]]:
+        """Return the variants of a point, a variant under memory's pressure, or its solution."""
+        if isinstance(item, Point):
+            self.report(f"laying out {degrees_words(item.arrangement)}")
+            grouped = families(self.allowed_variants(item.arrangement))
+            return [one for family in grouped for one in self._bounded(family, Pressure.NONE)]
+        if item.pressure is not Pressure.OF_LAYOUTS:
+            return self._bounded(item.family, Pressure(item.pressure + 1))
+        self.report(f"solving {arrangement_words(item.arrangement)}")
+        found = self.solve(item.arrangement)
+        if found and not recomputes(found[0].leaf) and self.objective is not Objective.MEMORY:
+            return found
+        left = item.thriftier
+        return [*found, *(node for one in left for node in self._bounded([one], Pressure.OF_ANY))]
+
+    def _bounded(self, family: Sequence[Arrangement], pressure: Pressure) -> list[Node[Item]]:
+        """Return what of a family memory does not rule out, bounded under a pressure."""
+        if pressure is Pressure.OF_ANY and family[0].tensor == 1:
+            pressure = Pressure.OF_LAYOUTS  # there is one way not to split anything
+        bound_of = {
+            Pressure.NONE: self.bounds.without_memory,
+            Pressure.OF_ANY: self.bounds.within_memory,
+            Pressure.OF_LAYOUTS: self.bounds.of_variant,
+        }[pressure]
+        bounds = {one: bound_of(one) for one in family}
+        possible = [one for one in family if bounds[one] < float("inf")]
+        self.infeasible += len(family) - len(possible)
+        if not possible:
+            return []
+        first, *rest = possible
+        bound = min(bounds[one] for one in possible)
+        item = Variant(first, tuple(rest), pressure)
+        return [Node(bound=bound, rank=simplicity(first), item=item)]
+
+    def solve(self, arrangement: Arrangement) -> list[Found[Candidate]]:
+        """Return the best candidate of an arrangement, if there is one."""
+        if self.objective is Objective.MEMORY:
+            answer = self.judge.solve_smallest(arrangement)
+        else:
+            answer = self.judge.solve(
+                arrangement,
+                least=lambda number: self.bounds.of_solution(arrangement, number),
+                excludes=lambda number, seconds: self.bounds.excludes(arrangement, number, seconds),
+                known_seconds=self._to_beat,
+            )
+        self.programs += answer.report.calls
+        if answer.candidate is None:
+            self.infeasible += not answer.leaves_out
+            return []
+        self.solved += 1
+        candidate = answer.candidate
+        self._best_seconds = min(self._best_seconds, candidate.prediction.step_seconds)
+        return [Found(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)]
+
+    def value(self, candidate: Candidate) -> float:
+        """Return what the objective has less of: bytes, or seconds (which money goes with)."""
+        if self.objective is Objective.MEMORY:
+            return float(candidate.prediction.peak_memory.device_bytes)
+        return candidate.prediction.step_seconds
+
+    def refusal(self, outcome: Searched) -> AutoparError:
+        """Return why there is no plan: no time, no arrangement, or no memory."""
+        if not outcome.is_complete:
+            return too_late(len(outcome.waiting))
+        least = self._roomy().least()
+        if least is None:
+            return nothing_runs(
+                self._conflict(),
+                devices=self.cluster.size,
+                layers=sum(learning(self.subject)),
+                shared=tuple(shared_buffers(self.subject)),
+            )
+        return too_large(
+            least.arrangement,
+            needed_bytes=least.prediction.peak_memory.device_bytes,
+            limit_bytes=min(self.judge.demands.limit_bytes.values()),
+            cluster=self.cluster,
+        )
+
+    def _conflict(self) -> tuple[Declared, ...]:
+        """Return constraints that leave no arrangement together, but do without any one of them."""
+
+        def is_feasible(declared: Sequence[Declared]) -> bool:
+            kept = with_batch(constraints_of(declared), self.cluster, self.subject.graph)
+            explorer = Explorer(self.subject, self.cluster, kept, report=self.report)
+            return explorer._roomy().least() is not None
+
+        declared = self.constraints.declared
+        return minimal_conflict(declared, is_feasible) if declared else ()
+
+    def _roomy(self) -> Explorer:
+        """Return the search for the plan that needs least memory, were devices endless."""
+        return self.within(_ENDLESS_BYTES, Objective.MEMORY)
+
+    def within(self, limit_bytes: int, objective: Objective) -> Explorer:
+        """Return the search with another limit of memory on every device, for an objective."""
+        other = copy(self)
+        other.objective = objective
+        limits = dict.fromkeys(self.judge.demands.limit_bytes, limit_bytes)
+        other.judge = self.judge.under(replace(self.judge.demands, limit_bytes=limits))
+        other.bounds = Bounds(other.judge.questions, objective)
+        return other
+
+    def least(self) -> Candidate | None:
+        """Return the best candidate, None where there is none."""
+        found = best_first(self.roots(), self.expand).found
+        return found[0].leaf if found else None

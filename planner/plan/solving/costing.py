@@ -1,0 +1,222 @@
+"""Prices the layers of one model on one cluster, on demand, and remembers what it priced.
+
+What a layer costs depends on the tensor degree, the microbatch, the layout solution and the device
+of its stage; equal layers under equal circumstances share one price.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.planner.annotate import Precision, annotate
+from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.shape import GroupShape, group_shape
+from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.ops.measurements import Measurements
+from autopar.planner.costs.ops.pricer import Pricer
+from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.crossing import Residence, residence
+from autopar.planner.graph import Graph
+from autopar.planner.layers import Layer, Layers
+from autopar.planner.layouts import Layout, OpLayout
+from autopar.planner.programs.layouts.building import Place
+from autopar.planner.programs.layouts.choice import Budget, LayoutProgram, LayoutSolution
+from autopar.planner.programs.layouts.edges import structure_of
+from autopar.planner.programs.layouts.rules import LayoutRules
+from autopar.planner.programs.layouts.slots import own_layouts
+from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
+
+Modes = Mapping[Recompute, LayerCost]
+# A 16-bit weight of 2 bytes comes with 16 more of gradient and optimizer state.
+_STATE_FACTOR = 9.0
+_BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)
+GRADIENT_BYTES = 4  # of one element: gradients are kept in fp32
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Subject:
+    """A traced model as the search sees it."""
+
+    graph: Graph
+    axes: Axes
+    layers: Layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Inside:
+    """Everything that the inside of the layers depends on."""
+
+    tensor: int
+    microbatch: int
+    solution: int  # position in the Pareto front of layouts
+    is_one_stage: bool  # tied parameters are held once
+
+
+class Costing:
+    """The prices of the layers of one model."""
+
+    def __init__(
+        self,
+        subject: Subject,
+        cluster: Cluster,
+        *,
+        precision: Precision,
+        rules: LayoutRules,
+        measured: Measurements | None = None,
+    ) -> None:
+        self.subject = subject
+        self.cluster = cluster
+        self.precision = precision
+        self.rules = rules
+        self.measured = measured
+        self.residence: Residence = residence(subject.graph, subject.layers)
+        self.structure = structure_of(subject.graph, subject.axes, subject.layers)
+        self._pricers: dict[tuple[int, Device], Pricer] = {}
+        self._programs: dict[tuple[int, int], LayoutProgram] = {}
+        self._fastest: dict[tuple[int, int], LayoutSolution] = {}
+        self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
+        self._rows: dict[tuple[Inside, Device], tuple[Modes, ...]] = {}
+
+    def pricer(self, microbatch: int, device: Device) -> Pricer:
+        """Return the pricer of a microbatch on a device."""
+        key = microbatch, device
+        if key not in self._pricers:
+            self._pricers[key] = Pricer(
+                self.subject.graph,
+                self.subject.axes,
+                batch=microbatch,
+                precision=self.precision,
+                device=device,
+                measured=self.measured,
+                layers=self.subject.layers,
+            )
+        return self._pricers[key]
+
+    def tensor_shape(self, tensor: int) -> GroupShape:
+        """Return the shape of the groups of the tensor axis."""
+        return group_shape(self.cluster, tensor, 1)
+
+    def fastest(self, tensor: int, microbatch: int) -> LayoutSolution:
+        """Return the fastest layouts inside the layers, whatever they need."""
+        key = tensor, microbatch
+        if key not in self._fastest:
+            self._fastest[key] = self._program(tensor, microbatch).fastest()
+        return self._fastest[key]
+
+    def solutions(self, tensor: int, microbatch: int) -> tuple[LayoutSolution, ...]:
+        """Return the layouts inside the layers that trade time for memory, the fastest first."""
+        key = tensor, microbatch
+        if key not in self._fronts:
+            self._fronts[key] = self._program(tensor, microbatch).front()
+        return self._fronts[key]
+
+    def solution(self, inside: Inside) -> LayoutSolution:
+        """Return one of the solutions."""
+        if inside.solution == 0:
+            return self.fastest(inside.tensor, inside.microbatch)
+        return self.solutions(inside.tensor, inside.microbatch)[inside.solution]
+
+    def layout_report(self) -> SolverReport:
+        """Return what the layout programs asked of the solver."""
+        fronts = {key: (one,) for key, one in self._fastest.items()} | self._fronts
+        return sum((one.report for front in fronts.values() for one in front), NOTHING_SOLVED)
+
+    def _program(self, tensor: int, microbatch: int) -> LayoutProgram:
+        """Return the program on the slowest device of the cluster, which the others wait for."""
+        key = tensor, microbatch
+        if key not in self._programs:
+            place = Place(
+                graph=self.subject.graph,
+                axes=self.subject.axes,
+                layers=self.subject.layers,
+                pricer=self.pricer(microbatch, slowest_device(self.cluster)),
+                degree=tensor,
+                shape=self.tensor_shape(tensor),
+                rules=self.rules,
+                microbatches=1,
+                structure=self.structure,
+            )
+            self._programs[key] = LayoutProgram(place, _BUDGET)
+        return self._programs[key]
+
+    def rows(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
+        """Return what each layer costs in each recompute mode, one object for equal layers."""
+        key = inside, device
+        if key not in self._rows:
+            self._rows[key] = self._priced(inside, device)
+        return self._rows[key]
+
+    def _priced(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
+        solution = self.solution(inside)
+        parameters = {one.name: one.layout for one in solution.parameters}
+        outside = {one.name: one.layout for one in solution.crossing}
+        pricer = self.pricer(inside.microbatch, device)
+        seen: set[str] = set()
+        known: dict[object, Modes] = {}
+        rows: list[Modes] = []
+        for position, layer in enumerate(self.subject.layers.layers):
+            used = parameters_of(layer, parameters)
+            counted = frozenset(used & seen) if inside.is_one_stage else frozenset()
+            circumstances = self._circumstances(position, layer, counted)
+            if circumstances not in known:
+                known[circumstances] = layer_costs(
+                    pricer,
+                    layer,
+                    self._own(solution, layer),
+                    degree=inside.tensor,
+                    shape=self.tensor_shape(inside.tensor),
+                    parameters=parameters,
+                    outside=outside,
+                    counted=counted,
+                )
+            rows.append(known[circumstances])
+            seen |= used
+        return tuple(rows)
+
+    def tied_gradient_bytes(self, inside: Inside) -> int:
+        """Return the bytes of the gradients of weights that the first and last layer share."""
+        solution = self.solution(inside)
+        parameters = {one.name: one.layout for one in solution.parameters}
+        layers = self.subject.layers.layers
+        if len(layers) == 1:
+            return 0
+        pricer = self.pricer(inside.microbatch, slowest_device(self.cluster))
+        tied = parameters_of(layers[0], parameters) & parameters_of(layers[-1], parameters)
+        elements = (pricer.elements(name, parameters[name], inside.tensor) for name in tied)
+        return GRADIENT_BYTES * sum(elements)
+
+    def _circumstances(self, position: int, layer: Layer, counted: frozenset[str]) -> object:
+        """What tells the costs of two layers of one class apart."""
+        crossing = [self.subject.graph.tensors[name] for name in self.residence.cuts[position]]
+        shapes = tuple((tensor.shape, tensor.dtype) for tensor in crossing)
+        return layer.layer_class, counted, shapes
+
+    def _own(self, solution: LayoutSolution, layer: Layer) -> tuple[OpLayout, ...]:
+        """Return the layouts of a layer's ops in the axes of its own tensors."""
+        return own_layouts(solution.layouts, layer, self.subject.axes, self.structure.slots)
+
+
+def parameters_of(layer: Layer, parameters: Mapping[str, Layout]) -> frozenset[str]:
+    """Return the parameters that a layer uses."""
+    return frozenset(name for op in layer.ops for name in op.inputs if name in parameters)
+
+
+def slowest_device(cluster: Cluster) -> Device:
+    """Return the device that the others wait for: the one of the lowest 16-bit peak."""
+    return min((node.device for node in cluster.nodes), key=_half_peak)
+
+
+def _half_peak(device: Device) -> float:
+    peaks = dict(device.peaks)
+    return next(peaks[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peaks)
+
+
+def model_flops(subject: Subject, global_batch: int, precision: Precision) -> int:
+    """Return the FLOPs of one step without anything computed twice."""
+    batch = subject.graph.fixed_batch or 1
+    done = annotate(subject.graph, subject.axes, batch=batch, precision=precision)
+    total = done.total(subject.graph.ops)
+    return (total.forward_flops + total.backward_flops) * global_batch // batch

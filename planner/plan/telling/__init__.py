@@ -1,0 +1,1 @@
+"""Says what a plan is and why, in words and numbers that pages share."""

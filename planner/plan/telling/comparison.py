@@ -1,0 +1,165 @@
+"""Compares two plans: what moved, and what it does to the step, communication and memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import zip_longest
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.layers import Layers
+from autopar.planner.plan.plan import Plan, Stage
+from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, Part, part_seconds
+from autopar.planner.plan.telling.split_lines import ClassLayouts, class_layouts
+from autopar.planner.plan.telling.words import (
+    recompute_words,
+    schedule_words,
+    unit_word,
+    units_per_second,
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Change:
+    """One thing that differs, in words."""
+
+    what: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Figure:
+    """One quantity of both plans; `unit` is "s", "B", "1/s", "USD" or "" for a share."""
+
+    name: str
+    unit: str
+    before: float
+    after: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Comparison:
+    """Everything that `autopar diff` tells."""
+
+    warnings: tuple[str, ...]
+    changes: tuple[Change, ...]
+    layouts: tuple[Change, ...]
+    figures: tuple[Figure, ...]
+
+
+def compare(
+    before: Plan, after: Plan, *, parts: tuple[Axes, Layers], other_parts: tuple[Axes, Layers]
+) -> Comparison:
+    """Return what moved between two plans; `parts` are axes and layers of each one's graph."""
+    return Comparison(
+        warnings=tuple(_warnings(before, after)),
+        changes=tuple(_changes(before, after)),
+        layouts=tuple(
+            _layout_changes(class_layouts(before, *parts), class_layouts(after, *other_parts))
+        ),
+        figures=tuple(_figures(before, after)),
+    )
+
+
+def _warnings(before: Plan, after: Plan) -> Iterator[str]:
+    if before.graph != after.graph:
+        yield f"the models differ: {before.model.name} and {after.model.name}"
+    elif before.model.source_hash != after.model.source_hash:
+        yield "the model file changed between the plans, though not what it computes"
+    if before.machines.content_hash != after.machines.content_hash:
+        yield f"the machines differ: {_machines(before)} and {_machines(after)}"
+    if before.arrangement.global_batch != after.arrangement.global_batch:
+        yield (
+            f"the global batches differ ({before.arrangement.global_batch} and "
+            f"{after.arrangement.global_batch} rows): compare throughput, not the step"
+        )
+    if before.autopar != after.autopar:
+        yield f"autopar {before.autopar} and {after.autopar} may predict differently"
+
+
+def _machines(plan: Plan) -> str:
+    return f"{plan.machines.devices} × {plan.machines.device}"
+
+
+def _changes(before: Plan, after: Plan) -> Iterator[Change]:
+    one, other = before.arrangement, after.arrangement
+    rows = (
+        ("pipeline (pp)", one.pipeline, other.pipeline),
+        ("data (dp)", one.data, other.data),
+        ("tensor (tp)", one.tensor, other.tensor),
+        ("microbatch", f"{one.microbatch} rows", f"{other.microbatch} rows"),
+        ("microbatches", one.microbatches, other.microbatches),
+        ("schedule", schedule_words(one) or "none", schedule_words(other) or "none"),
+        ("ZeRO", one.zero.value, other.zero.value),
+        ("sharded over", one.shard, other.shard),
+        ("gradient sums", *(_sum_words(x.compressed_gradients) for x in (one, other))),
+        ("bucket", f"{one.bucket_bytes / 2**20:g} MiB", f"{other.bucket_bytes / 2**20:g} MiB"),
+        ("precision", one.precision, other.precision),
+        ("objective", before.objective, after.objective),
+        ("recompute", recompute_words(before.stages), recompute_words(after.stages)),
+        ("stages", _borders(before.stages), _borders(after.stages)),
+        ("constraints", *("; ".join(map(str, one.constraints)) for one in (before, after))),
+    )
+    for what, old, new in rows:
+        if old != new:
+            yield Change(what=what, before=str(old) or "none", after=str(new) or "none")
+
+
+def _sum_words(compressed: bool) -> str:
+    return "in 16 bits" if compressed else "in 32 bits"
+
+
+def _borders(stages: tuple[Stage, ...]) -> str:
+    """Return how many layers each stage has: "9 + 8 + 8 + 7 layers"."""
+    return " + ".join(str(stage.count) for stage in stages) + " layers"
+
+
+def _layout_changes(
+    before: tuple[ClassLayouts, ...], after: tuple[ClassLayouts, ...]
+) -> Iterator[Change]:
+    """Yield per class of layers what its ops are split along, where that differs."""
+    for one, other in zip_longest(before, after):
+        known = one or other
+        assert known is not None
+        mine, theirs = _modules(one), _modules(other)
+        for module in dict.fromkeys((*mine, *theirs)):
+            old, new = mine.get(module, "not split"), theirs.get(module, "not split")
+            if old != new:
+                yield Change(what=f"{known.name}.{module}".rstrip("."), before=old, after=new)
+
+
+def _modules(one: ClassLayouts | None) -> dict[str, str]:
+    """Return what each module of a class is split along."""
+    axes: dict[str, list[str]] = {}
+    for line in one.splits if one is not None else ():
+        axes.setdefault(line.module, []).append(line.axis)
+    return {m: f"split along {', '.join(dict.fromkeys(a))}" for m, a in axes.items()}
+
+
+def _figures(before: Plan, after: Plan) -> Iterator[Figure]:
+    plans = (before, after)
+    predictions = [plan.prediction for plan in plans]
+
+    def figure(name: str, unit: str, values: list[float]) -> Figure:
+        return Figure(name=name, unit=unit, before=values[0], after=values[1])
+
+    yield figure("step", "s", [one.step_seconds for one in predictions])
+    for part in Part:
+        yield figure(f"  {part}", "s", [part_seconds(one, part) for one in predictions])
+    rates = [units_per_second(p.arrangement, p.model, p.prediction.step_seconds) for p in plans]
+    yield figure("throughput", "1/s", rates)
+    prices = [plan.machines.usd_per_hour for plan in plans]
+    costs = [price / 3600 / rate * 1e6 for price, rate in zip(prices, rates, strict=True) if price]
+    if len(costs) == len(plans):
+        yield figure(f"price of a million {unit_word(after.model)}", "USD", costs)
+    yield figure("MFU", "", [one.mfu for one in predictions])
+    yield figure("memory", "B", [one.peak_memory.device_bytes for one in predictions])
+    for name, field in MEMORY_CATEGORIES:
+        yield figure(f"  {name}", "B", [getattr(one.peak_memory, field) for one in predictions])
+    for reason in dict.fromkeys(term.reason for one in predictions for term in one.communication):
+        seconds = [
+            sum(term.seconds for term in one.communication if term.reason == reason)
+            for one in predictions
+        ]
+        yield figure(reason, "s", seconds)

@@ -1,0 +1,1 @@
+"""The layout program: in which layout every tensor of a layer lies on the tensor axis."""

@@ -1,0 +1,260 @@
+"""Builds the layout problem of a graph: one layer of each class, priced, counted by its layers."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.costs.ops.shapes import OpSplit
+from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.layers import Layers
+from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
+from autopar.planner.programs.layouts.conversions import Conversions
+from autopar.planner.programs.layouts.edges import Need, Structure, structure_of
+from autopar.planner.programs.layouts.keeps import keeps_of
+from autopar.planner.programs.layouts.pricing import Pricer
+from autopar.planner.programs.layouts.problem import Choice, Demand, Node, Problem, Source
+from autopar.planner.programs.layouts.reach import Edge, reachable
+from autopar.planner.programs.layouts.rules import LayoutRules, permitted
+from autopar.planner.programs.layouts.strategies import strategies
+
+# A sum after the step is never dearer than one in every microbatch: where they cost alike it wins.
+ONCE_PER_STEP = 0.999
+
+Choices = Mapping[int, Sequence[Choice]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Place:
+    """What the layouts are chosen for: a graph, and the ranks of its tensor axis."""
+
+    graph: Graph
+    axes: Axes
+    layers: Layers
+    pricer: Pricer
+    degree: int
+    shape: GroupShape
+    rules: LayoutRules
+    microbatches: int
+    structure: Structure | None = None  # where the caller has found it already
+
+    @property
+    def batch(self) -> int:
+        """The rows of a microbatch."""
+        return self.graph.fixed_batch or self.pricer.batch
+
+
+def build_problem(place: Place) -> Problem:
+    """Return the layout problem of a graph."""
+    return _Builder(place).problem()
+
+
+class _Builder:
+    def __init__(self, place: Place) -> None:
+        self.place, self.graph, self.axes = place, place.graph, place.axes
+        structure = place.structure or structure_of(place.graph, place.axes, place.layers)
+        self.slots, self.numbering = structure.slots, structure.numbering
+        self.needs = structure.needs
+        self.conversions = Conversions(place.graph, place.axes, batch=place.batch)
+        self.given = _given(place.graph)
+        self.row_axes = place.axes.of_rows()
+        self.written = frozenset(b.name for b in place.graph.buffers if b.updated)
+        self.members: dict[str, list[str]] = defaultdict(list)
+        for name, slot in self.slots.tensors.items():
+            self.members[slot].append(name)
+
+    def problem(self) -> Problem:
+        """Return choices, then what they meet, then what they cost."""
+        choices = {i: self._choices(op) for i, op in enumerate(self.numbering.ops)}
+        layouts = self._slot_layouts(choices)
+        edges = {need: self._edge(need, layouts) for need in self.needs}
+        left = reachable(choices, [edge for need, edge in edges.items() if not need.leaves])
+        nodes = tuple(self._node(i, left[i]) for i in left)
+        layouts = self._slot_layouts(left)
+        sources = self._sources(layouts)
+        places = {key: position for position, key in enumerate(sources)}
+        problem = Problem(nodes=nodes, sources=tuple(sources.values()), demands=(), keeps=())
+        return Problem(
+            nodes=nodes,
+            sources=problem.sources,
+            demands=tuple(self._demand(need, edges[need], places, problem) for need in self.needs),
+            keeps=tuple(keeps_of(nodes, self.place.pricer, self._memory_bytes)),
+        )
+
+    # --- choices
+
+    def _choices(self, op: Op) -> tuple[Choice, ...]:
+        place = self.place
+        found = strategies(op, self.graph, self.axes, degree=place.degree, batch=place.batch)
+        if self.given.issuperset(op.outputs):  # masks and positions: made whole, and then sliced
+            found = (found[0], *(one for one in found[1:] if one.axis in self.row_axes))
+        left = permitted(op, found, place.rules, self.graph, self.axes)
+        return tuple(self._choice(s) for s in left if self._is_told_apart(op, s))
+
+    def _choice(self, strategy: OpLayout) -> Choice:
+        return Choice(
+            strategy=strategy,
+            needs=tuple(map(self.slots.common, strategy.needs)),
+            gives=tuple(map(self.slots.common, strategy.gives)),
+        )
+
+    def _is_told_apart(self, op: Op, strategy: OpLayout) -> bool:
+        """Layers of one class may give two axes of one dim the same common name."""
+        pairs = zip((*op.inputs, *op.outputs), (*strategy.needs, *strategy.gives), strict=True)
+        return all(
+            self.slots.tells_apart(name, layout.dim, self.axes)
+            for name, layout in pairs
+            if layout.kind is Kind.SPLIT
+        )
+
+    # --- what lies between them
+
+    def _slot_layouts(self, choices: Choices) -> dict[str, tuple[Layout, ...]]:
+        """Return for each slot the layouts that it may have."""
+        wanted: dict[str, dict[Layout, None]] = defaultdict(dict)
+        for need in self.needs:
+            if need.producer is None:
+                for node, place in need.consumers:
+                    wanted[need.slot].update(dict.fromkeys(c.needs[place] for c in choices[node]))
+            elif need.leaves:
+                node, place = need.producer
+                wanted[need.slot].update(dict.fromkeys(c.gives[place] for c in choices[node]))
+        return {slot: self._possible(slot, own) for slot, own in wanted.items()}
+
+    def _possible(self, slot: str, wanted: Mapping[Layout, None]) -> tuple[Layout, ...]:
+        tensors = [self.graph.tensors[name] for name in self.members[slot]]
+        outside = [tensor for tensor in tensors if tensor.origin is not Origin.OP]
+        if not outside:
+            return tuple(wanted)
+        if not all(t.origin is Origin.PARAMETER or t.name in self.written for t in outside):
+            return (WHOLE,)
+        replicated = (REPLICATED,) if any(t.requires_grad for t in outside) else ()
+        return (WHOLE, *replicated, *(x for x in wanted if x.kind is Kind.SPLIT))
+
+    def _edge(self, need: Need, layouts: Mapping[str, tuple[Layout, ...]]) -> Edge:
+        tensor, _ = self.needs[need]
+        return Edge(
+            producer=need.producer,
+            layouts=layouts[need.slot] if need.producer is None else None,
+            consumers=need.consumers,
+            converts=partial(self._allows, tensor),
+        )
+
+    def _allows(self, tensor: str, produced: Layout, needed: Layout) -> bool:
+        own = [self.slots.own(layout, tensor, self.axes) for layout in (produced, needed)]
+        return self.conversions.allow(tensor, own[0], own[1])
+
+    # --- costs
+
+    def _node(self, number: int, choices: tuple[Choice, ...]) -> Node:
+        op, pricer = self.numbering.ops[number], self.place.pricer
+        kept = pricer.kept(op)
+        priced = []
+        for choice in choices:
+            split = _op_split(choice.strategy, self.place.degree)
+            cost = pricer.cost(op, split)
+            priced.append(
+                Choice(
+                    strategy=choice.strategy,
+                    needs=choice.needs,
+                    gives=choice.gives,
+                    seconds=cost.forward_seconds + cost.backward_seconds,
+                    saved_bytes=kept.own_bytes(split),
+                )
+            )
+        return Node(
+            op=op,
+            layer_class=self.numbering.classes[number],
+            count=self.numbering.counts[number],
+            choices=tuple(priced),
+        )
+
+    def _sources(
+        self, layouts: Mapping[str, tuple[Layout, ...]]
+    ) -> dict[tuple[int, int] | str, Source]:
+        """Return what ops make, by (node, output), and the slots."""
+        made: dict[tuple[int, int] | str, Source] = {}
+        for need, (tensor, _) in self.needs.items():
+            if need.producer is not None:
+                made.setdefault(need.producer, Source(tensor=tensor, producer=need.producer))
+        return made | {slot: self._slot_source(slot, own) for slot, own in layouts.items()}
+
+    def _slot_source(self, slot: str, layouts: tuple[Layout, ...]) -> Source:
+        weights = [
+            name
+            for name in self.members[slot]
+            if self.graph.tensors[name].origin is Origin.PARAMETER
+        ]
+        tensor = weights[0] if weights else slot
+        return Source(
+            tensor=tensor,
+            layouts=layouts,
+            seconds=tuple(len(weights) * self._gradient_seconds(tensor, x) for x in layouts),
+            weight_bytes=tuple(len(weights) * self._bytes(tensor, x) for x in layouts),
+        )
+
+    def _gradient_seconds(self, tensor: str, layout: Layout) -> float:
+        """An R parameter's gradient is summed over the ranks, once for all microbatches."""
+        if self.graph.tensors[tensor].origin is not Origin.PARAMETER or layout != REPLICATED:
+            return 0.0
+        once = self._seconds(tensor, WHOLE, REPLICATED) / self.place.microbatches
+        return once * ONCE_PER_STEP
+
+    def _demand(
+        self, need: Need, edge: Edge, places: Mapping[tuple[int, int] | str, int], problem: Problem
+    ) -> Demand:
+        tensor, count = self.needs[need]
+        nodes, sources = problem.nodes, problem.sources
+        source = places[need.producer or need.slot]
+        crosses = places[need.slot] if need.leaves else -1
+        made: set[Layout] = set(sources[source].layouts)
+        if need.producer is not None:
+            made = {c.gives[need.producer[1]] for c in nodes[need.producer[0]].choices}
+        wanted = {c.needs[k] for node, k in need.consumers for c in nodes[node].choices}
+        wanted |= set(sources[crosses].layouts) if need.leaves else set()
+        own = {one: self.slots.own(one, tensor, self.axes) for one in made | wanted | {WHOLE}}
+        seconds = {
+            (a, b): self._seconds(tensor, own[a], own[b])
+            for a in sorted(made, key=str)
+            for b in sorted(wanted or {WHOLE}, key=str)
+            if edge.reaches(a, b)
+        }
+        return Demand(
+            source=source, tensor=tensor, consumers=need.consumers, crosses=crosses, count=count,
+            seconds=seconds,
+        )  # fmt: skip
+
+    def _seconds(self, tensor: str, produced: Layout, needed: Layout) -> float:
+        """Return both passes' of a conversion between two of a tensor's own layouts."""
+        place = self.place
+        return sum(
+            place.pricer.conversion_seconds(tensor, produced, needed, place.degree, place.shape)
+        )
+
+    def _bytes(self, tensor: str, layout: Layout) -> int:
+        own = self.slots.own(layout, tensor, self.axes)
+        return self.place.pricer.tensor_bytes(tensor, own, self.place.degree)
+
+    def _memory_bytes(self, tensor: str, layout: Layout) -> int:
+        own = self.slots.own(layout, tensor, self.axes)
+        return self.place.pricer.memory_bytes(tensor, own, self.place.degree)
+
+
+def _op_split(strategy: OpLayout, degree: int) -> OpSplit | None:
+    if not strategy.axis:
+        return None
+    return OpSplit(letter=strategy.letter, axis=strategy.axis, degree=degree)
+
+
+def _given(graph: Graph) -> frozenset[str]:
+    """Return the tensors that come from inputs and constants alone."""
+    outside = (Origin.INPUT, Origin.CONSTANT, Origin.BUFFER)
+    given = {tensor.name for tensor in graph.tensors.values() if tensor.origin in outside}
+    for op in graph.ops:
+        if given.issuperset(op.inputs):
+            given.update(op.outputs)
+    return frozenset(given)

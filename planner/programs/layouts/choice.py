@@ -1,0 +1,311 @@
+"""Chooses the layouts of all tensors on the tensor axis: the front of time against memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import pairwise
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.shape import GroupShape
+from autopar.planner.errors import InfeasibleError, TimeLimitError
+from autopar.planner.graph import Graph
+from autopar.planner.layers import Layers
+from autopar.planner.layouts import OpLayout, ParameterLayout
+from autopar.planner.programs.layouts.building import Place, build_problem
+from autopar.planner.programs.layouts.edges import crossing_tensors, structure_of
+from autopar.planner.programs.layouts.pricing import Pricer
+from autopar.planner.programs.layouts.problem import Assignment, Problem, totals
+from autopar.planner.programs.layouts.program import LayoutModel, Weights
+from autopar.planner.programs.layouts.rules import FREE, LayoutRules, check_rules
+from autopar.planner.programs.layouts.slots import Slots
+from autopar.planner.programs.solver import (
+    Infeasible,
+    SolverName,
+    SolverReport,
+    TimedOut,
+    solve,
+)
+
+# Weighs what is not minimised, to break ties: among equally fast layouts the smallest.
+_TIE = 1e-6
+# Points of the front that differ less, in time and in memory, are one.
+_SAME = 0.01
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Budget:
+    """What counts as memory: a rank's saved bytes and weight bytes, each times a factor.
+
+    Saved bytes count for every microbatch in flight, weights for gradients and optimizer states
+    too. Without `bytes`, the front is spanned from the fastest layouts to the smallest.
+    """
+
+    saved_factor: float = 1.0
+    weight_factor: float = 1.0
+    bytes: tuple[float, ...] | None = None
+    points: int = 4
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LayoutSolution:
+    """One choice of layouts for a whole graph, and what one microbatch costs with it.
+
+    `layouts[c][i]` is for the op at position i of the first layer of class c, in the axes of that
+    layer (`slots.own_layouts` gives those of the others). `crossing` has the layout of each tensor
+    that one layer makes and others need: the layer that makes it converts what its op gives to
+    that, and for the others it is where they begin. `seconds` are of the forward and backward of
+    all layers on one rank. After a time-out, `is_proved` is False.
+    """
+
+    layouts: tuple[tuple[OpLayout, ...], ...]
+    parameters: tuple[ParameterLayout, ...]
+    crossing: tuple[ParameterLayout, ...]
+    seconds: float
+    saved_bytes: int
+    weight_bytes: int
+    report: SolverReport
+    is_proved: bool
+
+    @property
+    def splits_nothing(self) -> bool:
+        """Whether every rank of the tensor axis would compute the same."""
+        return not any(layout.axis for layouts in self.layouts for layout in layouts)
+
+
+def solve_layouts(
+    graph: Graph,
+    axes: Axes,
+    layers: Layers,
+    pricer: Pricer,
+    *,
+    degree: int,
+    shape: GroupShape,
+    rules: LayoutRules = FREE,
+    budget: Budget = Budget(),
+    microbatches: int = 1,
+    time_limit_seconds: float = 60.0,
+    solver: SolverName | None = None,
+) -> tuple[LayoutSolution, ...]:
+    """Return the layouts worth considering, the fastest first, each smaller than those before."""
+    place = Place(
+        graph=graph, axes=axes, layers=layers, pricer=pricer, degree=degree, shape=shape,
+        rules=rules, microbatches=microbatches,
+    )  # fmt: skip
+    program = LayoutProgram(place, budget, time_limit_seconds=time_limit_seconds, solver=solver)
+    return program.front()
+
+
+class LayoutProgram:
+    """The layouts of one graph at one place; made once, solved for as much as is asked."""
+
+    def __init__(
+        self,
+        place: Place,
+        budget: Budget,
+        *,
+        time_limit_seconds: float = 60.0,
+        solver: SolverName | None = None,
+    ) -> None:
+        check_rules(place.rules, place.graph, place.axes, place.layers)
+        self._place = place
+        structure = place.structure or structure_of(place.graph, place.axes, place.layers)
+        self._slots = structure.slots
+        self._problem = build_problem(replace(place, structure=structure))
+        self._front = Front(
+            self._problem, budget, time_limit_seconds=time_limit_seconds, solver=solver
+        )
+
+    def fastest(self) -> LayoutSolution:
+        """Return the fastest layouts, whatever they need."""
+        return self._told(self._front.fastest)
+
+    def front(self) -> tuple[LayoutSolution, ...]:
+        """Return the layouts worth considering, the fastest first."""
+        return tuple(map(self._told, self._front.points()))
+
+    def _told(self, point: Point) -> LayoutSolution:
+        return _solution(self._problem, point, self._place, self._slots)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Point:
+    """One solved program: what was chosen, and what it costs."""
+
+    assignment: Assignment
+    seconds: float
+    saved_bytes: int
+    weight_bytes: int
+    counted_bytes: float
+    report: SolverReport
+    is_proved: bool
+
+
+class Front:
+    """Solves one problem under several budgets."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        budget: Budget,
+        *,
+        time_limit_seconds: float,
+        solver: SolverName | None,
+    ) -> None:
+        self._problem, self._budget = problem, budget
+        self._limit_seconds, self._solver = time_limit_seconds, solver
+        self._weights = _weights(problem, budget)
+        self._model = LayoutModel(problem, self._weights)
+
+    @cached_property
+    def fastest(self) -> Point:
+        """The fastest point; among equally fast ones the smallest."""
+        return self._cheapest(second_price=1.0, byte_price=_TIE)
+
+    def points(self) -> tuple[Point, ...]:
+        """Return the front: the fastest first, dominated and near-equal points left out.
+
+        Without budgets: the ends of the front, then what lies furthest below the line between two
+        neighbours, as if a byte cost what it costs along that line. Such a program has no budget
+        in it and is far easier; what it misses lies above the line.
+        """
+        if self._budget.bytes is not None:
+            found = [self._fastest(limit) for limit in self._budget.bytes]
+            return _pareto([point for point in found if point is not None])
+        front = [self.fastest]
+        if self._budget.points > 1:
+            front.append(self._cheapest(second_price=_TIE, byte_price=1.0))
+        closed: set[tuple[float, float]] = set()
+        while 1 < len(front) < self._budget.points:
+            gap = _widest_gap([pair for pair in pairwise(front) if _ends(pair) not in closed])
+            if gap is None:
+                break
+            closed.add(_ends(gap))
+            point = self._between(*gap)
+            if point is not None:
+                front = sorted([*front, point], key=lambda p: (p.seconds, p.counted_bytes))
+        return _pareto(front)
+
+    def _between(self, fast: Point, small: Point) -> Point | None:
+        """Return the point furthest below the line between two, None where there is none."""
+        slope = (small.seconds - fast.seconds) / (fast.counted_bytes - small.counted_bytes)
+        price = slope * self._weights.byte_unit / self._weights.second_unit
+        point = self._cheapest(second_price=1.0, byte_price=price)
+        is_new = all(
+            abs(point.seconds - end.seconds) > _SAME * end.seconds
+            or abs(point.counted_bytes - end.counted_bytes) > _SAME * end.counted_bytes
+            for end in (fast, small)
+        )
+        return point if is_new else None
+
+    def _fastest(self, budget_bytes: float) -> Point | None:
+        return self._solved(second_price=1.0, byte_price=_TIE, budget_bytes=budget_bytes)
+
+    def _cheapest(self, *, second_price: float, byte_price: float) -> Point:
+        point = self._solved(second_price=second_price, byte_price=byte_price, budget_bytes=None)
+        if point is None:  # without pins, not splitting anything is a solution
+            raise InfeasibleError(
+                "no layouts split all that must be split: where one op is split as it must be, "
+                "another cannot take what it gives",
+                fix="require fewer axes to be split, or name the modules that are meant",
+            )
+        return point
+
+    def _solved(
+        self, *, second_price: float, byte_price: float, budget_bytes: float | None
+    ) -> Point | None:
+        program = self._model.program(
+            second_price=second_price, byte_price=byte_price, budget_bytes=budget_bytes
+        )
+        outcome = solve(program, time_limit_seconds=self._limit_seconds, solver=self._solver)
+        if isinstance(outcome, Infeasible):
+            return None
+        if isinstance(outcome, TimedOut) and outcome.objective is None:
+            raise TimeLimitError(
+                f"No layouts were found within {self._limit_seconds:g} s.",
+                fix="Allow more time, or forbid some axes.",
+            )
+        assignment = self._model.assignment()
+        cost = totals(self._problem, assignment)
+        assert cost is not None, "the program allows what its problem does not"
+        weights = self._weights
+        return Point(
+            assignment=assignment,
+            seconds=cost.seconds,
+            saved_bytes=cost.saved_bytes,
+            weight_bytes=cost.weight_bytes,
+            counted_bytes=weights.saved_factor * cost.saved_bytes
+            + weights.weight_factor * cost.weight_bytes,
+            report=outcome.report,
+            is_proved=not isinstance(outcome, TimedOut),
+        )
+
+
+def _weights(problem: Problem, budget: Budget) -> Weights:
+    """Choose units in which the terms of the program are near one."""
+    seconds = [c.seconds for node in problem.nodes for c in node.choices if c.seconds > 0]
+    sizes = [s for keep in problem.keeps for s in keep.saved_bytes.values() if s > 0]
+    sizes += [s for source in problem.sources for s in source.weight_bytes if s > 0]
+    return Weights(
+        second_unit=sum(seconds) / len(seconds) if seconds else 1.0,
+        byte_unit=sum(sizes) / len(sizes) if sizes else 1.0,
+        saved_factor=budget.saved_factor,
+        weight_factor=budget.weight_factor,
+    )
+
+
+def _widest_gap(pairs: Sequence[tuple[Point, Point]]) -> tuple[Point, Point] | None:
+    """Return the neighbours that lie furthest apart in memory, None where all lie close."""
+    far = [
+        (fast, small)
+        for fast, small in pairs
+        if small.counted_bytes < (1 - _SAME) * fast.counted_bytes
+        and fast.seconds < (1 - _SAME) * small.seconds
+    ]
+    return max(far, key=lambda pair: pair[0].counted_bytes / pair[1].counted_bytes, default=None)
+
+
+def _ends(pair: tuple[Point, Point]) -> tuple[float, float]:
+    return pair[0].seconds, pair[1].seconds
+
+
+def _pareto(points: Sequence[Point]) -> tuple[Point, ...]:
+    """Sort by time; keep what is clearly smaller than everything faster."""
+    front: list[Point] = []
+    for point in sorted(points, key=lambda p: (p.seconds, p.counted_bytes)):
+        if not front or point.counted_bytes < (1 - _SAME) * front[-1].counted_bytes:
+            front.append(point)
+    return tuple(front)
+
+
+def _solution(problem: Problem, point: Point, place: Place, slots: Slots) -> LayoutSolution:
+    classes: list[list[OpLayout]] = [[] for _ in place.layers.classes]
+    for node, choice in zip(problem.nodes, point.assignment.choices, strict=True):
+        classes[node.layer_class].append(node.choices[choice].strategy)
+    at_slot = {
+        slots.tensors[source.tensor]: source.layouts[layout]
+        for source, layout in zip(problem.sources, point.assignment.layouts, strict=True)
+        if layout >= 0
+    }
+    graph = place.graph
+    weights = [*(p.name for p in graph.parameters), *(b.name for b in graph.buffers)]
+
+    def own(names: Iterable[str]) -> tuple[ParameterLayout, ...]:
+        found = ((name, at_slot.get(slots.tensors[name])) for name in names)
+        return tuple(
+            ParameterLayout(name=name, layout=slots.own(layout, name, place.axes))
+            for name, layout in found
+            if layout is not None
+        )
+
+    return LayoutSolution(
+        layouts=tuple(map(tuple, classes)),
+        parameters=own(name for name in weights if name in place.graph.tensors),
+        crossing=own(sorted(crossing_tensors(place.layers))),
+        seconds=point.seconds,
+        saved_bytes=point.saved_bytes,
+        weight_bytes=point.weight_bytes,
+        report=point.report,
+        is_proved=point.is_proved,
+    )

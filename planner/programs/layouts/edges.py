@@ -1,0 +1,129 @@
+"""Finds what the ops of each layer need of which tensor, counted over equal layers."""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.graph import Graph, Op
+from autopar.planner.layers import Layer, Layers
+from autopar.planner.programs.layouts.slots import Slots, find_slots
+
+Ends = tuple[tuple[int, int], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Need:
+    """What the ops of a layer (node, input) need of a tensor.
+
+    `producer` is the op of this layer that makes it; None: it comes from its slot. `leaves` says
+    that other layers need it too. Without any of these, it is the loss.
+    """
+
+    slot: str
+    producer: tuple[int, int] | None
+    consumers: Ends
+    leaves: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Numbering:
+    """The nodes: the ops of the first layer of each class; each stands for `count` layers."""
+
+    ops: tuple[Op, ...]
+    classes: tuple[int, ...]
+    counts: tuple[int, ...]
+    first: tuple[int, ...]  # node of each class
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Structure:
+    """Where the layouts of a graph are chosen, whatever the degree and the batch."""
+
+    slots: Slots
+    numbering: Numbering
+    needs: Mapping[Need, tuple[str, int]]  # each with a tensor, and in how many layers
+
+
+def structure_of(graph: Graph, axes: Axes, layers: Layers) -> Structure:
+    """Return the structure of a graph."""
+    slots, numbering = find_slots(graph, axes, layers), number_nodes(layers)
+    needs = count_needs(graph, layers, slots, numbering)
+    return Structure(slots=slots, numbering=numbering, needs=needs)
+
+
+def number_nodes(layers: Layers) -> Numbering:
+    """Return the nodes of all layer classes."""
+    ops: list[Op] = []
+    classes: list[int] = []
+    counts: list[int] = []
+    first: list[int] = []
+    for number, layer_class in enumerate(layers.classes):
+        own = layers.layers[layer_class.layers[0]].ops
+        first.append(len(ops))
+        ops += own
+        classes += [number] * len(own)
+        counts += [len(layer_class.layers)] * len(own)
+    return Numbering(
+        ops=tuple(ops), classes=tuple(classes), counts=tuple(counts), first=tuple(first)
+    )
+
+
+def crossing_tensors(layers: Layers) -> frozenset[str]:
+    """Return the tensors that one layer makes and another needs."""
+    maker = {
+        out: i for i, layer in enumerate(layers.layers) for op in layer.ops for out in op.outputs
+    }
+    return frozenset(
+        name
+        for i, layer in enumerate(layers.layers)
+        for op in layer.ops
+        for name in op.inputs
+        if maker.get(name, i) != i
+    )
+
+
+def count_needs(
+    graph: Graph, layers: Layers, slots: Slots, nodes: Numbering
+) -> Mapping[Need, tuple[str, int]]:
+    """Return all needs, each with the tensor that is needed so first, and in how many layers."""
+    crossing = crossing_tensors(layers)
+    counts: Counter[Need] = Counter()
+    tensors: dict[Need, str] = {}
+    for layer in layers.layers:
+        for need, name in _needs_of(layer, nodes.first[layer.layer_class], slots, crossing, graph):
+            counts[need] += 1
+            tensors.setdefault(need, name)
+    return {need: (tensors[need], count) for need, count in counts.items()}
+
+
+def _needs_of(
+    layer: Layer, first: int, slots: Slots, crossing: frozenset[str], graph: Graph
+) -> list[tuple[Need, str]]:
+    makers: dict[str, tuple[int, int]] = {}
+    consumers: dict[str, list[tuple[int, int]]] = defaultdict(list)
+    for i, op in enumerate(layer.ops, start=first):
+        makers.update({name: (i, k) for k, name in enumerate(op.outputs)})
+        for k, name in enumerate(op.inputs):
+            consumers[name].append((i, k))
+    found = [
+        (
+            Need(
+                slot=slots.tensors[name],
+                producer=makers.get(name),
+                consumers=tuple(consumers.get(name, ())),
+                leaves=name in crossing and name in makers,
+            ),
+            name,
+        )
+        for name in dict.fromkeys((*makers, *consumers))
+        if name in consumers or name in crossing
+    ]
+    if graph.loss in makers:
+        loss = Need(
+            slot=slots.tensors[graph.loss], producer=makers[graph.loss], consumers=(), leaves=False
+        )
+        found.append((loss, graph.loss))
+    return found

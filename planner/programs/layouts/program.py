@@ -1,0 +1,212 @@
+"""The integer program of the layouts, in PuLP.
+
+    x[v,c] ∈ {0,1}     op v runs as its choice c
+    u[e,l] ∈ {0,1}     slot e (a parameter, or what crosses layers) lies in layout l
+    w[d,k,l] ≥ 0       the tensor of demand d is converted from layout k to layout l
+    h[g,f] ≥ 0         the kept tensor g is held in form f
+
+    Families, each a function below:
+    one choice         Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1
+    conversions        Σ_k w[d,k,l] ≥ Σ_(c needs l) x[v,c] for each consumer v;  w[d,k,l] ≤ p[e,k]
+                       where p[e,k] is Σ_(c gives k) x[v,c] of the op that makes e, or u[e,k];
+                       a slot that e crosses into is a consumer that needs its own layout;
+                       with one consumer, both are sums and equal: the relaxation is then tight
+    holding            h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v
+    budget             saved and weight bytes ≤ budget
+
+    minimise  Σ x·compute + Σ w·conversion + Σ u·gradient sums (+ a price per byte, for ties)
+
+A conversion is paid once per tensor and layer, however many consumers share it.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass, field
+from typing import Any, TypeAlias
+
+import pulp
+
+from autopar.planner.layouts import WHOLE, Layout
+from autopar.planner.programs.layouts.problem import Assignment, Demand, Problem
+from autopar.planner.programs.solver import chosen, new_program
+
+Sum: TypeAlias = Any  # pulp.LpAffineExpression, which has no types
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Weights:
+    """The units of the program, and what of the bytes counts.
+
+    The objective is second_price · seconds / second_unit + byte_price · bytes / byte_unit, where
+    bytes = saved_factor · saved + weight_factor · weights.
+    """
+
+    second_unit: float
+    byte_unit: float
+    saved_factor: float
+    weight_factor: float
+
+
+@dataclass(slots=True)
+class _Model:
+    problem: Problem
+    weights: Weights
+    program: pulp.LpProblem
+    x: list[list[pulp.LpVariable]] = field(default_factory=list)
+    u: list[list[pulp.LpVariable]] = field(default_factory=list)
+    seconds: list[tuple[pulp.LpVariable, float]] = field(default_factory=list)
+    bytes: list[tuple[pulp.LpVariable, float]] = field(default_factory=list)
+
+    def require(self, constraint: pulp.LpConstraint, name: str) -> None:
+        self.program.addConstraint(constraint, name)
+
+
+class LayoutModel:
+    """The program of one problem; it is solved with several budgets and prices."""
+
+    def __init__(self, problem: Problem, weights: Weights) -> None:
+        self._model = _Model(problem, weights, new_program("layouts"))
+        _make_choices(self._model)
+        _require_one_choice(self._model)
+        _require_conversions(self._model)
+        _require_holding(self._model)
+        self._seconds = _sum(self._model.seconds)
+        self._bytes = _sum(self._model.bytes)
+
+    def program(
+        self, *, second_price: float, byte_price: float, budget_bytes: float | None
+    ) -> pulp.LpProblem:
+        """Return the program with this objective, under this budget."""
+        program = self._model.program
+        program.setObjective(second_price * self._seconds + byte_price * self._bytes)
+        program.constraints.pop("budget", None)
+        if budget_bytes is not None:
+            _require_budget(self._model, self._bytes, budget_bytes)
+        return program
+
+    def assignment(self) -> Assignment:
+        """Return what the solved program chose."""
+        return Assignment(
+            choices=tuple(chosen(own)[0] for own in self._model.x),
+            layouts=tuple(chosen(own)[0] if own else -1 for own in self._model.u),
+        )
+
+
+def _make_choices(model: _Model) -> None:
+    """Make x and u with their costs."""
+    weights = model.weights
+    for v, node in enumerate(model.problem.nodes):
+        own = [_binary(f"x_{v}_{c}") for c in range(len(node.choices))]
+        model.x.append(own)
+        for variable, choice in zip(own, node.choices, strict=True):
+            kept = weights.saved_factor * choice.saved_bytes
+            model.seconds.append((variable, node.count * choice.seconds / weights.second_unit))
+            model.bytes.append((variable, node.count * kept / weights.byte_unit))
+    for e, source in enumerate(model.problem.sources):
+        own = [_binary(f"u_{e}_{i}") for i in range(len(source.layouts))]
+        model.u.append(own)
+        for variable, seconds, size in zip(own, source.seconds, source.weight_bytes, strict=True):
+            model.seconds.append((variable, seconds / weights.second_unit))
+            model.bytes.append((variable, weights.weight_factor * size / weights.byte_unit))
+
+
+def _require_one_choice(model: _Model) -> None:
+    """Σ_c x[v,c] = 1,  Σ_l u[e,l] = 1."""
+    for v, own in enumerate(model.x):
+        model.require(pulp.lpSum(own) == 1, f"one_choice_{v}")
+    for e, own in enumerate(model.u):
+        if own:
+            model.require(pulp.lpSum(own) == 1, f"one_layout_{e}")
+
+
+def _require_conversions(model: _Model) -> None:
+    """Σ_k w[d,k,l] ≥ Σ_(c needs l) x[v,c] for each consumer v;  w[d,k,l] ≤ p[e,k]."""
+    for d, demand in enumerate(model.problem.demands):
+        produced = _produced(model, demand.source)
+        needed = _needed(model, demand)
+        layouts = list(dict.fromkeys(layout for own in needed for layout in own))
+        made = _conversion_variables(model, d, demand, list(produced), layouts)
+        is_single = len(needed) == 1
+        for i, own in enumerate(needed):
+            for j, (layout, need) in enumerate(own.items()):
+                got = pulp.lpSum(w for (_, to), w in made.items() if to == layout)
+                model.require(got == need if is_single else got >= need, f"need_{d}_{i}_{j}")
+        for k, (layout, given) in enumerate(produced.items()):
+            of = [w for (start, _), w in made.items() if start == layout]
+            if is_single:
+                model.require(pulp.lpSum(of) == given, f"source_{d}_{k}")
+            else:
+                for j, w in enumerate(of):
+                    model.require(w <= given, f"source_{d}_{k}_{j}")
+
+
+def _conversion_variables(
+    model: _Model, d: int, demand: Demand, produced: list[Layout], needed: list[Layout]
+) -> dict[tuple[Layout, Layout], pulp.LpVariable]:
+    made = {}
+    for i, start in enumerate(produced):
+        for j, end in enumerate(needed):
+            seconds = demand.seconds.get((start, end))
+            if seconds is not None:
+                variable = pulp.LpVariable(f"w_{d}_{i}_{j}", 0, 1)
+                made[start, end] = variable
+                model.seconds.append((variable, demand.count * seconds / model.weights.second_unit))
+    return made
+
+
+def _require_holding(model: _Model) -> None:
+    """h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v."""
+    for g, keep in enumerate(model.problem.keeps):
+        for f, (form, size) in enumerate(keep.saved_bytes.items()):
+            held = pulp.LpVariable(f"h_{g}_{f}", 0, 1)
+            kept = keep.count * model.weights.saved_factor * size
+            model.bytes.append((held, kept / model.weights.byte_unit))
+            for i, (node, forms) in enumerate(zip(keep.holders, keep.forms, strict=True)):
+                own = [
+                    x for x, own_form in zip(model.x[node], forms, strict=True) if own_form == form
+                ]
+                if own:
+                    model.require(held >= pulp.lpSum(own), f"holding_{g}_{f}_{i}")
+
+
+def _require_budget(model: _Model, size: Sum, budget_bytes: float) -> None:
+    """Saved and weight bytes ≤ budget."""
+    model.require(size <= budget_bytes / model.weights.byte_unit, "budget")
+
+
+def _produced(model: _Model, e: int) -> dict[Layout, Sum]:
+    """Return p[e,l]: how much a source is in each layout."""
+    source = model.problem.sources[e]
+    if source.producer is None:
+        return _grouped(list(source.layouts), model.u[e])
+    node, place = source.producer
+    choices = model.problem.nodes[node].choices
+    return _grouped([choice.gives[place] for choice in choices], model.x[node])
+
+
+def _needed(model: _Model, demand: Demand) -> list[dict[Layout, Sum]]:
+    """Return for each consumer how much it needs each layout; the loss has to be whole."""
+    nodes = model.problem.nodes
+    found = [
+        _grouped([choice.needs[place] for choice in nodes[node].choices], model.x[node])
+        for node, place in demand.consumers
+    ]
+    if demand.crosses >= 0:
+        found.append(_produced(model, demand.crosses))
+    return found or [{WHOLE: pulp.LpAffineExpression(constant=1)}]
+
+
+def _grouped(layouts: list[Layout], variables: list[pulp.LpVariable]) -> dict[Layout, Sum]:
+    groups: dict[Layout, list[pulp.LpVariable]] = defaultdict(list)
+    for layout, variable in zip(layouts, variables, strict=True):
+        groups[layout].append(variable)
+    return {layout: pulp.lpSum(own) for layout, own in groups.items()}
+
+
+def _binary(name: str) -> pulp.LpVariable:
+    return pulp.LpVariable(name, cat=pulp.LpBinary)
+
+
+def _sum(terms: list[tuple[pulp.LpVariable, float]]) -> Sum:
+    return pulp.LpAffineExpression([(variable, factor) for variable, factor in terms if factor])

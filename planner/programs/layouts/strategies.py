@@ -1,0 +1,222 @@
+"""Lists the strategies of one op: the layouts that its inputs need and those its results get.
+
+Why each is right, with x the inputs, y the results, gx and gy their gradients, per rank r:
+
+    whole        x I, y I: every rank does the same; gy is whole, so gx is.
+    replicated   x R, y R: the backward is linear in gy, so the partial sums gy_r make partial sums
+                 gx_r. All inputs with gradient are R: one in I would get a partial gradient.
+    partial      f linear in x jointly: Σ f(x_r) = f(Σ x_r), and gx = fᵀ(gy) is whole on every rank.
+                 f(a, b) bilinear, a partial: Σ f(a_r, b) = f(Σ a_r, b); ga is whole, but gb is made
+                 from a_r, so it is a partial sum: b is R. What is added (a bias) is P too: in any
+                 other layout every rank would add it.
+    split        a letter of the op's rule, along an axis of the model that lies in it. What has the
+                 letter is S. A result without it is a sum over it, so P. An input without it meets
+                 only a part of the positions, so its gradient is a partial sum: R; but what is
+                 added to a partial result is P.
+
+A tensor without gradient is never R: I says the same of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
+from autopar.planner.graph import Graph, Op, Origin, Ref, refs
+from autopar.planner.layers import ancestors
+from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, Layout, OpLayout
+from autopar.planner.programs.layouts.letters import Candidate, candidates, occurrences
+from autopar.planner.rules import shapes
+from autopar.planner.rules.rule import Linear
+from autopar.planner.rules.table import has_rule, rule_of
+
+_CROSS_ENTROPY = "aten.cross_entropy_loss.default"
+_SUM_REDUCTION = 2
+_LOSSES = frozenset({
+    _CROSS_ENTROPY, "aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.mse_loss.default",
+    "aten.smooth_l1_loss.default", "aten.l1_loss.default", "aten.huber_loss.default",
+    "aten.binary_cross_entropy_with_logits.default",
+})  # fmt: skip
+# Ops that sum over a letter that no result has; a mean does not: its parts would be means.
+_SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList", "aten.embedding.default"})
+# The arguments in which an op is linear, where these are not all its tensors.
+_LINEAR_IN = {
+    "aten.index.Tensor": ("self",), "aten.gather.default": ("self",), "aten.pad.default": ("self",),
+    "aten.type_as.default": ("self",), "aten.expand_as.default": ("self",),
+    "aten.to.other": ("self",),
+}  # fmt: skip
+_ADDITIONS = frozenset({
+    "aten.add.Tensor", "aten.add_.Tensor", "aten.sub.Tensor", "aten.sub_.Tensor",
+    "aten.rsub.Scalar",
+})  # fmt: skip
+# What a bilinear op adds to its product.
+_ADDED = {"aten.addmm.default": "self", "aten.baddbmm.default": "self"}
+
+
+def strategies(
+    op: Op, graph: Graph, axes: Axes, *, degree: int, batch: int
+) -> tuple[OpLayout, ...]:
+    """Return every way to run an op on the ranks of the tensor axis, the simplest first."""
+    return _Strategies(op, graph, axes, degree=degree, batch=batch).all()
+
+
+class _Strategies:
+    def __init__(self, op: Op, graph: Graph, axes: Axes, *, degree: int, batch: int) -> None:
+        self.op, self.graph, self.axes = op, graph, axes
+        self.degree, self.batch = degree, batch
+        self.rule = rule_of(op.target)
+        self.signature = axes.ops[op.name].signature
+        self.arguments = tuple(name for name, value in op.arguments for _ in refs(value))
+
+    def all(self) -> tuple[OpLayout, ...]:
+        """Return them in the order of the docstring above, each once; one rank splits nothing."""
+        found = [self.whole()]
+        if self.degree > 1 and not self.is_function():
+            found.append(self.replicated())
+            if not self.is_closed():
+                found += [*self.partial(), *self.split()]
+        return tuple(dict.fromkeys(found))
+
+    def is_function(self) -> bool:
+        """A custom backward need not be linear in the gradient that it is given."""
+        calls = self.graph.calls
+        return any(calls[call].is_function for call in ancestors(self.op.call, calls))
+
+    def is_closed(self) -> bool:
+        """Whether nothing is known of the op, or it writes where others read."""
+        if not has_rule(self.op.target) or self.rule.shape is shapes.made:
+            return True
+        if self.op.writes and self.op.target != BATCH_NORM:
+            return True
+        return self.signature.is_opaque
+
+    # --- not split
+
+    def whole(self) -> OpLayout:
+        """The same on every rank, gradients whole."""
+        needs, gives = [WHOLE] * len(self.op.inputs), [WHOLE] * len(self.op.outputs)
+        return self._strategy(needs, gives)
+
+    def replicated(self) -> OpLayout:
+        """The same on every rank, gradients partial sums."""
+        return self._strategy(
+            list(map(self._unsplit, self.op.inputs)), list(map(self._unsplit, self.op.outputs))
+        )
+
+    def partial(self) -> Iterator[OpLayout]:
+        """Partial sums that pass through."""
+        if not all(map(self._is_float, self.op.outputs)) or self.op.target in _LOSSES:
+            return
+        if self.rule.linear is Linear.JOINTLY and not self._is_affine():
+            linear = set(_LINEAR_IN.get(self.op.target, self.arguments))
+            yield from self._passing({i for i, a in enumerate(self.arguments) if a in linear})
+        elif self.rule.linear is Linear.EACH:
+            added = {i for i in range(len(self.arguments)) if self._is_added(i)}
+            for i in range(len(self.arguments)):
+                if i not in added and not self._is_parameter(i):
+                    yield from self._passing({i} | added)
+
+    def _passing(self, places: set[int]) -> Iterator[OpLayout]:
+        inputs = self.op.inputs
+        if places and all(self._is_float(inputs[i]) for i in places):
+            needs = [PARTIAL if i in places else self._unsplit(n) for i, n in enumerate(inputs)]
+            yield self._strategy(needs, [PARTIAL] * len(self.op.outputs))
+
+    def _is_affine(self) -> bool:
+        """A sum with a plain number, or a padding with one, is not linear."""
+        given = dict(self.op.arguments)
+        if self.op.target in _ADDITIONS:
+            return not isinstance(given.get("other"), Ref)
+        return bool(given.get("value")) and "pad" in self.op.target
+
+    # --- split
+
+    def split(self) -> Iterator[OpLayout]:
+        """One strategy for each axis in each letter that may be split."""
+        for candidate in candidates(
+            self.op, self.graph, self.axes, degree=self.degree, batch=self.batch
+        ):
+            if self.op.target in _LOSSES:
+                yield from self._split_loss(candidate)
+            elif not self._is_refused(candidate):
+                yield from self._split_along(candidate)
+
+    def _is_refused(self, candidate: Candidate) -> bool:
+        """Letters that the rule leaves open, but this op's arguments do not."""
+        given, named = dict(self.op.arguments), self.signature.letters
+        if self.op.target == BATCH_NORM:
+            # each rank would see the statistics of its own rows
+            return bool(given.get("training")) and candidate.includes(named.get("n"))
+        if "scaled_dot_product_attention" in self.op.target:
+            # a causal mask would have to know which rows the rank has
+            return bool(given.get("is_causal")) and candidate.includes(named.get("q"))
+        return False
+
+    def _split_along(self, candidate: Candidate) -> Iterator[OpLayout]:
+        results = occurrences(self.op.outputs, self.signature.results, candidate)
+        if None in results:
+            if not self._sums() or not all(map(self._is_float, self.op.outputs)):
+                return
+            if any(dim is not None for dim in results):
+                return
+        summed = None in results
+        gives = [_layout(candidate, dim, PARTIAL) for dim in results]
+        needs = [
+            _layout(candidate, dim, self._without_letter(i, summed=summed))
+            for i, dim in enumerate(occurrences(self.op.inputs, self.signature.operands, candidate))
+        ]
+        yield self._strategy(needs, gives, candidate)
+
+    def _without_letter(self, place: int, *, summed: bool) -> Layout:
+        if summed and self._is_added(place):
+            return PARTIAL
+        return self._unsplit(self.op.inputs[place])
+
+    def _split_loss(self, candidate: Candidate) -> Iterator[OpLayout]:
+        """The vocabulary-parallel loss, or rows where the loss is a sum.
+
+        A mean over rows is not split: its parts are means over unequal numbers of valid targets.
+        """
+        given = dict(self.op.arguments)
+        if self.op.target != _CROSS_ENTROPY or given.get("weight") is not None:
+            return
+        logits = occurrences(self.op.inputs, self.signature.operands, candidate)
+        if candidate.includes(self.signature.letters.get("v")):
+            # The runtime's loss sums over the ranks itself: the result is whole, and so is the
+            # gradient that it is given.
+            yield self._strategy(
+                [_layout(candidate, dim, WHOLE) for dim in logits], [WHOLE], candidate
+            )
+        elif given.get("reduction") == _SUM_REDUCTION:
+            yield from self._split_along(candidate)
+
+    # --- what the op is
+
+    def _sums(self) -> bool:
+        return bool(self.rule.contracts) or self.op.target in _SUMS | _LOSSES
+
+    def _is_added(self, place: int) -> bool:
+        argument = self.arguments[place]
+        return argument == "bias" or _ADDED.get(self.op.target) == argument
+
+    def _is_parameter(self, place: int) -> bool:
+        return self.graph.tensors[self.op.inputs[place]].origin is Origin.PARAMETER
+
+    def _is_float(self, name: str) -> bool:
+        return not self.graph.tensors[name].is_whole_numbered
+
+    def _unsplit(self, name: str) -> Layout:
+        """The same value on every rank, the gradient (if there is one) a partial sum."""
+        flows = any(self.graph.tensors[out].requires_grad for out in self.op.outputs)
+        return REPLICATED if flows and self.graph.tensors[name].requires_grad else WHOLE
+
+    def _strategy(
+        self, needs: list[Layout], gives: list[Layout], candidate: Candidate | None = None
+    ) -> OpLayout:
+        letter, axis = (candidate.letter, candidate.axis) if candidate else ("", "")
+        return OpLayout(letter=letter, axis=axis, needs=tuple(needs), gives=tuple(gives))
+
+
+def _layout(candidate: Candidate, dim: int | None, otherwise: Layout) -> Layout:
+    return otherwise if dim is None else Layout(Kind.SPLIT, candidate.axis, dim)

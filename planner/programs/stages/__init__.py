@@ -1,0 +1,1 @@
+"""The stage program: which layers each pipeline stage runs, and how."""

@@ -1,0 +1,89 @@
+"""What is printed of an op computes what the op does."""
+
+from __future__ import annotations
+
+import operator
+
+import pytest
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from autopar.codegen.forward.ops.arguments import Place
+from autopar.codegen.forward.ops.operations import printed
+from autopar.codegen.forward.text.expressions import rendered, text
+from autopar.planner.graph import MODEL_DTYPE, Op, Ref, Value
+from autopar.planner.graph import Tensor as Traced
+from autopar.planner.trace import trace
+from tests.planner.rules.calculating import file_of
+
+ROWS = 4
+MODULES = {"F": functional, "torch": torch, "operator": operator}
+CALCULATIONS: dict[str, str] = {
+    "mse_loss": "F.mse_loss(x, y, reduction='sum')",
+    "l1_loss": "F.l1_loss(x, y, reduction='sum')",
+    "smooth_l1_loss": "F.smooth_l1_loss(x, y, reduction='sum', beta=0.5)",
+    "huber_loss": "F.huber_loss(x, y, reduction='sum', delta=0.5)",
+    "kl_div": "F.kl_div(x, y, reduction='sum', log_target=True)",
+    "binary_cross_entropy": "F.binary_cross_entropy(x.sigmoid(), y.sigmoid(), reduction='sum')",
+    "binary_cross_entropy_with_logits": "F.binary_cross_entropy_with_logits(x, y.sigmoid())",
+    "soft_margin_loss": "F.soft_margin_loss(x, y, reduction='sum')",
+    "poisson_nll_loss": "F.poisson_nll_loss(x, y, reduction='sum')",
+    "batch_norm": "F.batch_norm(x, None, None, training=True)",
+    "repeat_interleave": "x.repeat_interleave(2, dim=1, output_size=6)",
+    "im2col": "F.unfold(x.unsqueeze(1), 2)",
+    "col2im": "F.fold(F.unfold(x.unsqueeze(1), 2), (3, 6), 2)",
+    "zeros_like": "x + torch.zeros_like(x, memory_format=torch.contiguous_format)",
+    "mul": "(x * (0.5 - 2j)).imag",
+    "__xor__": "(x > y) ^ (x < 0)",
+    "bitwise_left_shift": "1 << x.long()",
+    "__rshift__": "x.long() >> 1",
+    "__iand__": "operator.iand((x > y).clone(), x < 0)",
+    "__ixor__": "operator.ixor(x.long().clone(), 3)",
+    "outer": "torch.outer(x[0, 0], y[0, 0])",
+}
+
+
+@pytest.mark.parametrize("name", CALCULATIONS)
+def test_what_is_printed_computes_what_the_op_does(name: str) -> None:
+    def calculate(x: Tensor, weight: Tensor) -> Tensor:
+        given = {
+            "F": functional,
+            "torch": torch,
+            "operator": operator,
+            "x": x @ weight,
+            "y": x.cos(),
+        }
+        found: Tensor = eval(CALCULATIONS[name], given)
+        return found.sum() * weight
+
+    graph = trace(file_of(calculate))
+    op = next(op for op in graph.ops if op.target.split(".")[1] == name)
+    given = [_drawn(graph.tensors[one]) for one in op.inputs]
+    names = tuple(text(f"given[{i}]") for i in range(len(given)))
+    place = Place(inputs=names, training=text("True"), dtype=None, device=None, sizes={})
+    line, _ = rendered(printed(op, place), lambda _: pytest.fail("a value without a name"))
+    expected = _called(op, [one.clone() for one in given])
+    assert "__" not in line  # which no script may say
+    assert torch.equal(eval(line, {**MODULES, "given": given}), expected)
+
+
+def _drawn(tensor: Traced) -> Tensor:
+    numbers = torch.rand([size.at(ROWS) for size in tensor.shape])
+    is_whole = tensor.dtype != MODEL_DTYPE
+    return (8 * numbers - 4).to(getattr(torch, tensor.dtype)) if is_whole else numbers
+
+
+def _called(op: Op, given: list[Tensor]) -> Tensor:
+    namespace, packet, overload = op.target.split(".")
+    function = getattr(getattr(getattr(torch.ops, namespace), packet), overload)
+    rest = iter(given)
+    named = {key: next(rest) if isinstance(v, Ref) else _meant(v) for key, v in op.arguments}
+    result: Tensor = function(**named)
+    return result
+
+
+def _meant(value: Value) -> object:
+    """Return what an argument stands for; the graph has torch's own constants by name."""
+    is_name = isinstance(value, str) and value.startswith("torch.")
+    return getattr(torch, str(value).removeprefix("torch.")) if is_name else value

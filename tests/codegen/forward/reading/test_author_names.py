@@ -1,0 +1,157 @@
+"""Printed code calls values what the author of the model calls them."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.codegen.forward.emit import open_split
+from autopar.codegen.forward.reading.author_names import unpacked
+from autopar.codegen.forward.reading.modules import modules_of
+from autopar.codegen.forward.reading.split import split_graph
+from autopar.planner.trace import trace
+from tests.codegen.forward.running import namespace, take_classes
+from tests.codegen.forward.small_models import file_of
+
+
+def spread(x: Tensor) -> Tensor:
+    """Return how far numbers are from their mean."""
+    centred = x - x.mean(-1, keepdim=True)
+    return centred.square() + centred.abs()
+
+
+class Inner(nn.Module):
+    """Is given two tensors in one."""
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        cosines, sines = angles
+        return x * cosines + x * sines + x * cosines * sines
+
+
+class Spoken(nn.Module):
+    """Has words for what it computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(4)
+        self.inner = Inner()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        features = ids.float() / 3
+        distance = spread(features)
+        gather = features.tanh()  # as a function that scripts import
+        l = gather * gather  # noqa: E741
+        first = self.norm(features[:2] * distance[:2])
+        angles = (l.cos(), l.sin())
+        turned = self.inner(features, angles)
+        total = (turned + distance + gather + angles[0] - angles[1]).sum() + first.mean()
+        out: Tensor = self.out(total.expand(4))
+        return out.square().sum()
+
+
+def printed(model: nn.Module, *, opened: list[str]) -> dict[str, str]:
+    """Return the printed classes of a model, having compared what they compute with its own."""
+    split = split_graph(trace(file_of(type(model))), modules_of(model))
+    found = open_split(split, [len(split.layers.layers)], opened=opened)
+    copied = copy.deepcopy(model)
+    classes = [*found.classes, *(stage.cls for stage in found.stages)]
+    take_classes(copied, classes, namespace(found))
+    ids = torch.arange(8).reshape(2, 4)
+    torch.testing.assert_close(copied(ids), model(ids), rtol=0, atol=0)
+    return {cls.name: cls.source for cls in classes}
+
+
+def test_values_are_called_what_a_statement_calls_them() -> None:
+    source = "\n".join(printed(Spoken(), opened=[""]).values())
+    assert "features = " in source
+    assert "turned = " in source or "turned" not in source  # it may stand where it is used
+    assert "distance = " in source  # what a function returns
+
+
+def test_names_that_scripts_need_themselves_are_not_taken() -> None:
+    source = "\n".join(printed(Spoken(), opened=[""]).values())
+    assert "gather = " not in source
+    assert "    l = " not in source
+
+
+def test_what_goes_into_a_module_is_not_called_what_comes_out() -> None:
+    source = "\n".join(printed(Spoken(), opened=[""]).values())
+    assert "first = features[:2]" not in source
+
+
+def test_what_a_forward_unpacks_is_called_as_it_does() -> None:
+    sources = printed(Spoken(), opened=["", "inner"])
+    inner = next(source for source in sources.values() if "Inner" in source.splitlines()[0])
+    assert "cosines, sines = angles" in inner
+    spoken = next(source for source in sources.values() if "Spoken" in source.splitlines()[0])
+    assert "(cosines, sines)" in spoken
+
+
+class Passing(nn.Module):
+    """Hands on what it is given, as it came."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = Inner()
+
+    def forward(self, x: Tensor, angles: tuple[Tensor, Tensor]) -> Tensor:
+        inner: Tensor = self.inner(x, angles)
+        return inner * 2
+
+
+class Handing(nn.Module):
+    """Gives two tensors to a module that hands them on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passing = Passing()
+        self.out = nn.Linear(4, 1)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = ids.float()
+        out: Tensor = self.out(self.passing(x, (x.cos(), x.sin())))
+        return out.square().mean()
+
+
+def test_a_container_is_handed_on_as_it_came() -> None:
+    sources = printed(Handing(), opened=["", "passing"])
+    passing = next(source for source in sources.values() if "Passing" in source.splitlines()[0])
+    assert "self.inner(x, angles)" in passing
+    assert "= angles" not in passing
+
+
+class Renaming(Passing):
+    """Uses the name of what it is given for something else, and hands it on afterwards."""
+
+    def forward(self, x: Tensor, angles: Any) -> Tensor:
+        cosines, sines = angles
+        before = (cosines, sines)
+        angles = torch.add(cosines, sines)
+        inner: Tensor = self.inner(x, before)
+        out: Tensor = inner * angles + x * angles
+        return out
+
+
+class Reusing(Handing):
+    """Gives two tensors to a module that calls something else as it calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.passing = Renaming()
+
+
+def test_a_variable_does_not_take_the_name_of_what_is_handed_on() -> None:
+    sources = printed(Reusing(), opened=["", "passing"])
+    renaming = next(source for source in sources.values() if "Renaming" in source.splitlines()[0])
+    assert "self.inner(x, angles)" in renaming
+    assert " angles = " not in renaming
+
+
+def test_variables_that_are_unpacked_are_found_in_source_alone() -> None:
+    source = "    def forward(self, x):\n        a, (b, c) = x\n        d, _ = y\n"
+    assert unpacked(source) == {"x": ("a", ""), "y": ("d", "")}
+    assert unpacked("lambda x: (") == {}

@@ -1,0 +1,72 @@
+"""What emission knows of a module's class."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor, autograd, nn
+
+from autopar.codegen.forward.reading.imported import Imported
+from autopar.codegen.forward.reading.modules import modules_of
+
+
+class Checking(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[1] != 4:
+            raise ValueError("four channels are needed")
+        return x
+
+
+class Reading(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(x.shape[0], -1)
+
+
+class Told(nn.Module):
+    rows = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.view(self.rows, -1)
+
+
+class Telling(nn.Module):
+    """Leaves a number where another module reads it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.told, self.other = Told(), Reading()
+        self.told.rows = 1
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.told.rows = x.shape[0]
+        out: Tensor = self.other(self.told(x))
+        return out
+
+
+class Doubled(autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return 2 * x
+
+
+def test_a_forward_that_may_raise_over_sizes_is_known() -> None:
+    found = modules_of(nn.Sequential(Checking(), Reading(), nn.MultiheadAttention(4, 2)))
+    assert [found[path].checks_sizes for path in "012"] == [True, False, False]
+
+
+def test_what_a_caller_leaves_on_a_module_that_reads_it_is_state() -> None:
+    found = modules_of(Telling())
+    assert [found[path].keeps_state for path in ("", "told", "other")] == [False, True, False]
+    assert not modules_of(nn.Sequential(Told()))["0"].keeps_state  # which nobody tells anything
+
+
+def test_a_class_that_was_made_at_run_time_is_known() -> None:
+    convolution = nn.utils.parametrizations.weight_norm(nn.Conv1d(2, 2, 3))
+    found = modules_of(nn.Sequential(convolution, nn.Conv1d(2, 2, 3)))
+    assert [found[path].is_importable for path in ("", "0", "1")] == [True, False, True]
+
+
+def test_the_autograd_functions_of_a_forwards_file_are_known() -> None:
+    found = modules_of(nn.Sequential(Reading(), nn.Linear(2, 2)))
+    assert found["0"].functions == (Imported(module=__name__, qualname="Doubled", name="Doubled"),)
+    assert found["1"].functions == ()

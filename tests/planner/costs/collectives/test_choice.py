@@ -1,0 +1,176 @@
+"""Tests of pricing collectives on clusters: the choice of algorithm and protocol."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.link import Backend, Topology
+from autopar.planner.cluster.shape import Crossing, GroupShape, group_shape
+from autopar.planner.costs.collectives.choice import (
+    Collective,
+    cheapest,
+    collective_seconds,
+    ring_hops,
+    ways,
+)
+
+MEGABYTE = 1e6
+GIGABYTE = 1e9
+
+
+def crossing(**changes: object) -> Crossing:
+    plain = Crossing(
+        level="node",
+        parts=4,
+        members=1,
+        bytes_per_second=100e9,
+        port_bytes_per_second=100e9,
+        alpha_seconds=1e-6,
+        topology=Topology.SWITCH,
+        reduction_bytes_per_second=0.0,
+        backend=Backend.NCCL,
+    )
+    return replace(plain, **changes)  # type: ignore[arg-type]
+
+
+def shape(*crossings: Crossing) -> GroupShape:
+    ranks = 1
+    for one in crossings:
+        ranks *= one.parts
+    return GroupShape(ranks=ranks, crossings=crossings)
+
+
+@pytest.mark.parametrize("collective", Collective)
+def test_a_group_of_one_rank_costs_nothing(collective: Collective) -> None:
+    assert collective_seconds(collective, GIGABYTE, shape()) == 0.0
+
+
+def test_an_empty_message_costs_nothing() -> None:
+    assert collective_seconds(Collective.ALL_REDUCE, 0, shape(crossing())) == 0.0
+
+
+payloads = st.floats(1.0, 1e12)
+topologies = st.sampled_from(list(Topology))
+crossings = st.builds(
+    crossing,
+    parts=st.integers(2, 16),
+    bytes_per_second=st.floats(1e8, 1e12),
+    port_bytes_per_second=st.floats(1e8, 1e12),
+    alpha_seconds=st.floats(1e-7, 1e-3),
+    topology=topologies,
+    reduction_bytes_per_second=st.sampled_from([0.0, 1e10, 1e11]),
+    backend=st.sampled_from(list(Backend)),
+)
+
+
+@st.composite
+def shapes(draw: st.DrawFn) -> GroupShape:
+    node = draw(crossings)
+    network = replace(draw(crossings), level="network", members=node.parts)
+    return draw(st.sampled_from([shape(node), shape(node, network)]))
+
+
+@given(shapes(), st.sampled_from(list(Collective)), payloads, st.floats(1.0, 100.0))
+def test_more_bytes_are_never_faster(
+    group: GroupShape, collective: Collective, payload: float, factor: float
+) -> None:
+    more = collective_seconds(collective, payload * factor, group)
+    assert more >= collective_seconds(collective, payload, group) * (1 - 1e-9) > 0
+
+
+@given(shapes(), st.sampled_from(list(Collective)), payloads, st.floats(1.0, 100.0))
+def test_more_bandwidth_is_never_slower(
+    group: GroupShape, collective: Collective, payload: float, factor: float
+) -> None:
+    wide = tuple(
+        replace(
+            one,
+            bytes_per_second=one.bytes_per_second * factor,
+            port_bytes_per_second=one.port_bytes_per_second * factor,
+            reduction_bytes_per_second=one.reduction_bytes_per_second * factor,
+        )
+        for one in group.crossings
+    )
+    faster = collective_seconds(collective, payload, replace(group, crossings=wide))
+    assert faster <= collective_seconds(collective, payload, group) * (1 + 1e-9)
+
+
+@given(shapes(), st.sampled_from(list(Collective)), payloads, st.floats(1.0, 100.0))
+def test_more_latency_is_never_faster(
+    group: GroupShape, collective: Collective, payload: float, factor: float
+) -> None:
+    far = tuple(replace(one, alpha_seconds=one.alpha_seconds * factor) for one in group.crossings)
+    slower = collective_seconds(collective, payload, replace(group, crossings=far))
+    assert slower >= collective_seconds(collective, payload, group) * (1 - 1e-9)
+
+
+def test_the_hops_of_a_ring_are_counted_by_level() -> None:
+    # 4 nodes of 8: 28 hops stay in nodes, 3 leave them
+    group = group_shape(choose_cluster(32, "h100", 4), 32, 1)
+    assert ring_hops(group) == (28, 3)
+
+
+def algorithms(group: GroupShape) -> set[str]:
+    return {way.algorithm for way in ways(Collective.ALL_REDUCE, GIGABYTE, group)}
+
+
+@pytest.mark.parametrize(
+    ("topology", "allowed"),
+    [
+        (Topology.RING, {"ring"}),
+        (Topology.DOUBLE_RING, {"double ring"}),
+        (Topology.TREE, {"ring", "tree"}),
+        (Topology.MESH, {"ring", "tree"}),
+        (Topology.SWITCH, {"ring", "tree"}),
+    ],
+)
+def test_the_topology_says_which_algorithms_there_are(
+    topology: Topology, allowed: set[str]
+) -> None:
+    assert algorithms(shape(crossing(topology=topology))) == allowed
+
+
+def test_a_switch_that_sums_is_used_where_it_pays() -> None:
+    one_node = group_shape(choose_cluster(8, "h100"), 8, 1)
+    assert cheapest(Collective.ALL_REDUCE, GIGABYTE, one_node).algorithm == "in-switch"
+    assert cheapest(Collective.ALL_REDUCE, 1024, one_node).protocol == "ll"
+    assert "in-switch" not in algorithms(group_shape(choose_cluster(8, "a100"), 8, 1))
+    two_nodes = group_shape(choose_cluster(16, "h100", 2), 16, 1)
+    assert cheapest(Collective.ALL_REDUCE, GIGABYTE, two_nodes).algorithm == "in-switch and tree"
+
+
+def test_long_all_reduces_reach_the_published_bus_bandwidth() -> None:
+    # nccl-tests, 16 GiB on 8 H100: 62.2 ms, so 483 GB/s of bus bandwidth; 2 nodes with EFA: 66.1 ms
+    size = 16 * 2**30
+    one = collective_seconds(
+        Collective.ALL_REDUCE, size, group_shape(choose_cluster(8, "h100"), 8, 1)
+    )
+    assert one == pytest.approx(62.2e-3, rel=0.05)
+    two = collective_seconds(
+        Collective.ALL_REDUCE, size, group_shape(choose_cluster(16, "h100", 2), 16, 1)
+    )
+    assert two == pytest.approx(66.1e-3, rel=0.1)
+
+
+def test_gloo_uses_its_own_protocol() -> None:
+    group = group_shape(choose_cluster(2, "cpu"), 2, 1)
+    assert cheapest(Collective.ALL_REDUCE, MEGABYTE, group).protocol == "tcp"
+
+
+def test_a_price_by_hand() -> None:
+    # gloo, a ring of two: base 60 µs + 2 · 60 µs + 2·1/2 · 15 MB ÷ 1.5 GB/s = 180 µs + 10 ms,
+    # and √(4.9 µs · 10 ms) = 221.4 µs for the chunks
+    group = shape(
+        crossing(
+            parts=2,
+            bytes_per_second=1.5e9,
+            alpha_seconds=60e-6,
+            backend=Backend.GLOO,
+            topology=Topology.RING,
+        )
+    )
+    priced = cheapest(Collective.ALL_REDUCE, 15 * MEGABYTE, group)
+    assert priced.seconds == pytest.approx(180e-6 + 10e-3 + 221.4e-6, rel=1e-4)

@@ -1,0 +1,59 @@
+"""Makes rates for tests: a device of round numbers, and real ones from their sheets."""
+
+from dataclasses import replace
+from typing import Any
+
+from autopar.planner.costs.kernels.compute import Sheet, Throughput, Tile, throughput
+from autopar.planner.costs.kernels.constants import read_compute_constants
+
+
+def sheet(**changes: Any) -> Sheet:
+    """Return the sheet of an A100-PCIe, changed as asked."""
+    a100 = Sheet(
+        architecture="Ampere",
+        peak_flops_per_second=312e12,
+        half_flops_per_second=312e12,
+        bytes_per_second=1.935e12,
+        launch_seconds=2e-6,
+        power_watts=300,
+    )
+    return replace(a100, **changes)
+
+
+def real_rates(**changes: Any) -> Throughput:
+    """Return the rates of an A100-PCIe with the shipped constants, its sheet changed as asked."""
+    return throughput(sheet(**changes), read_compute_constants())
+
+
+def round_rates(**changes: Any) -> Throughput:
+    """Return 100 multiprocessors of 1 TFLOP/s, half sustained, and 1 TB/s, half reached.
+
+    One tile of 100 × 100 takes 2 · 100 · 100 FLOPs ÷ 1 TFLOP/s = 20 ns per unit of depth.
+    """
+    facts = replace(
+        real_rates().architecture,
+        attention_forward=0.5,
+        attention_backward=0.25,
+        forward_tail_rows=0,
+        backward_tail_rows=0,
+        softmax_dims=0,
+        query_block=1,
+    )
+    rates = Throughput(
+        peak_flops_per_second=100e12,
+        sustained_flops_per_second=50e12,
+        sheet_bytes_per_second=1e12,
+        stream_bytes_per_second=0.5e12,
+        cache_bytes=1_000_000,
+        exponentials_per_second=1e12,
+        launch_seconds=1e-6,
+        multiprocessors=100,
+        tiles=(Tile(rows=100, columns=100, seconds_per_depth=20e-9, balance_seconds=1.0),),
+        wave_seconds=3e-6,
+        store_exposed=0.5,
+        alignment=((16, 1.0), (8, 0.5), (2, 0.25)),
+        access=read_compute_constants().access,
+        architecture=facts,
+        attention=read_compute_constants().attention,
+    )
+    return replace(rates, **changes)

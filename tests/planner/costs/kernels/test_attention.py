@@ -1,0 +1,130 @@
+"""Tests of the seconds of attention."""
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.planner.costs.kernels.attention import (
+    AttentionShape,
+    causal_visible,
+    fused_attention_backward_seconds,
+    fused_attention_forward_seconds,
+    unfused_attention_backward_seconds,
+    unfused_attention_forward_seconds,
+)
+from tests.planner.costs.kernels.compute_factories import real_rates, round_rates
+
+
+def attention(length: int = 4096, heads: int = 32, **changes: Any) -> AttentionShape:
+    shape = AttentionShape(
+        batch=1,
+        heads=heads,
+        kv_heads=heads,
+        query_length=length,
+        key_length=length,
+        head_dim=128,
+        value_dim=128,
+    )
+    return replace(shape, **changes)
+
+
+@pytest.mark.parametrize(
+    ("length", "block", "visible"),
+    [(128, 128, 1.0), (256, 128, 0.75), (4096, 128, 33 / 64), (100, 128, 1.0)],
+)
+def test_a_causal_mask_leaves_the_blocks_on_and_under_the_diagonal(
+    length: int, block: int, visible: float
+) -> None:
+    assert causal_visible(length, block) == visible
+
+
+def test_a_fused_forward_is_bound_by_its_kernel() -> None:
+    # 4 · 1000² · 100 · 10 heads = 4 GFLOP at 0.5 · 100 TFLOP/s = 80 us; launch 1.
+    shape = attention(1000, 10, head_dim=100, value_dim=100)
+    assert fused_attention_forward_seconds(shape, rates=round_rates()) == pytest.approx(81e-6)
+
+
+def test_a_fused_backward_does_two_and_a_half_times_the_work() -> None:
+    # 10 GFLOP at 0.25 · 100 TFLOP/s = 400 us; launch 1.
+    shape = attention(1000, 10, head_dim=100, value_dim=100)
+    assert fused_attention_backward_seconds(shape, rates=round_rates()) == pytest.approx(401e-6)
+
+
+def test_one_query_reads_its_keys() -> None:
+    # Decoding: 8 heads · 1000 keys · 256 · 2 bytes = 4.096 MB, q and o 4.096 kB; ÷ 0.5 TB/s = 8.2
+    # us; launch 1.
+    shape = attention(1, 8, key_length=1000)
+    assert fused_attention_forward_seconds(shape, rates=round_rates()) == pytest.approx(
+        9.2e-6, rel=1e-3
+    )
+
+
+def test_an_a100_runs_causal_attention_as_measured() -> None:
+    # SimuMax, A100-PCIe, 64 heads, 4096 × 4096, dims 128: 1.187 of 312 TFLOP/s, counted on the full
+    # square.
+    shape = attention(4096, 64, kv_heads=8, visible=causal_visible(4096, 128))
+    measured = 4 * 128 * 64 * 4096**2 / (1.187 * 312e12)
+    seconds = fused_attention_forward_seconds(shape, rates=real_rates())
+    assert seconds == pytest.approx(measured, rel=0.06)
+
+
+def test_unfused_attention_writes_its_scores() -> None:
+    # 10 heads · 1000² scores of 2 bytes. Softmax: 2 passes · 20 MB ÷ 0.5 TB/s = 80 us; dropout: 5
+    # bytes · 1e7 ÷ 0.5 TB/s = 100 us; a launch each.
+    rates = round_rates()
+    shape = attention(1000, 10, head_dim=96, value_dim=96)
+    plain = unfused_attention_forward_seconds(shape, rates=rates)
+    dropped = unfused_attention_forward_seconds(shape, rates=rates, dropout=0.1)
+    masked = unfused_attention_forward_seconds(shape, rates=rates, score_passes=2)
+    assert dropped - plain == pytest.approx(101e-6)
+    assert masked - plain == pytest.approx(81e-6)
+    assert plain > 81e-6
+
+
+def test_fused_attention_beats_unfused_on_long_sequences() -> None:
+    shape, rates = attention(8192), real_rates()
+    fused = fused_attention_forward_seconds(shape, rates=rates)
+    assert fused < unfused_attention_forward_seconds(shape, rates=rates)
+    back = fused_attention_backward_seconds(shape, rates=rates)
+    assert back < unfused_attention_backward_seconds(shape, rates=rates)
+
+
+def test_fewer_key_heads_save_bytes_alone() -> None:
+    rates = round_rates()
+    long, grouped = attention(1000, 10), attention(1000, 10, kv_heads=2)
+    same = fused_attention_forward_seconds(long, rates=rates)
+    assert fused_attention_forward_seconds(grouped, rates=rates) == same
+    few, fewer = attention(1, 8, key_length=1000), attention(1, 8, key_length=1000, kv_heads=1)
+    one = fused_attention_forward_seconds(fewer, rates=rates)
+    assert one < fused_attention_forward_seconds(few, rates=rates)
+
+
+@given(st.integers(1, 8_192), st.integers(1, 128), st.integers(1, 1_000), st.integers(1, 16))
+def test_time_never_falls_with_length_or_heads(
+    length: int, heads: int, more: int, heads_more: int
+) -> None:
+    rates = real_rates()
+    for seconds in (
+        fused_attention_forward_seconds,
+        fused_attention_backward_seconds,
+    ):
+        base = seconds(attention(length, heads), rates=rates)
+        assert seconds(attention(length + more, heads), rates=rates) >= base
+        assert seconds(attention(length, heads + heads_more), rates=rates) >= base
+
+
+@given(st.integers(1, 8_192), st.floats(0.05, 1))
+def test_a_mask_never_costs_time(length: int, visible: float) -> None:
+    rates = real_rates()
+    masked = fused_attention_forward_seconds(attention(length, visible=visible), rates=rates)
+    assert masked <= fused_attention_forward_seconds(attention(length), rates=rates)
+
+
+@given(st.integers(1, 8_192), st.integers(1, 64), st.sampled_from((64, 128, 192)))
+def test_no_attention_beats_the_data_sheet(length: int, heads: int, dim: int) -> None:
+    shape = attention(length, heads, head_dim=dim, value_dim=dim)
+    bound = 4.0 * length**2 * dim * heads / 312e12
+    assert fused_attention_forward_seconds(shape, rates=real_rates(power_watts=None)) >= bound

@@ -1,0 +1,96 @@
+"""Tests of the roofs that every compute formula stands on."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.planner.costs.kernels.compute import (
+    aligned_share,
+    launch_bound_seconds,
+    sustained_fraction,
+    throughput,
+)
+from autopar.planner.costs.kernels.constants import read_compute_constants
+from autopar.planner.errors import InputError
+from tests.planner.costs.kernels.compute_factories import real_rates, sheet
+
+ALIGNMENT = ((16, 1.0), (8, 0.5), (2, 0.25))
+
+
+def test_power_limits_the_sustained_rate() -> None:
+    # 300 W ÷ 1.5 pJ = 200 TFLOP/s, of 400: one half.
+    assert sustained_fraction(300, 400e12, 1.5e-12) == pytest.approx(0.5)
+
+
+def test_power_to_spare_leaves_the_peak() -> None:
+    assert sustained_fraction(1000, 400e12, 1.5e-12) == 1.0
+
+
+def test_a_device_without_a_stated_power_holds_its_peak() -> None:
+    assert sustained_fraction(None, 400e12, 1.5e-12) == 1.0
+
+
+def test_the_power_fraction_of_16_bit_serves_8_bit() -> None:
+    half, eighth = real_rates(), real_rates(peak_flops_per_second=624e12)
+    ratio = eighth.sustained_flops_per_second / half.sustained_flops_per_second
+    assert ratio == pytest.approx(2.0)
+
+
+def test_tiles_know_their_times() -> None:
+    # A100: 128 × 256 with half_tile h = 16: 2·128·256 FLOPs · (1 + 16·(1/128 + 1/256)) ÷ (312e12 ÷
+    # 108) = 65,536 · 1.1875 ÷ 2.8889e12 = 26.94 ns per unit of depth.
+    tile = real_rates().tiles[0]
+    assert (tile.rows, tile.columns) == (128, 256)
+    assert tile.seconds_per_depth == pytest.approx(26.94e-9, rel=2e-3)
+
+
+def test_a_stated_multiprocessor_count_overrides_the_generation() -> None:
+    assert real_rates().multiprocessors == 108
+    assert real_rates(multiprocessors=56).multiprocessors == 56
+
+
+def test_an_ultra_generation_is_found_under_its_family() -> None:
+    constants = read_compute_constants()
+    assert constants.architecture("Blackwell Ultra") is constants.architecture("blackwell")
+
+
+def test_an_unknown_generation_names_the_nearest() -> None:
+    with pytest.raises(InputError) as caught:
+        throughput(sheet(architecture="Hoper"), read_compute_constants())
+    assert "'Hoper' is not known" in str(caught.value)
+    assert "did you mean 'hopper'?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("contiguous", "element_bytes", "share"),
+    [
+        (50304, 2, 1.0),  # 50304 = 2^7 · 393: 256 bytes
+        (50300, 2, 0.5),  # 4 · 12575: 8 bytes
+        (50257, 2, 0.25),  # odd: 2 bytes
+        (4096 | 50257, 2, 0.25),  # the worse of two extents
+        (50300, 4, 1.0),  # 4 elements of 4 bytes
+    ],
+)
+def test_alignment_is_the_lowest_set_bit(
+    contiguous: int, element_bytes: float, share: float
+) -> None:
+    assert aligned_share(contiguous, element_bytes, ALIGNMENT) == share
+
+
+def test_a_region_waits_for_the_slower_of_cpu_and_device() -> None:
+    # 100 ops of 8 us: 800 us.
+    slow_cpu = launch_bound_seconds(0.5e-3, dispatched_ops=100, dispatch_seconds=8e-6)
+    assert slow_cpu == pytest.approx(0.8e-3)
+    assert launch_bound_seconds(2e-3, dispatched_ops=100, dispatch_seconds=8e-6) == 2e-3
+
+
+@given(st.floats(1, 2000), st.floats(1, 2000))
+def test_more_power_never_sustains_less(watts: float, more: float) -> None:
+    little = sustained_fraction(watts, 312e12, 1.3e-12)
+    assert sustained_fraction(watts + more, 312e12, 1.3e-12) >= little
+
+
+def test_every_generation_has_fractions_between_zero_and_one() -> None:
+    for name, facts in read_compute_constants().architectures.items():
+        shares = (facts.stream_fraction, facts.attention_forward, facts.attention_backward)
+        assert all(0 < share <= 1 for share in shares), name

@@ -1,0 +1,121 @@
+"""Tests of the seconds of memory-bound ops."""
+
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.planner.costs.kernels.elementwise import (
+    adamw_foreach_seconds,
+    adamw_fused_seconds,
+    cross_entropy_backward_seconds,
+    cross_entropy_forward_seconds,
+    dropout_backward_seconds,
+    dropout_forward_seconds,
+    elementwise_seconds,
+    embedding_backward_seconds,
+    embedding_forward_seconds,
+    memory_seconds,
+    norm_backward_seconds,
+    norm_forward_seconds,
+    softmax_backward_seconds,
+    softmax_forward_seconds,
+)
+from tests.planner.costs.kernels.compute_factories import real_rates, round_rates
+
+# Of the round device: stream 0.5 TB/s, cache of 1 MB at 3 TB/s, launch 1 us. 10 M elements leave
+# the cache.
+TEN_MILLION = 10_000_000
+
+
+@pytest.mark.parametrize(
+    ("moved_bytes", "microseconds"),
+    [
+        (50_000_000, 101.0),  # 50 MB ÷ 0.5 TB/s = 100
+        (900_000, 1.3),  # in the cache: 0.9 MB ÷ 3 TB/s = 0.3
+        (1_500_000, 1 + 0.25 + 1.5),  # half of it: 0.5 · (1.5 ÷ 3) + 0.5 · (1.5 ÷ 0.5)
+        (0, 1.0),
+    ],
+)
+def test_bytes_run_at_the_speed_of_where_they_lie(moved_bytes: float, microseconds: float) -> None:
+    assert memory_seconds(moved_bytes, rates=round_rates()) == pytest.approx(microseconds * 1e-6)
+
+
+@pytest.mark.parametrize(
+    ("formula", "microseconds"),
+    [
+        (norm_forward_seconds, 81.0),  # 2 passes · 20 MB = 40 MB
+        (norm_backward_seconds, 202.0),  # 3 + 2 passes = 100 MB, two kernels
+        (softmax_forward_seconds, 81.0),
+        (softmax_backward_seconds, 121.0),  # 3 passes = 60 MB
+        (dropout_forward_seconds, 101.0),  # 2 + 2 + 1 bytes = 50 MB
+        (dropout_backward_seconds, 101.0),
+    ],
+)
+def test_an_op_costs_the_tensors_it_reads_and_writes(
+    formula: Callable[..., float], microseconds: float
+) -> None:
+    seconds = formula(TEN_MILLION, element_bytes=2, rates=round_rates())
+    assert seconds == pytest.approx(microseconds * 1e-6)
+
+
+def test_exponentials_bind_where_they_are_slow() -> None:
+    # 10 M exp at 10 G/s = 1 ms, against 80 us of bytes.
+    rates = round_rates(exponentials_per_second=1e10)
+    seconds = elementwise_seconds(
+        TEN_MILLION, element_bytes=2, passes=2, rates=rates, exponentials=1
+    )
+    assert seconds == pytest.approx(1.001e-3)
+
+
+def test_a_table_is_gathered_and_its_gradient_filled_and_scattered() -> None:
+    # Gather at 0.4 of the stream: 2 · 10,000 · 1000 · 2 bytes = 40 MB ÷ 200 GB/s = 200 us.
+    rates = round_rates()
+    forward = embedding_forward_seconds(10_000, 1000, element_bytes=2, rates=rates)
+    assert forward == pytest.approx(201e-6, rel=1e-4)
+    # Fill 50,000 · 1000 · 2 = 100 MB: 200 us; scatter 60 MB ÷ 200 GB/s = 300 us; two launches.
+    backward = embedding_backward_seconds(
+        10_000, 1000, vocabulary=50_000, element_bytes=2, rates=rates
+    )
+    assert backward == pytest.approx(502e-6, rel=1e-4)
+
+
+def test_a_loss_reads_its_logits() -> None:
+    # 1000 · 50,000 · 2 bytes = 100 MB ÷ (0.66 · 0.5 TB/s) = 303.03 us a pass.
+    rates = round_rates()
+    forward = cross_entropy_forward_seconds(1000, 50_000, element_bytes=2, passes=1, rates=rates)
+    backward = cross_entropy_backward_seconds(1000, 50_000, element_bytes=2, passes=2, rates=rates)
+    assert forward == pytest.approx(304.03e-6, rel=1e-4)
+    assert backward == pytest.approx(607.06e-6, rel=1e-4)
+
+
+def test_fused_adamw_moves_28_bytes_a_parameter() -> None:
+    # 10 M · 28 bytes = 280 MB ÷ 0.5 TB/s = 560 us.
+    seconds = adamw_fused_seconds(TEN_MILLION, state_bytes=4, gradient_bytes=4, rates=round_rates())
+    assert seconds == pytest.approx(561e-6)
+
+
+def test_foreach_adamw_makes_twenty_passes_in_eight_kernels() -> None:
+    # 20 · 40 MB = 800 MB ÷ 0.5 TB/s = 1.6 ms, and 8 launches.
+    seconds = adamw_foreach_seconds(TEN_MILLION, state_bytes=4, rates=round_rates())
+    assert seconds == pytest.approx(1.608e-3)
+
+
+@given(st.floats(0, 1e12), st.floats(0, 1e12))
+def test_more_bytes_never_take_less_time(moved_bytes: float, more: float) -> None:
+    for rates in (real_rates(), round_rates()):
+        seconds = memory_seconds(moved_bytes, rates=rates)
+        assert memory_seconds(moved_bytes + more, rates=rates) >= seconds * (1 - 1e-12)
+
+
+@given(st.floats(1, 1e12), st.floats(1, 10))
+def test_more_bandwidth_is_never_slower(moved_bytes: float, factor: float) -> None:
+    slow = memory_seconds(moved_bytes, rates=real_rates())
+    fast = real_rates(bytes_per_second=1.935e12 * factor)
+    assert memory_seconds(moved_bytes, rates=fast) <= slow * (1 + 1e-12)
+
+
+@given(st.floats(1e9, 1e12))
+def test_what_leaves_the_cache_never_beats_the_data_sheet(moved_bytes: float) -> None:
+    assert memory_seconds(moved_bytes, rates=real_rates()) >= moved_bytes / 1.935e12

@@ -1,0 +1,229 @@
+"""Tests of the seconds of single ops: which shapes reach the formulas, and what is left out."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.planner.costs.kernels.attention import (
+    AttentionShape,
+    causal_visible,
+    fused_attention_backward_seconds,
+    fused_attention_forward_seconds,
+)
+from autopar.planner.costs.kernels.elementwise import memory_seconds, norm_backward_seconds
+from autopar.planner.costs.kernels.gemm import gemm_seconds
+from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
+from autopar.planner.costs.ops.pricer import Pricer
+from autopar.planner.costs.ops.shapes import OpSplit
+from autopar.planner.graph import Op
+from autopar.planner.precision import Precision
+from tests.planner.costs.ops.op_factories import GPT2, layer_of, letter_along, op_of, pricer
+
+ROWS = 4 * 1024
+
+
+def block_op(prices: Pricer, kind: str, number: int = 0) -> Op:
+    return op_of(prices, layer_of(prices, "Block"), kind, number)
+
+
+def linear_seconds(prices: Pricer, inputs: int, outputs: int) -> tuple[float, float, float]:
+    """Forward, input gradient, weight gradient with an fp32 sum of 8 bytes per element."""
+    rates, both = prices.rates.own, inputs | outputs
+    return (
+        gemm_seconds(ROWS, outputs, inputs, rates=rates),
+        gemm_seconds(ROWS, inputs, outputs, rates=rates),
+        gemm_seconds(inputs, outputs, ROWS, rates=rates, stored_bytes=8, contiguous=both),
+    )
+
+
+def test_a_linear_is_three_products_and_the_sum_of_its_bias() -> None:
+    prices = pricer()
+    up = block_op(prices, "linear", 2)  # 768 → 3072
+    forward, own, weight = linear_seconds(prices, 768, 3072)
+    bias = memory_seconds((ROWS + 1) * 3072 * 2, rates=prices.rates.own)
+    cost = prices.cost(up)
+    assert cost.forward_seconds == pytest.approx(forward)
+    assert cost.weight_gradient_seconds == pytest.approx(weight + bias)
+    assert cost.backward_seconds == pytest.approx(own + weight + bias)
+
+
+def test_a_column_split_makes_fewer_outputs_and_a_row_split_contracts_less() -> None:
+    prices = pricer()
+    up, down = block_op(prices, "linear", 2), block_op(prices, "linear", 3)
+    columns = letter_along(prices, up, "ffn", degree=8)  # 3072 ÷ 8 = 384
+    rows = letter_along(prices, down, "ffn", degree=8)
+    forward_up, *_ = linear_seconds(prices, 768, 384)
+    forward_down, *_ = linear_seconds(prices, 384, 768)
+    assert prices.cost(up, columns).forward_seconds == pytest.approx(forward_up)
+    assert prices.cost(down, rows).forward_seconds == pytest.approx(forward_down)
+
+
+def test_a_fused_matrix_is_split_in_all_its_parts() -> None:
+    prices = pricer()
+    qkv = block_op(prices, "linear")
+    heads = letter_along(prices, qkv, "heads", degree=4)
+    assert prices.shapes(qkv, heads).shape(qkv.outputs[0]) == (4, 1024, 3 * 3 * 64)
+    cut = block_op(prices, "split_with_sizes")
+    part = letter_along(prices, cut, "heads", degree=4)
+    assert [prices.shapes(cut, part).shape(out) for out in cut.outputs] == [(4, 1024, 192)] * 3
+    assert prices.shapes(cut, part).shape(cut.inputs[0]) == (4, 1024, 576)
+
+
+def test_what_does_not_divide_leaves_the_fullest_rank() -> None:
+    prices = pricer()
+    attention = block_op(prices, "scaled_dot_product_attention")
+    heads = letter_along(prices, attention, "heads", degree=8)  # 12 heads on 8 ranks: 2
+    assert prices.shapes(attention, heads).shape(attention.outputs[0]) == (4, 2, 1024, 64)
+
+
+def test_attention_is_one_fused_causal_kernel() -> None:
+    prices = pricer()
+    op = block_op(prices, "scaled_dot_product_attention")
+    cost = prices.cost(op, letter_along(prices, op, "heads", degree=4))
+    shape = AttentionShape(
+        batch=4, heads=3, kv_heads=3, query_length=1024, key_length=1024, head_dim=64,
+        value_dim=64, visible=causal_visible(1024, 128),
+    )  # fmt: skip
+    rates = prices.rates.own
+    assert cost.forward_seconds == pytest.approx(
+        fused_attention_forward_seconds(shape, rates=rates)
+    )
+    assert cost.backward_seconds == pytest.approx(
+        fused_attention_backward_seconds(shape, rates=rates)
+    )
+    assert cost.weight_gradient_seconds == 0
+
+
+def test_grouped_queries_read_fewer_keys() -> None:
+    prices = pricer("llama.py")
+    op = op_of(prices, layer_of(prices, "Block"), "scaled_dot_product_attention")
+    shapes = prices.shapes(op, letter_along(prices, op, "kv_heads", degree=2))
+    heads, kv_heads = (shapes.letters(name) for name in ("h", "k"))
+    whole = prices.shapes(op)
+    assert (2 * heads, 2 * kv_heads) == (whole.letters("h"), whole.letters("k"))
+    assert whole.letters("h") > whole.letters("k")
+
+
+def test_a_norm_moves_its_rows_twice_forward_and_five_times_backward() -> None:
+    # 32 · 1024 · 768 · 2 bytes = 50.3 MB, more than the cache holds twice over: forward
+    # 2 · 50.3 MB ÷ (0.75 · 2.039 TB/s) = 65.8 us, + 4 us of launch.
+    prices = pricer(batch=32)
+    norm = block_op(prices, "layer_norm")
+    cost = prices.cost(norm)
+    rates = prices.rates.own
+    assert prices.device.memory_bytes_per_second == pytest.approx(2.039e12, rel=0.05)
+    moved = 2 * 32 * 1024 * 768 * 2
+    assert cost.forward_seconds == pytest.approx(
+        rates.launch_seconds + moved / rates.stream_bytes_per_second
+    )
+    elements = 32 * 1024 * 768
+    assert cost.backward_seconds == pytest.approx(
+        norm_backward_seconds(elements, element_bytes=2, rates=rates)
+    )
+
+
+def test_views_and_sums_of_equal_shapes_move_nothing_but_the_gradients_that_meet() -> None:
+    prices = pricer()
+    assert prices.cost(block_op(prices, "view")).forward_seconds == 0
+    assert prices.cost(block_op(prices, "view")).backward_seconds == 0
+    # add_1 = residual + dropout: the residual's gradient meets that of the norm
+    met = memory_seconds(3 * ROWS * 768 * 2, rates=prices.rates.own)
+    assert prices.cost(block_op(prices, "add")).backward_seconds == pytest.approx(met)
+
+
+def test_what_needs_no_gradient_has_no_backward() -> None:
+    prices = pricer("llama.py")
+    free = [op for op in prices.graph.ops if not prices.graph.tensors[op.outputs[0]].requires_grad]
+    assert free
+    assert all(prices.cost(op).backward_seconds == 0 for op in free)
+
+
+def test_fp32_products_run_on_plain_units_and_convolutions_on_tf32() -> None:
+    prices = pricer("resnet.py", precision=Precision.FP32)
+    assert prices.rates.of(4).peak_flops_per_second == 19.5e12
+    assert prices.rates.of_convolution(4).peak_flops_per_second == 156e12
+
+
+def test_every_op_of_the_zoo_has_a_price() -> None:
+    for name in ("bert.py", "t5.py", "resnet.py", "vit.py", "intent.py", "mnist.py"):
+        for precision in Precision:
+            prices = pricer(name, precision=precision)
+            for op in prices.graph.ops:
+                cost = prices.cost(op)
+                assert 0 <= cost.weight_gradient_seconds <= cost.backward_seconds
+                assert cost.forward_seconds >= 0
+
+
+class Table:
+    """What a profile measured, by the ops' keys."""
+
+    def __init__(self, timings: dict[OpKey, Timing]) -> None:
+        self.timings = timings
+
+    def seconds(self, key: OpKey) -> Timing | None:
+        return self.timings.get(key)
+
+    def host(self, device: str) -> HostTimes | None:
+        del device
+        return None
+
+
+def test_a_measured_op_overrides_the_formula_for_its_local_shape_alone() -> None:
+    plain = pricer()
+    up = block_op(plain, "linear", 2)
+    split = letter_along(plain, up, "ffn", degree=2)
+    timing = Timing(forward_seconds=1.0, backward_seconds=3.0)
+    prices = pricer(measured=Table({plain.key(up, split): timing}))
+    cost, formula = prices.cost(up, split), plain.cost(up, split)
+    assert (cost.forward_seconds, cost.backward_seconds, cost.measured) == (1.0, 3.0, True)
+    share = formula.weight_gradient_seconds / formula.backward_seconds
+    assert cost.weight_gradient_seconds == pytest.approx(3.0 * share)
+    assert prices.cost(up) == plain.cost(up)
+
+
+def test_equal_layers_have_equal_keys() -> None:
+    prices = pricer()
+    first, second = (prices.layers.layers[i] for i in prices.layers.classes[2].layers[:2])
+    assert [prices.key(op) for op in first.ops] == [prices.key(op) for op in second.ops]
+
+
+def test_on_a_cpu_dispatch_and_work_take_turns() -> None:
+    host = pricer(device_name="cpu", precision=Precision.FP32).host
+    assert host.forward_region_seconds(1.0, 10) == pytest.approx(1.0 + 10 * host.forward_seconds)
+    ahead = pricer().host
+    assert ahead.forward_region_seconds(1.0, 10) == 1.0
+    assert ahead.forward_region_seconds(0.0, 10) == pytest.approx(10 * ahead.forward_seconds)
+
+
+degrees = st.sampled_from([2, 3, 4, 6])  # 12 heads and 3072 of ffn stay whole multiples of 16 bytes
+
+
+@given(number=st.integers(0, 20), degree=degrees, batch=st.sampled_from([1, 2, 8]))
+def test_a_split_never_takes_longer_than_the_whole(number: int, degree: int, batch: int) -> None:
+    prices = pricer(*GPT2, batch=batch)
+    op = layer_of(prices, "Block").ops[number]
+    for letter, axis in splits(prices, op):
+        part = prices.cost(op, OpSplit(letter=letter, axis=axis, degree=degree))
+        assert part.forward_seconds <= prices.cost(op).forward_seconds * (1 + 1e-9)
+        assert part.backward_seconds <= prices.cost(op).backward_seconds * (1 + 1e-9)
+        alone = prices.cost(op, OpSplit(letter=letter, axis=axis, degree=1))
+        assert alone == prices.cost(op)
+
+
+def splits(prices: Pricer, op: Op) -> list[tuple[str, str]]:
+    found = []
+    for axis in ("heads", "ffn", "embed"):
+        try:
+            split = letter_along(prices, op, axis, degree=2)
+        except LookupError:
+            continue
+        found.append((split.letter, split.axis))
+    return found
+
+
+@given(number=st.integers(0, 20), batch=st.integers(1, 32))
+def test_more_rows_are_never_cheaper(number: int, batch: int) -> None:
+    fewer, more = pricer(batch=batch), pricer(batch=batch + 1)
+    op = layer_of(fewer, "Block").ops[number]
+    assert fewer.cost(op).forward_seconds <= more.cost(op).forward_seconds
+    assert fewer.cost(op).backward_seconds <= more.cost(op).backward_seconds

@@ -1,0 +1,254 @@
+"""Closed forms equal the simulation where they claim to, and bounds hold."""
+
+import random
+from collections.abc import Sequence
+from statistics import median, quantiles
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.planner.costs.schedules.actions import Schedule
+from autopar.planner.costs.schedules.closed_forms import (
+    gpipe_step_seconds,
+    interleaved_step_seconds,
+    interleaved_zero_bubble_step_seconds,
+    on_demand_seconds,
+    one_f_one_b_step_seconds,
+    uneven_gpipe_step_seconds,
+    uneven_interleaved_step_seconds,
+    uneven_one_f_one_b_least_seconds,
+    uneven_one_f_one_b_step_seconds,
+)
+from autopar.planner.costs.schedules.orders import (
+    gpipe,
+    interleaved_1f1b,
+    interleaved_zero_bubble,
+    one_f_one_b,
+)
+from autopar.planner.costs.schedules.simulation import (
+    StageSeconds,
+    Transfer,
+    even_stages,
+    simulate,
+)
+
+SECONDS = st.floats(0.01, 10.0)
+
+
+def simulated(
+    schedule: Schedule,
+    forward: Sequence[float],
+    backward: Sequence[float],
+    *,
+    transfers: Sequence[float],
+    transfer: Transfer = Transfer.OVERLAPPED,
+) -> float:
+    stages = [
+        StageSeconds(
+            forward_seconds=f,
+            backward_seconds=b,
+            input_gradient_seconds=b / 2,
+            weight_gradient_seconds=b / 2,
+        )
+        for f, b in zip(forward, backward, strict=True)
+    ]
+    return simulate(schedule, stages, transfer_seconds=transfers, transfer=transfer).step_seconds
+
+
+def random_pipeline(rng: random.Random, spread: float) -> tuple[int, list[float], list[float]]:
+    """Return microbatches, forwards and backwards (twice the forward) of 2 to 16 uneven stages."""
+    stages = rng.randint(2, 16)
+    forward = [1 + rng.uniform(-spread, spread) for _ in range(stages)]
+    return rng.randint(stages, 8 * stages), forward, [2 * seconds for seconds in forward]
+
+
+def test_gpipe_by_hand() -> None:
+    # 4 stages, 8 microbatches, 1 s forward, 2 s backward: 8 + 3 turns of 3 s
+    assert gpipe_step_seconds(1, 2, stages=4, microbatches=8) == 33
+
+
+def test_interleaving_by_hand() -> None:
+    # the same work as two half stages per rank: 16 + 3 turns of 1.5 s, so 1.5 · 3 s less bubble
+    assert interleaved_step_seconds(0.5, 1, ranks=4, stages_per_rank=2, microbatches=8) == 28.5
+
+
+def test_zero_bubble_by_hand() -> None:
+    # f = i = w = 1, 4 ranks, 8 microbatches: 24 of work and 3 · (1 + 1 − 1) of bubble
+    assert (
+        interleaved_zero_bubble_step_seconds(1, 1, 1, ranks=4, stages_per_rank=1, microbatches=8)
+        == 27
+    )
+
+
+def test_uneven_1f1b_by_hand() -> None:
+    # stages of 3 and 5 s, transfers .5 s: each receives once, so 3.5 and 5.5; 9 + (2 − 1) · 5.5
+    step = uneven_one_f_one_b_step_seconds((1, 2), (2, 3), transfer_seconds=(0.5,), microbatches=2)
+    assert step == 14.5
+    # stage 1: before it 3 + 2 · .5, its work 2 · 5: 14
+    least = uneven_one_f_one_b_least_seconds(
+        (1, 2), (2, 3), transfer_seconds=(0.5,), microbatches=2
+    )
+    assert least == 14
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 6), st.integers(1, 16), SECONDS, SECONDS)
+def test_gpipe_and_1f1b_on_equal_stages_are_as_simulated(
+    stages: int, microbatches: int, forward: float, backward: float
+) -> None:
+    for order, formula in ((gpipe, gpipe_step_seconds), (one_f_one_b, one_f_one_b_step_seconds)):
+        assert formula(
+            forward, backward, stages=stages, microbatches=microbatches
+        ) == pytest.approx(
+            simulated(
+                order(stages, microbatches),
+                [forward] * stages,
+                [backward] * stages,
+                transfers=[0.0] * (stages - 1),
+            )
+        )
+
+
+@settings(max_examples=100)
+@given(st.integers(1, 5), st.integers(1, 3), st.integers(1, 4), SECONDS, SECONDS, SECONDS)
+def test_interleaved_schedules_on_equal_stages_are_as_simulated(
+    ranks: int, local: int, rounds: int, forward: float, gradient: float, weight: float
+) -> None:
+    microbatches, stages = ranks * rounds, ranks * local
+    even = even_stages(
+        stages,
+        forward_seconds=forward,
+        input_gradient_seconds=gradient,
+        weight_gradient_seconds=weight,
+    )
+    one_by_one, zero_bubble = (
+        simulate(
+            order(ranks, local, microbatches),
+            even,
+            transfer_seconds=[0.0] * (stages - 1),
+            transfer=Transfer.OVERLAPPED,
+        ).step_seconds
+        for order in (interleaved_1f1b, interleaved_zero_bubble)
+    )
+    assert one_by_one == pytest.approx(
+        interleaved_step_seconds(
+            forward,
+            gradient + weight,
+            ranks=ranks,
+            stages_per_rank=local,
+            microbatches=microbatches,
+        )
+    )
+    assert zero_bubble == pytest.approx(
+        interleaved_zero_bubble_step_seconds(
+            forward,
+            gradient,
+            weight,
+            ranks=ranks,
+            stages_per_rank=local,
+            microbatches=microbatches,
+        )
+    )
+
+
+UNEVEN = st.lists(st.tuples(SECONDS, SECONDS, st.floats(0.0, 5.0)), min_size=1, max_size=7)
+
+
+@settings(max_examples=150)
+@given(UNEVEN, st.integers(1, 20))
+def test_uneven_gpipe_is_as_simulated(
+    stages: list[tuple[float, float, float]], microbatches: int
+) -> None:
+    forward, backward, transfers = ([stage[at] for stage in stages] for at in range(3))
+    assert uneven_gpipe_step_seconds(
+        forward, backward, transfer_seconds=transfers[1:], microbatches=microbatches
+    ) == pytest.approx(
+        simulated(gpipe(len(stages), microbatches), forward, backward, transfers=transfers[1:])
+    )
+
+
+@settings(max_examples=300)
+@given(UNEVEN, st.integers(1, 20))
+def test_1f1b_never_beats_its_lower_bound(
+    stages: list[tuple[float, float, float]], microbatches: int
+) -> None:
+    forward, backward, transfers = ([stage[at] for stage in stages] for at in range(3))
+    least = uneven_one_f_one_b_least_seconds(
+        forward, backward, transfer_seconds=transfers[1:], microbatches=microbatches
+    )
+    order = one_f_one_b(len(stages), microbatches)
+    assert least <= simulated(order, forward, backward, transfers=transfers[1:]) + 1e-9
+
+
+@settings(max_examples=300)
+@given(UNEVEN, st.integers(1, 20), st.floats(0.5, 3.0))
+def test_1f1b_never_exceeds_its_closed_form_if_backward_goes_with_forward(
+    stages: list[tuple[float, float, float]], microbatches: int, ratio: float
+) -> None:
+    forward = [stage[0] for stage in stages]
+    backward = [ratio * seconds for seconds in forward]
+    most = uneven_one_f_one_b_step_seconds(
+        forward, backward, transfer_seconds=[0.0] * (len(stages) - 1), microbatches=microbatches
+    )
+    order = one_f_one_b(len(stages), microbatches)
+    assert most >= simulated(order, forward, backward, transfers=[0.0] * (len(stages) - 1)) - 1e-9
+
+
+@settings(max_examples=150)
+@given(UNEVEN, st.integers(1, 20))
+def test_transfers_on_demand_are_longer_actions(
+    stages: list[tuple[float, float, float]], microbatches: int
+) -> None:
+    forward, backward, transfers = ([stage[at] for stage in stages] for at in range(3))
+    for order in (gpipe, one_f_one_b):
+        schedule = order(len(stages), microbatches)
+        longer = on_demand_seconds(forward, backward, transfers[1:])
+        assert simulated(
+            schedule, forward, backward, transfers=transfers[1:], transfer=Transfer.ON_DEMAND
+        ) == pytest.approx(simulated(schedule, *longer, transfers=[0.0] * (len(stages) - 1)))
+
+
+@pytest.mark.parametrize(("spread", "at_median", "at_p90"), [(0.2, 0.015, 0.04), (0.5, 0.03, 0.08)])
+def test_the_closed_form_of_uneven_1f1b_is_as_close_as_it_says(
+    spread: float, at_median: float, at_p90: float
+) -> None:
+    rng = random.Random(7)
+    above: list[float] = []
+    below: list[float] = []
+    for _ in range(150):
+        microbatches, forward, backward = random_pipeline(rng, spread)
+        none = [0.0] * (len(forward) - 1)
+        step = simulated(one_f_one_b(len(forward), microbatches), forward, backward, transfers=none)
+        for errors, formula in (
+            (above, uneven_one_f_one_b_step_seconds),
+            (below, uneven_one_f_one_b_least_seconds),
+        ):
+            seconds = formula(forward, backward, transfer_seconds=none, microbatches=microbatches)
+            errors.append(abs(seconds / step - 1))
+    assert median(above) < at_median
+    assert quantiles(above, n=10)[-1] < at_p90
+    assert median(below) < 1e-9
+    assert quantiles(below, n=10)[-1] < 0.01
+
+
+def test_the_closed_form_of_uneven_interleaving_is_as_close_as_it_says() -> None:
+    rng = random.Random(7)
+    errors = []
+    for _ in range(100):
+        ranks, local = rng.randint(2, 6), rng.randint(2, 4)
+        microbatches = ranks * rng.randint(1, 8)
+        forward = [1 + rng.uniform(-0.1, 0.1) for _ in range(ranks * local)]
+        work = [sum(3 * seconds for seconds in forward[rank::ranks]) for rank in range(ranks)]
+        step = simulated(
+            interleaved_1f1b(ranks, local, microbatches),
+            forward,
+            [2 * seconds for seconds in forward],
+            transfers=[0.0] * (ranks * local - 1),
+        )
+        form = uneven_interleaved_step_seconds(
+            work, stages_per_rank=local, microbatches=microbatches
+        )
+        errors.append(abs(form / step - 1))
+    assert median(errors) < 0.015
+    assert max(errors) < 0.09

@@ -1,0 +1,159 @@
+"""What sharing data adds to a stage."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.shape import group_shape
+from autopar.planner.costs.collectives.choice import Collective, called_seconds, collective_seconds
+from autopar.planner.costs.ops.measurements import UnitTimes
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.costs.steps.data_parallel import NOTHING, DataGroups, data_seconds, manner_of
+from autopar.planner.costs.steps.stage_load import stage_load
+from tests.planner.costs.step_factories import LAYER, layer
+from tests.planner.profile.measurements import everything
+
+CLUSTER = choose_cluster(8, "h100-sxm")
+ALL = group_shape(CLUSTER, 8, 1)
+ONE = group_shape(CLUSTER, 1, 1)
+NO_COPIES = UnitTimes(
+    gather_seconds=0.0, scatter_seconds=0.0, gather_byte_seconds=0.0, scatter_byte_seconds=0.0
+)
+GROUPS = DataGroups(
+    data=ALL,
+    shard=ALL,
+    replicas=ONE,
+    zero=Zero.NONE,
+    bucket_bytes=2**62,
+    gradient_share=1.0,
+    slowdown=0.0,
+    unit=NO_COPIES,
+)
+LAYERS = stage_load([LAYER] * 4).layers
+
+
+def test_one_rank_adds_nothing() -> None:
+    assert data_seconds(LAYERS, replace(GROUPS, data=ONE, shard=ONE), microbatches=3) == NOTHING
+
+
+def test_whole_gradients_are_reduced_once_after_the_last_microbatch() -> None:
+    found = data_seconds(LAYERS, GROUPS, microbatches=3)
+    alone = collective_seconds(Collective.ALL_REDUCE, 4 * LAYER.gradient_bytes, ALL)
+    assert found.last_backward == pytest.approx(alone)
+    assert found.each_backward == 0.0
+
+
+def test_scattered_gradients_and_gathered_parameters_stand_for_zero_1() -> None:
+    found = data_seconds(LAYERS, replace(GROUPS, zero=Zero.OPTIMIZER), microbatches=3)
+    scatter = collective_seconds(Collective.REDUCE_SCATTER, 4 * LAYER.gradient_bytes, ALL)
+    gather = collective_seconds(Collective.ALL_GATHER, 4 * LAYER.parameter_bytes, ALL)
+    assert found.last_backward == pytest.approx(scatter)
+    assert found.first_forward == pytest.approx(gather)
+
+
+def test_published_frameworks_gather_beside_the_forward_all_but_the_first_layer() -> None:
+    slow = stage_load([layer(forward_seconds=0.1)] * 4).layers
+    ahead = replace(GROUPS, zero=Zero.OPTIMIZER, gathers_ahead=True)
+    found = data_seconds(slow, ahead, microbatches=3)
+    one = collective_seconds(Collective.ALL_GATHER, LAYER.parameter_bytes, ALL)
+    assert found.first_forward == pytest.approx(one)
+
+
+def test_nothing_is_computed_beside_the_gathers_of_zero_1() -> None:
+    slow = stage_load([layer(forward_seconds=0.1)] * 4).layers
+    by_layer = replace(GROUPS, zero=Zero.OPTIMIZER, bucket_bytes=LAYER.parameter_bytes)
+    found = data_seconds(slow, by_layer, microbatches=3)
+    gather = collective_seconds(Collective.ALL_GATHER, LAYER.parameter_bytes, ALL)
+    assert found.first_forward == pytest.approx(4 * gather)
+    beside = data_seconds(slow, replace(by_layer, zero=Zero.GRADIENTS), microbatches=3)
+    assert beside.first_forward == pytest.approx(gather)
+
+
+@pytest.mark.parametrize(
+    ("zero", "bucket_layers", "gathers", "reductions"),
+    [
+        (Zero.NONE, 4, 0, 1),
+        (Zero.NONE, 3, 0, 2),
+        (Zero.OPTIMIZER, 2, 2, 2),
+        (Zero.GRADIENTS, 4, 4, 3 * 4),
+        (Zero.PARAMETERS, 4, 3 * 8, 3 * 4),
+    ],
+)
+def test_collectives_are_counted_by_the_bucket_or_by_the_layer(
+    zero: Zero, bucket_layers: int, gathers: int, reductions: int
+) -> None:
+    filled = layer(parameter_bytes=1000, gradient_bytes=1000)
+    groups = replace(GROUPS, zero=zero, bucket_bytes=1000 * bucket_layers)
+    found = data_seconds(stage_load([filled] * 4).layers, groups, microbatches=3)
+    assert (found.gathers, found.reductions) == (gathers, reductions)
+
+
+def test_scripts_move_buckets_their_own_way_and_fully_shard_the_librarys() -> None:
+    pair = group_shape(everything().on(choose_cluster(2, "cpu")), 2, 1)
+    small = stage_load([layer(gradient_bytes=1_000)]).layers  # 2 ms of a bucket, 1 ms in a row
+    groups = replace(GROUPS, data=pair, shard=pair, bucket_bytes=1)
+    assert data_seconds(small, groups, microbatches=1).last_backward == pytest.approx(2e-3)
+    found = {
+        zero: called_seconds(Collective.ALL_REDUCE, 1_000, pair, manner_of(zero)) for zero in Zero
+    }
+    assert list(found.values()) == [2e-3, 2e-3, 1e-3, 1e-3]
+
+
+def test_zero_2_scatters_in_every_microbatch() -> None:
+    found = data_seconds(LAYERS, replace(GROUPS, zero=Zero.GRADIENTS), microbatches=3)
+    assert found.each_backward > 0
+    assert found.last_backward == 0.0
+
+
+def test_zero_3_gathers_twice_per_microbatch_and_hides_most_of_it() -> None:
+    slow = stage_load([layer(forward_seconds=0.1, backward_seconds=0.2)] * 4).layers
+    found = data_seconds(slow, replace(GROUPS, zero=Zero.PARAMETERS), microbatches=3)
+    gather = collective_seconds(Collective.ALL_GATHER, LAYER.parameter_bytes, ALL)
+    scatter = collective_seconds(Collective.REDUCE_SCATTER, LAYER.gradient_bytes, ALL)
+    # Only the first gather of each pass and the last scatter stand alone.
+    assert found.each_forward == pytest.approx(gather)
+    assert found.each_backward == pytest.approx(gather + scatter)
+    assert found.gathers_alone == pytest.approx(2 * 3 * 4 * gather)
+
+
+def test_gathered_parameters_are_copied_out_of_their_buffer() -> None:
+    # 4 layers · 2 passes over 2 MB at 1 GB/s = 16 ms in the forward.
+    sharded = replace(GROUPS, zero=Zero.PARAMETERS)
+    quick, slow = (
+        data_seconds(LAYERS, replace(sharded, unit=unit), microbatches=1)
+        for unit in (NO_COPIES, replace(NO_COPIES, gather_byte_seconds=2e-9))
+    )
+    assert slow.each_forward - quick.each_forward == pytest.approx(16e-3, rel=0.02)
+
+
+def test_a_measured_unit_costs_its_hooks_once_a_pass() -> None:
+    # 4 units: one gather in the forward; a gather and a scatter in the backward.
+    hooks = UnitTimes(
+        gather_seconds=1e-3,
+        scatter_seconds=2e-3,
+        gather_byte_seconds=0.0,
+        scatter_byte_seconds=0.0,
+    )
+    for zero, forward, backward in ((Zero.PARAMETERS, 4e-3, 12e-3), (Zero.GRADIENTS, 0.0, 8e-3)):
+        sharded = replace(GROUPS, zero=zero)
+        without, found = (
+            data_seconds(LAYERS, replace(sharded, unit=unit), microbatches=1)
+            for unit in (NO_COPIES, hooks)
+        )
+        assert found.each_forward - without.each_forward == pytest.approx(forward, rel=0.05)
+        assert found.each_backward - without.each_backward == pytest.approx(backward, rel=0.05)
+
+
+def test_copies_of_the_shards_are_summed_after_scattering() -> None:
+    two = replace(
+        GROUPS, zero=Zero.OPTIMIZER, shard=group_shape(CLUSTER, 4, 1),
+        replicas=group_shape(CLUSTER, 2, 4),
+    )  # fmt: skip
+    found = data_seconds(LAYERS, two, microbatches=1)
+    size = 4 * LAYER.gradient_bytes
+    expected = collective_seconds(Collective.REDUCE_SCATTER, size, two.shard)
+    expected += collective_seconds(Collective.ALL_REDUCE, size / 4, two.replicas)
+    assert found.last_backward == pytest.approx(expected)

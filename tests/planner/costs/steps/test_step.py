@@ -1,0 +1,229 @@
+"""What a whole step takes: its terms, its bounds, and how it answers to its parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.shape import group_shape
+from autopar.planner.costs.collectives.choice import Collective, collective_seconds
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Prediction, Zero
+from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.costs.steps.bounds import least_step_seconds
+from autopar.planner.costs.steps.step import predict
+from tests.clock import least_seconds
+from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
+
+
+def predicted(
+    stages: Sequence[Sequence[LayerCost]], arrangement: Arrangement, **changes: float
+) -> Prediction:
+    """Predict on as many H100 as the arrangement has ranks."""
+    return predict(
+        stages,
+        arrangement,
+        choose_cluster(arrangement.ranks, "h100-sxm"),
+        constants=replace(SILENT, **changes),  # type: ignore[arg-type]
+        model_flops=10**15,
+    )
+
+
+def seconds_of(prediction: Prediction) -> dict[str, float]:
+    return {term.name: term.seconds for term in prediction.terms}
+
+
+def test_one_rank_computes_and_steps_its_optimizer() -> None:
+    # 2 layers · 3 microbatches · 3 ms, and nothing else but AdamW on 2 million parameters.
+    found = predicted([[LAYER, LAYER]], replace(ARRANGEMENT, microbatches=3))
+    assert seconds_of(found)["compute"] == pytest.approx(18e-3)
+    assert found.step_seconds == pytest.approx(18e-3 + seconds_of(found)["optimizer"])
+    assert found.communication == ()
+
+
+@pytest.mark.parametrize(
+    ("degrees", "sums"),
+    [
+        ({"data": 2}, 0),  # all have the same gradients
+        ({"data": 2, "shard": 2, "zero": Zero.OPTIMIZER}, 1),
+        ({"tensor": 2}, 1),
+        ({"pipeline": 2}, 1),
+        ({"pipeline": 2, "tensor": 2}, 2),
+    ],
+)
+def test_a_norm_is_summed_over_every_axis_whose_ranks_have_other_gradients(
+    degrees: dict[str, int], sums: int
+) -> None:
+    nothing = layer(trainable=0, trainable_tensors=0)
+    arrangement = replace(ARRANGEMENT, **degrees)  # type: ignore[arg-type]
+    found = predicted([[nothing]] * arrangement.pipeline, arrangement)
+    group = group_shape(choose_cluster(2, "h100-sxm"), 2, 1)
+    once = collective_seconds(Collective.ALL_REDUCE, 8, group)
+    assert once > 0
+    assert seconds_of(found)["optimizer"] == pytest.approx(sums * once)
+
+
+@pytest.mark.parametrize("microbatches", [1, 3, 7, 10, 23])
+def test_one_rank_has_no_bubble_not_even_of_rounding(microbatches: int) -> None:
+    uneven = layer(forward_seconds=0.1e-3, backward_seconds=0.7e-3, recompute_seconds=0.3e-3)
+    found = predicted([[uneven] * 3], replace(ARRANGEMENT, microbatches=microbatches))
+    assert seconds_of(found)["pipeline bubble"] == 0.0
+
+
+def test_the_optimizer_moves_30_bytes_per_parameter() -> None:
+    # 24 of fp32 state, 4 of gradient, 2 of the 16-bit copy: 3 GB at 0.85 · 3.35 TB/s, and a launch.
+    (one,) = [
+        term.seconds
+        for term in predicted([[layer(trainable=10**8)]], ARRANGEMENT).terms
+        if term.name == "optimizer"
+    ]
+    assert one == pytest.approx(3e9 / (0.85 * 3.35e12), rel=0.01)
+
+
+def test_frameworks_add_to_each_step_and_each_action() -> None:
+    # Once 8 ms, and 2 actions · 4 microbatches · 0.5 ms.
+    arrangement = replace(ARRANGEMENT, microbatches=4)
+    quiet = predicted([[LAYER]], arrangement)
+    loud = predicted([[LAYER]], arrangement, step_seconds=8e-3, action_seconds=0.5e-3)
+    assert loud.step_seconds - quiet.step_seconds == pytest.approx(12e-3)
+    assert seconds_of(loud)["framework"] == pytest.approx(12e-3)
+
+
+def test_an_even_pipeline_idles_for_its_ranks_but_one() -> None:
+    # (m + p − 1)·t = (8 + 3)·3 ms with transfers that cost next to nothing.
+    arrangement = replace(ARRANGEMENT, pipeline=4, microbatches=8)
+    found = predicted([[layer(output_bytes=0)]] * 4, arrangement)
+    assert seconds_of(found)["compute"] == pytest.approx(24e-3)
+    assert seconds_of(found)["pipeline bubble"] == pytest.approx(9e-3)
+
+
+def test_recomputation_and_tensor_communication_stand_apart() -> None:
+    one = layer(backward_seconds=3.5e-3, recompute_seconds=1e-3, communication_seconds=0.5e-3)
+    found = seconds_of(predicted([[one]], replace(ARRANGEMENT, tensor=2)))
+    assert found["recompute"] == pytest.approx(1e-3)
+    assert found["tensor communication"] == pytest.approx(0.5e-3)
+    assert found["compute"] == pytest.approx(3e-3)
+
+
+def test_a_reduction_of_one_bucket_hides_behind_nothing() -> None:
+    arrangement = replace(ARRANGEMENT, data=8, shard=1, bucket_bytes=2**62)
+    found = predicted([[LAYER] * 8], arrangement)
+    (reduction,) = found.communication
+    assert reduction.reason.startswith("gradients")
+    assert reduction.exposed_seconds == pytest.approx(reduction.seconds)
+    assert reduction.payload_bytes == 8 * LAYER.gradient_bytes
+
+
+def test_buckets_hide_most_of_a_reduction() -> None:
+    whole = replace(ARRANGEMENT, data=8, bucket_bytes=2**62)
+    buckets = replace(whole, bucket_bytes=8_000_000)
+    long = layer(backward_seconds=20e-3)
+    assert (
+        predicted([[long] * 8], buckets).step_seconds < predicted([[long] * 8], whole).step_seconds
+    )
+
+
+def test_gradients_of_16_bits_travel_in_less_time() -> None:
+    wide = replace(ARRANGEMENT, data=8, bucket_bytes=2**62)
+    narrow = replace(wide, compressed_gradients=True)
+    assert (
+        predicted([[LAYER] * 8], narrow).step_seconds < predicted([[LAYER] * 8], wide).step_seconds
+    )
+
+
+def test_replicated_parameters_are_summed_over_the_tensor_axis_once() -> None:
+    arrangement = replace(ARRANGEMENT, tensor=2, microbatches=5)
+    found = predicted([[layer(replicated_gradient_bytes=1000)]], arrangement)
+    (term,) = found.communication
+    assert (term.count, term.payload_bytes, term.ranks) == (1, 1000, 2)
+
+
+def test_shared_weights_are_summed_between_the_ends_of_a_pipeline() -> None:
+    arrangement = replace(ARRANGEMENT, pipeline=2, microbatches=2)
+    cluster = choose_cluster(2, "h100-sxm")
+    apart, tied = (
+        predict(
+            [[LAYER], [LAYER]], arrangement, cluster,
+            constants=SILENT, model_flops=1, tied_gradient_bytes=size,
+        )
+        for size in (0, 10**9)
+    )  # fmt: skip
+    assert tied.step_seconds > apart.step_seconds + 1e-3
+
+
+@pytest.mark.parametrize("zero", list(Zero))
+@pytest.mark.parametrize(
+    ("kind", "per_rank"),
+    [
+        (ScheduleKind.GPIPE, 1),
+        (ScheduleKind.ONE_F_ONE_B, 1),
+        (ScheduleKind.INTERLEAVED_1F1B, 2),
+        (ScheduleKind.INTERLEAVED_ZERO_BUBBLE, 2),
+        (ScheduleKind.ZERO_BUBBLE_V, 2),
+    ],
+)
+def test_terms_sum_to_the_step(kind: ScheduleKind, per_rank: int, zero: Zero) -> None:
+    arrangement = replace(
+        ARRANGEMENT, pipeline=2, data=4, shard=4, microbatches=8, schedule=kind,
+        stages_per_rank=per_rank, zero=zero,
+    )  # fmt: skip
+    uneven = [[layer(forward_seconds=1e-3 * (1 + stage % 3))] * 3 for stage in range(2 * per_rank)]
+    found = predicted(uneven, arrangement, overlap_slowdown=0.1, action_seconds=1e-4)
+    assert sum(term.seconds for term in found.terms) == pytest.approx(found.step_seconds)
+    assert all(term.seconds >= -1e-12 for term in found.terms)
+    assert len(found.stages) == 2 * per_rank
+
+
+counts = st.integers(1, 16)
+
+
+@settings(max_examples=60)
+@given(
+    pipeline=st.sampled_from((1, 2, 4, 8)),
+    microbatches=counts,
+    times=st.lists(st.floats(1e-4, 1e-2), min_size=8, max_size=8),
+    kind=st.sampled_from((ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)),
+)
+def test_no_cut_of_the_layers_beats_the_bound(
+    pipeline: int, microbatches: int, times: list[float], kind: ScheduleKind
+) -> None:
+    arrangement = replace(ARRANGEMENT, pipeline=pipeline, microbatches=microbatches, schedule=kind)
+    layers = [layer(forward_seconds=t, backward_seconds=2 * t) for t in times]
+    each = 8 // pipeline
+    stages = [layers[i * each : (i + 1) * each] for i in range(pipeline)]
+    bound = least_step_seconds(3 * sum(times), arrangement)
+    assert predicted(stages, arrangement).step_seconds >= bound * (1 - 1e-9)
+
+
+def test_the_bound_of_two_stages_and_two_microbatches_is_four_thirds() -> None:
+    # 1 ÷ (1 − (1 − 1/2)²) = 4/3
+    arrangement = replace(ARRANGEMENT, pipeline=2, microbatches=2)
+    assert least_step_seconds(1.0, arrangement) == pytest.approx(4 / 3)
+
+
+@settings(max_examples=40)
+@given(
+    few=counts, more=counts, kind=st.sampled_from((ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B))
+)
+def test_memory_never_falls_when_microbatches_rise(few: int, more: int, kind: ScheduleKind) -> None:
+    low, high = sorted((few, more))
+    arrangement = replace(ARRANGEMENT, pipeline=4, schedule=kind)
+    peaks = [
+        predicted([[LAYER]] * 4, replace(arrangement, microbatches=m)).peak_memory.device_bytes
+        for m in (low, high)
+    ]
+    assert peaks[0] <= peaks[1]
+
+
+def test_thousands_of_microbatches_are_predicted_within_milliseconds() -> None:
+    arrangement = replace(ARRANGEMENT, pipeline=16, tensor=8, microbatches=2048)
+    cluster = choose_cluster(128, "h100-sxm")
+    stages = [[LAYER] * 8] * 16
+    taken_seconds = least_seconds(
+        lambda: predict(stages, arrangement, cluster, constants=SILENT, model_flops=1)
+    )
+    assert taken_seconds < 5e-3

@@ -1,0 +1,83 @@
+"""What fp16 cannot hold is refused before a training loses itself in it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from autopar.commands.plan import make_plan
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.costs.kernels.rates import rates_of
+from autopar.planner.errors import InputError
+from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.precision import Precision
+
+MASKED = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Masked(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x):
+        return self.inner(x).masked_fill(x > 0, -1e9)
+
+def build_model():
+    return Masked()
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 8), "labels": torch.zeros(batch_size, dtype=torch.long)}
+
+def loss(outputs, batch):
+    return F.cross_entropy(outputs, batch["labels"])
+"""
+ROWS = 70_000
+
+
+def planned(folder: Path, text: str, precision: Precision) -> None:
+    (folder / "masked.py").write_text(text)
+    make_plan(
+        str(folder / "masked.py"),
+        (),
+        choose_cluster(2, "cpu"),
+        Constraints(precision=precision, global_batch=2 * ROWS, data=2, microbatch=ROWS),
+        time_limit_seconds=None,
+    )
+
+
+def test_a_mask_beyond_fp16_is_refused_where_it_stands(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="-1e\\+09 does not fit fp16") as refusal:
+        planned(tmp_path, MASKED, Precision.FP16)
+    assert "masked.py:12" in str(refusal.value)
+
+
+def test_a_mean_over_more_targets_than_fp16_counts_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InputError, match="mean over 70,000 targets"):
+        planned(tmp_path, MASKED.replace("-1e9", '-float("inf")'), Precision.FP16)
+
+
+@pytest.mark.parametrize(
+    ("text", "precision"),
+    [
+        (MASKED, Precision.BF16),
+        (
+            MASKED.replace("-1e9", '-float("inf")').replace(
+                "entropy(outputs", "entropy(outputs.float()"
+            ),
+            Precision.FP16,
+        ),
+    ],
+)
+def test_what_fits_is_planned(text: str, precision: Precision, tmp_path: Path) -> None:
+    planned(tmp_path, text, precision)
+
+
+def test_devices_without_bf16_units_have_rates_in_fp16() -> None:
+    device = choose_cluster(1, "v100").nodes[0].device
+    assert rates_of(device, Precision.FP16).own.peak_flops_per_second == 125e12
+    with pytest.raises(InputError, match="no bf16 units"):
+        rates_of(device, Precision.BF16)

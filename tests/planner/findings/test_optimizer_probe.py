@@ -1,0 +1,191 @@
+"""What an optimizer demands of a rank is found by trying it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn, optim
+from torch.optim import lr_scheduler
+
+from autopar.planner.annotate import state_of
+from autopar.planner.errors import InputError
+from autopar.planner.findings.optimizer_probe import Reach, optimizer_traits
+from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.plan.declared.optimizer_limits import with_moments, with_optimizer
+from autopar.planner.precision import Precision
+from tests.planner.plan.searches import declared
+from tests.planner.subjects import ZOO, zoo_file, zoo_graph
+
+GRAPH = zoo_graph("gpt2.py")
+
+
+class Adapted(optim.SGD):
+    """Clips each gradient by the norm of its parameter."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.grad.mul_((one.detach().norm() / one.grad.norm()).clamp(max=1))
+        return super().step(closure)
+
+
+class Clipped(optim.SGD):
+    """Clips all gradients by their norm together."""
+
+    def step(self, closure: Any = None) -> Any:
+        nn.utils.clip_grad_norm_([one for group in self.param_groups for one in group["params"]], 1)
+        return super().step(closure)
+
+
+class Noisy(optim.SGD):
+    """Adds noise of its own."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.grad.add_(torch.randn_like(one))
+        return super().step(closure)
+
+
+def file_with(make: Callable[[list[nn.Parameter]], Any]) -> ModelFile:
+    def build(parameters: Iterable[nn.Parameter]) -> Any:
+        return make(list(parameters))
+
+    return replace(zoo_file("gpt2.py"), build_optimizer=build, build_scheduler=None)
+
+
+def by_dim(parameters: list[nn.Parameter]) -> optim.Optimizer:
+    matrices = [one for one in parameters if one.dim() > 1]
+    vectors = [one for one in parameters if one.dim() <= 1]
+    groups: list[dict[str, Any]] = [{"params": matrices}, {"params": vectors, "weight_decay": 0.0}]
+    return optim.AdamW(groups)
+
+
+def matrices(parameters: list[nn.Parameter]) -> optim.Optimizer:
+    return optim.Muon([one for one in parameters if one.dim() == 2])
+
+
+def by_place(parameters: list[nn.Parameter]) -> optim.Optimizer:
+    return optim.AdamW([{"params": [one], "lr": 1e-3 * n} for n, one in enumerate(parameters)])
+
+
+@pytest.mark.parametrize(
+    ("make", "reach", "groups_by_place"),
+    [
+        (optim.AdamW, Reach.NUMBER, False),
+        (optim.Adagrad, Reach.NUMBER, False),
+        (optim.Rprop, Reach.NUMBER, False),
+        (lambda own: Noisy(own, lr=0.1), Reach.NUMBER, False),
+        (by_dim, Reach.NUMBER, False),
+        (by_place, Reach.NUMBER, True),
+        (matrices, Reach.PARAMETER, False),
+        (optim.Adafactor, Reach.PARAMETER, False),
+        (lambda own: Adapted(own, lr=0.1), Reach.PARAMETER, False),
+        (lambda own: Clipped(own, lr=0.1), Reach.MODEL, False),
+    ],
+)
+def test_an_optimizer_is_known_by_what_changes_its_updates(
+    make: Callable[[list[nn.Parameter]], Any], reach: Reach, groups_by_place: bool
+) -> None:
+    traits = optimizer_traits(file_with(make), GRAPH)
+    assert traits is not None
+    assert (traits.reach, traits.groups_by_place) == (reach, groups_by_place)
+
+
+def test_the_optimizers_of_the_zoo_leave_every_plan() -> None:
+    constraints = declared(global_batch=8)
+    traits = optimizer_traits(zoo_file("gpt2.py"), GRAPH)
+    assert with_optimizer(constraints, traits) is constraints
+    assert with_moments(GRAPH, traits) == GRAPH
+
+
+@pytest.mark.parametrize(
+    ("make", "limits"),
+    [
+        (optim.Adafactor, (1, None, (0,))),
+        (by_place, (None, 1, (0, 1, 2, 3))),
+        (lambda own: Clipped(own, lr=0.1), (1, 1, (0,))),
+    ],
+)
+def test_a_plan_holds_what_the_optimizer_needs(
+    make: Callable[[list[nn.Parameter]], Any], limits: tuple[int | None, int | None, Any]
+) -> None:
+    traits = optimizer_traits(file_with(make), GRAPH)
+    found = with_optimizer(declared(global_batch=8), traits)
+    assert (found.max_tensor, found.max_pipeline, found.zero_levels) == limits
+
+
+@pytest.mark.parametrize(
+    ("make", "moments"),
+    [
+        (lambda own: optim.SGD(own, lr=0.1), 0.0),
+        (lambda own: optim.SGD(own, lr=0.1, momentum=0.9), 1.0),
+        (lambda own: optim.Adam(own, amsgrad=True), 3.0),
+    ],
+)
+def test_a_plan_has_room_for_what_the_optimizer_keeps(
+    make: Callable[[list[nn.Parameter]], Any], moments: float
+) -> None:
+    graph = with_moments(GRAPH, optimizer_traits(file_with(make), GRAPH))
+    assert {one.moments for one in graph.parameters} == {moments}
+    plain, found = (state_of(one.parameters, Precision.BF16) for one in (GRAPH, graph))
+    assert found.optimizer_bytes == plain.optimizer_bytes * (1 + moments) / 3
+    assert found.gradient_bytes == plain.gradient_bytes
+
+
+def test_one_that_wants_the_loss_again_is_refused() -> None:
+    with pytest.raises(InputError, match=r"LBFGS\.step cannot be called without arguments"):
+        optimizer_traits(file_with(optim.LBFGS), GRAPH)
+
+
+@pytest.mark.parametrize(
+    "file", [file_with(optim.AdamW), replace(zoo_file("gpt2.py"), build_optimizer=None)]
+)
+def test_a_scheduler_that_wants_a_measure_is_refused(file: ModelFile) -> None:
+    file = replace(file, build_scheduler=lr_scheduler.ReduceLROnPlateau)
+    with pytest.raises(InputError, match=r"ReduceLROnPlateau\.step cannot be called"):
+        optimizer_traits(file, GRAPH)
+
+
+def test_one_that_returns_nothing_is_refused() -> None:
+    with pytest.raises(InputError, match=r"build_optimizer returns a NoneType, which has no step"):
+        optimizer_traits(file_with(lambda _: None), GRAPH)
+    file = replace(file_with(optim.AdamW), build_scheduler=lambda _: None)
+    with pytest.raises(InputError, match=r"build_scheduler returns a NoneType"):
+        optimizer_traits(file, GRAPH)
+
+
+def test_one_that_fails_with_any_parameters_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "model.py"
+    source = (ZOO / "intent.py").read_text(encoding="utf-8")
+    path.write_text(
+        f"{source}\n\ndef build_optimizer(params):\n"
+        "    return torch.optim.AdamW(params.parameters())\n"
+    )
+    with pytest.raises(InputError, match="'list' object has no attribute 'parameters'"):
+        optimizer_traits(load_model_file(str(path)), GRAPH)
+
+
+def test_one_that_reads_what_a_model_hangs_on_its_parameters_is_left_to_the_script(
+    tmp_path: Path,
+) -> None:
+    path = tmp_path / "model.py"
+    source = (ZOO / "intent.py").read_text(encoding="utf-8")
+    path.write_text(
+        f"{source}\n\ndef build_optimizer(params):\n"
+        "    return torch.optim.AdamW([p for p in params if p.decays])\n"
+    )
+    assert optimizer_traits(load_model_file(str(path)), GRAPH) is None
+
+
+def test_one_that_cannot_be_tried_here_is_left_to_the_script() -> None:
+    class Elsewhere(optim.SGD):
+        def step(self, *_: Any) -> Any:
+            raise RuntimeError("wants a GPU")
+
+    assert optimizer_traits(file_with(lambda own: Elsewhere(own, lr=0.1)), GRAPH) is None

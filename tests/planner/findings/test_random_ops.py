@@ -1,0 +1,52 @@
+"""Ops that draw random numbers, and those that only could."""
+
+import pytest
+
+from autopar.planner.findings.random_ops import is_random
+from autopar.planner.graph import Op, Value
+
+
+def _op(target: str, **arguments: Value) -> Op:
+    return Op(
+        name="op",
+        target=target,
+        arguments=tuple(arguments.items()),
+        inputs=(),
+        outputs=("out",),
+        call="",
+        location="",
+        grad_enabled=True,
+    )
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        _op("aten.rand.default"),
+        _op("aten.normal.float_float"),
+        _op("aten.geometric_.default", p=0.5),
+        _op("aten.dropout.default", p=0.1, train=True),
+        _op("aten.scaled_dot_product_attention.default", dropout_p=0.1),
+        _op("aten.rrelu.default", training=True),
+    ],
+    ids=lambda op: op.target,
+)
+def test_these_draw(op: Op) -> None:
+    assert is_random(op)
+
+
+@pytest.mark.parametrize(
+    "op",
+    [
+        _op("aten.linear.default"),
+        _op("aten.dropout.default", p=0.0, train=True),
+        _op("aten.dropout.default", p=0.1, train=False),
+        _op("aten.rrelu.default", training=False),
+        _op("aten.lstm.input", dropout=0.0, train=True),
+        _op("aten.scaled_dot_product_attention.default", dropout_p=0.0),
+        _op("of.no_library.at_all"),
+    ],
+    ids=lambda op: op.target,
+)
+def test_these_do_not(op: Op) -> None:
+    assert not is_random(op)

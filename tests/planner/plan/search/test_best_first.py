@@ -1,0 +1,93 @@
+"""The search of a tree, best first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.planner.plan.search.best_first import Found, Node, best_first
+
+Tree = tuple[float, tuple["Tree", ...]]  # a bound's slack below the best leaf, or a leaf's value
+
+leaves = st.tuples(st.integers(0, 50).map(float), st.just(()))
+trees = st.recursive(
+    leaves,
+    lambda inner: st.tuples(
+        st.integers(0, 9).map(float), st.lists(inner, min_size=1, max_size=4).map(tuple)
+    ),
+    max_leaves=20,
+)
+
+
+def _values(tree: Tree) -> Iterator[float]:
+    if not tree[1]:
+        yield tree[0]
+    for child in tree[1]:
+        yield from _values(child)
+
+
+def _expand(tree: Tree) -> Iterator[Node[Tree] | Found[float]]:
+    for child in tree[1]:
+        if child[1]:
+            yield _node(child)
+        else:
+            yield Found(value=child[0], rank=(), leaf=child[0])
+
+
+def _node(tree: Tree) -> Node[Tree]:
+    return Node(bound=min(_values(tree)) - tree[0], rank=(), item=tree)
+
+
+@given(st.lists(trees, min_size=1, max_size=4))
+def test_the_first_leaf_that_comes_to_the_top_is_the_best_of_all(subtrees: list[Tree]) -> None:
+    root: Tree = (0.0, tuple(subtrees))
+    outcome = best_first([_node(root)], _expand)
+    assert outcome.found[0].value == min(_values(root))
+    assert outcome.gap == 0
+    assert outcome.is_complete
+
+
+@given(st.lists(trees, min_size=1, max_size=4))
+def test_a_search_that_stops_early_tells_a_true_bound(subtrees: list[Tree]) -> None:
+    root: Tree = (0.0, tuple(subtrees))
+    looks = iter([False, False, *[True] * 100])
+    outcome = best_first([_node(root)], _expand, is_late=lambda: next(looks))
+    assert outcome.bound <= min(_values(root))
+
+
+def test_the_first_leaf_comes_after_as_many_steps_as_the_tree_is_deep() -> None:
+    """Though a hundred other nodes have lower bounds than its own."""
+    leaf: Tree = (40.0, ())
+    deep: Tree = (40.0, ((0.0, (leaf,)),))
+    others: tuple[Tree, ...] = tuple((5.0, ((0.0, (leaf,)),)) for _ in range(100))
+    looks = iter([False] * 3 + [True] * 100)
+    outcome = best_first([_node((0.0, (deep, *others)))], _expand, is_late=lambda: next(looks))
+    assert [one.value for one in outcome.found] == [40.0]
+
+
+def test_a_way_down_is_left_where_its_bound_is_far_from_the_lowest() -> None:
+    good: Tree = (4.0, ((0.0, ((40.0, ()),)),))
+    bad: Tree = (64.0, ((0.0, ((100.0, ()),)),))  # looks as good at first: 36
+    outcome = best_first([_node((0.0, (bad, good)))], _expand)
+    assert [one.value for one in outcome.found] == [40.0]
+
+
+def test_equal_leaves_are_told_apart_by_their_rank() -> None:
+    leaves = [Found(value=1.0, rank=(rank,), leaf=str(rank)) for rank in (3.0, 1.0, 2.0)]
+    outcome = best_first([Node(bound=0.0, rank=(), item="root")], lambda _: leaves)
+    assert outcome.found[0].leaf == "1.0"
+
+
+def test_what_the_bound_rules_out_is_never_expanded() -> None:
+    expanded = []
+
+    def expand(item: str) -> list[Node[str] | Found[str]]:
+        expanded.append(item)
+        return [Found(value=5.0, rank=(), leaf=item)]
+
+    nodes = [Node(bound=bound, rank=(), item=str(bound)) for bound in (9.0, 1.0, 6.0)]
+    outcome = best_first(nodes, expand)
+    assert expanded == ["1.0"]
+    assert sorted(outcome.waiting) == ["6.0", "9.0"]
