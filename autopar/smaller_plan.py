@@ -11,7 +11,7 @@ from autopar.commands.plan import make_plan
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.layers import find_layers
-from autopar.planner.model_file import model_path
+from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.smaller import arrangement_constraints, whole_constraints

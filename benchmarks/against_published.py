@@ -24,7 +24,7 @@ from autopar.planner.cluster.units import bytes_text
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.errors import AutoparError
 from autopar.planner.layers import find_layers
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.solving.candidate import Candidate

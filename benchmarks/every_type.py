@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
 from benchmarks.every_type_page import NOT_MADE, Place, page
 from tests.field.cells import KINDS as FIELD_KINDS

@@ -26,7 +26,7 @@ from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.layers import find_layers
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints, RecomputePin
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan

@@ -23,7 +23,7 @@ from torch.optim import AdamW, Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.proof.script_rank import imported
-from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.trace.build import Step, build
 from autopar.runtime import initial_weights
 from autopar.runtime.data import placed, synthetic_batches

@@ -24,7 +24,7 @@ from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Prediction
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.search.search import search

@@ -16,7 +16,7 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
-from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.model_facts import source_hash
 from autopar.planner.plan.parts import check_parts
 from autopar.planner.plan.plan import Plan

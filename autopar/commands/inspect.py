@@ -14,7 +14,7 @@ from autopar.inspection_page import page
 from autopar.number_options import whole
 from autopar.planner.findings.optimizer_probe import optimizer_traits
 from autopar.planner.inspection import inspect_graph
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.optimizer_limits import with_moments
 from autopar.planner.trace import trace
 

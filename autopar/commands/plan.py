@@ -23,7 +23,7 @@ from autopar.planner.findings.optimizer_probe import optimizer_traits
 from autopar.planner.findings.recomputable import objects_given
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.model_file import load_model_file, model_path
+from autopar.planner.model.model_file import load_model_file, model_path
 from autopar.planner.plan.declared.constraints import Constraints, without_recompute
 from autopar.planner.plan.declared.names import check_names
 from autopar.planner.plan.declared.optimizer_limits import with_moments, with_optimizer

@@ -16,7 +16,7 @@ from autopar.planner.axes.infer import infer_axes
 from autopar.planner.destination import check_writable
 from autopar.planner.errors import InputError
 from autopar.planner.layers import find_layers
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.precision import Precision
 from autopar.planner.profile.file import FILE_NAME, read_measurements, write_measurements
 from autopar.planner.profile.measured import MeasuredFile

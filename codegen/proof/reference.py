@@ -19,7 +19,7 @@ from autopar.planner.axes.infer import infer_axes
 from autopar.planner.axes.terms import leaves
 from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.graph import Graph, Ref
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.buckets import HALF_DTYPES
 from autopar.runtime.data import dataset_batches, placed, synthetic_batches

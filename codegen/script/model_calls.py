@@ -24,8 +24,8 @@ from autopar.codegen.python_text import (
 from autopar.codegen.script.imports import sorted_imports
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Ref, batch_key
-from autopar.planner.import_name import import_name
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.import_name import import_name
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.model_facts import sources
 from autopar.runtime.model_source import source_digest
 

@@ -20,7 +20,7 @@ from torch.optim import AdamW
 
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.graph import Graph
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.model_file import ModelFile
 
 _LARGEST_DIM = 4  # of a stand-in
 _FP32_BYTES = 4

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.planner.graph import Graph
-from autopar.planner.import_name import INIT, import_name, imported_names
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.import_name import INIT, import_name, imported_names
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.plan import Model
 
 

@@ -10,7 +10,8 @@ import torch
 
 from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph import Graph
-from autopar.planner.model_file import ModelFile, ModelMovedError
+from autopar.planner.model.guard import ModelMovedError
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert

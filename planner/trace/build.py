@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from autopar.planner.errors import InputError
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace.model_checks import check_model, own_dtype
 
 # Prime and above two: a size that equals the batch by chance is unlikely, and torch

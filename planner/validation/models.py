@@ -14,7 +14,7 @@ from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from autopar.planner.validation.table import Row, stated
 

@@ -10,7 +10,7 @@ from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.declared.constraints import Constraints, SplitRule
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan

@@ -16,7 +16,7 @@ from autopar.codegen.script.checksum import is_unchanged
 from autopar.codegen.subject import ChangedModelError, model_spec
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from tests.clock import least_seconds

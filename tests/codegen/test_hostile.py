@@ -10,7 +10,7 @@ import pytest
 
 from autopar.codegen.emit import emit
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from tests.codegen.plans import plan_for

@@ -24,7 +24,7 @@ from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Graph, Op, Origin
 from autopar.planner.layers import find_layers
 from autopar.planner.layouts import WHOLE, OpLayout
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.strategies import strategies
 from autopar.planner.trace import trace

@@ -22,7 +22,7 @@ from autopar.planner.errors import AutoparError
 from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.findings.optimizer_probe import optimizer_traits
 from autopar.planner.layers import Layers, find_layers
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.declared.constraints import constraints_of as given_constraints
 from autopar.planner.plan.declared.file import parse_constraints

@@ -4,7 +4,7 @@ from functools import cache
 from pathlib import Path
 
 from autopar.planner.graph import Graph
-from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import Subject, build
 from tests.planner.huggingface.families import FAMILIES

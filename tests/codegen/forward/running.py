@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from autopar.codegen.forward.opened import Opened, OpenedClass
 from autopar.codegen.forward.reading.modules import Modules, modules_of
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace.build import checked_loss
 from tests.planner.subjects import zoo_file
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.model_file import ModelFile
 
 
 class Shifted(nn.Module):

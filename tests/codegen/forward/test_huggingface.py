@@ -11,7 +11,7 @@ from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.opened import Opened
 from autopar.codegen.forward.reading.modules import Modules, modules_of
 from autopar.codegen.forward.reading.split import split_graph
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace.build import checked_loss
 from tests.codegen.forward.running import namespace, stage_modules, staged_loss, take_classes
 from tests.planner.huggingface.families import FAMILIES

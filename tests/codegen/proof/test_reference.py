@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.codegen.proof.reference import normed_in_blocks
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from tests.codegen.equality import compare
 from tests.codegen.plans import plan_for

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.planner.findings.meeting_rows import meeting_rows
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
 

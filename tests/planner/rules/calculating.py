@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from autopar.planner.model_file import ModelFile
+from autopar.planner.model.model_file import ModelFile
 
 Calculate = Callable[[Tensor, Tensor], Tensor]
 

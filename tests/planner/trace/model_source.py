@@ -7,7 +7,7 @@ from textwrap import dedent
 import torch
 
 from autopar.planner.graph import Buffer, Graph, Op
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import TRACED_BATCH, build
 from autopar.planner.trace.convert import convert

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.graph import Graph, Op
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import TRACED_BATCH, build
 from autopar.planner.trace.export import export
 from autopar.planner.trace.record import REPLAY

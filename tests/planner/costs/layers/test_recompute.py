@@ -11,7 +11,7 @@ from autopar.planner.costs.layers.flow import LayerFlow, layer_flow
 from autopar.planner.costs.layers.recompute import called_again, run_again
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
 from autopar.planner.validation.practice import Attention, Practice, PracticePricer
 from autopar.runtime.recompute import recompute

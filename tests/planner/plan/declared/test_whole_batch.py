@@ -10,7 +10,7 @@ from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Declared, SplitRule
 from autopar.planner.plan.declared.whole_batch import rows_at_once, with_whole_batch
 from autopar.planner.plan.plan import Plan

@@ -8,7 +8,7 @@ from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.layers import find_layers
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.search.demands import shared_buffers
 from autopar.planner.plan.search.search import search
 from autopar.planner.plan.solving.costing import Subject

@@ -8,7 +8,7 @@ import pytest
 
 from autopar.planner.errors import TraceError
 from autopar.planner.graph import MODEL_DTYPE, DType, Graph, Value
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from tests.planner.trace.model_source import line_of, ops_of, written

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from autopar.planner.errors import InputError
-from autopar.planner.model_file import ModelFile, load_model_file
+from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.trace import trace
 
 

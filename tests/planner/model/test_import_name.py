@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.import_name import import_name
-from autopar.planner.model_file import load_model_file
+from autopar.planner.model.import_name import import_name
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.model_facts import source_hash, sources
 
 FACTORY = "\ndef build_model(): return part\ndef example_batch(batch_size): return {}\n"

@@ -1,0 +1,164 @@
+"""Turns `model.py[:factory]` and `--arg key=value` into checked functions that build the model."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from functools import wraps
+from pathlib import Path
+from types import MethodType, ModuleType
+from typing import Any
+
+from autopar.planner.errors import InputError
+from autopar.planner.model.arguments import parse_arguments
+from autopar.planner.model.guard import CONTRACT, guarded, no_process_group
+from autopar.planner.model.importing import import_file
+from autopar.planner.model.remedies import INSTEAD, instead_of, nearest_file
+
+REQUIRED = ("example_batch",)
+OPTIONAL = ("loss", "build_dataset", "build_optimizer", "build_scheduler")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelFile:
+    """A loaded model file: the functions of the contract, each with its share of the arguments."""
+
+    path: Path
+    factory: str
+    arguments: tuple[tuple[str, Any], ...]
+    build_model: Callable[[], Any]
+    example_batch: Callable[[int], Any]
+    loss: Callable[..., Any] | None
+    build_dataset: Callable[[], Any] | None
+    build_optimizer: Callable[..., Any] | None
+    build_scheduler: Callable[..., Any] | None
+
+    @property
+    def name(self) -> str:
+        """The model as a person would call it: the file and its arguments."""
+        arguments = ", ".join(f"{key}={value}" for key, value in self.arguments)
+        return f"{self.path.stem} ({arguments})" if arguments else self.path.stem
+
+
+def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
+    """Load MODEL as given on the command line, with its `key=value` arguments."""
+    path, factory = _split(spec)
+    module = import_file(path)
+    names = (factory, *REQUIRED, *OPTIONAL)
+    functions = {name: getattr(module, name, None) for name in names}
+    for name in (factory, *REQUIRED):
+        _check_function(functions[name], name, path=path, module=module)
+    _check_optional(module, path)
+    present = {name: f for name, f in functions.items() if callable(f)}
+    values = parse_arguments(arguments, present, path)
+    bound = {name: _bind(f, values, name=name, path=path) for name, f in present.items()}
+    return ModelFile(
+        path=path,
+        factory=factory,
+        arguments=tuple(values.items()),
+        build_model=bound[factory],
+        example_batch=bound["example_batch"],
+        loss=bound.get("loss"),
+        build_dataset=bound.get("build_dataset"),
+        build_optimizer=bound.get("build_optimizer"),
+        build_scheduler=bound.get("build_scheduler"),
+    )
+
+
+def model_path(spec: str) -> Path:
+    """Return the file that MODEL, as given on the command line, names."""
+    return _split(spec)[0]
+
+
+def _split(spec: str) -> tuple[Path, str]:
+    """Split `path.py:factory`; the factory is `build_model` unless named."""
+    name, _, factory = spec.rpartition(":")
+    if not name or "/" in factory or factory.endswith(".py"):
+        name, factory = spec, "build_model"
+    path = Path(name)
+    if name and path.is_dir():
+        files = sorted(path.glob("*.py"), key=lambda file: (file.name.startswith("_"), file))
+        hint = next(iter(files), path / "model.py")
+        raise InputError(f"{name} is a folder", expected="a model file", fix=f"name it: {hint}")
+    if not path.is_file():
+        raise InputError(f"there is no file {name}", expected=CONTRACT, fix=nearest_file(path))
+    if path.suffix != ".py":
+        raise InputError(
+            f"{name} is not a Python file", expected=CONTRACT, fix=INSTEAD.get(path.suffix, "")
+        )
+    return path.resolve(), factory or "build_model"
+
+
+def _check_function(function: object, name: str, *, path: Path, module: ModuleType) -> None:
+    if function is None:
+        raise InputError(
+            f"there is no function {name}",
+            where=str(path),
+            expected=CONTRACT,
+            fix=instead_of(name, path, module),
+        )
+    if not callable(function):
+        found = f"{name} is a {type(function).__name__}, not a function"
+        raise InputError(found, where=str(path), expected=CONTRACT)
+    if isinstance(getattr(function, "forward", None), MethodType):
+        found = f"{name} is a model, a {type(function).__name__}, not a function that makes one"
+        raise InputError(found, where=str(path), expected=CONTRACT, fix=f"def {name}(): return …")
+
+
+def _check_optional(module: ModuleType, path: Path) -> None:
+    """Refuse what is surely a misspelt optional function: it would be passed over in silence."""
+    for name in OPTIONAL:
+        near = get_close_matches(name, vars(module), n=1, cutoff=0.9)
+        if near and near[0] != name and name not in vars(module):
+            raise InputError(
+                f"autopar knows no function {near[0]}, and would not call it",
+                where=str(path),
+                fix=f"did you mean {name}? Otherwise give it a name that is less like it",
+            )
+
+
+def _bind(
+    function: Callable[..., Any], values: Mapping[str, Any], *, name: str, path: Path
+) -> Callable[..., Any]:
+    """Return the function with its share of the arguments, its failures told as ours."""
+    parameters = inspect.signature(function).parameters
+    share = {key: value for key, value in values.items() if key in parameters}
+    _check_call(function, share, name=name, path=path)
+
+    @wraps(function)
+    def call(*positional: Any) -> Any:
+        with guarded(f"calling {name}", path, positional), no_process_group(path):
+            return function(*positional, **share)
+
+    return call
+
+
+def _check_call(
+    function: Callable[..., Any], share: Mapping[str, Any], *, name: str, path: Path
+) -> None:
+    """Check that autopar can call a function: it passes so many arguments, --arg gives the rest."""
+    called = _CALLED.get(name, f"{name}()")
+    passed = called.count(",") + 1 if name in _CALLED else 0
+    signature = inspect.signature(function)
+    try:
+        signature.bind(*[None] * passed, **share)
+    except TypeError as error:
+        fix = f"let {name} take what it is called with"
+        if "missing" in str(error):
+            fix = "give it by --arg name=value, or give the parameter a default"
+        raise InputError(
+            f"{name}: {error}",
+            where=f"{name}{signature} in {path}",
+            expected=f"it is called as {called}",
+            fix=fix,
+        ) from None
+
+
+_CALLED = {
+    "example_batch": "example_batch(batch_size)",
+    "loss": "loss(outputs, batch)",
+    "build_optimizer": "build_optimizer(params)",
+    "build_scheduler": "build_scheduler(optimizer)",
+}
