@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -82,6 +83,8 @@ class Exactly(TorchFunctionMode):
             return _gumbel_softmax(*args, **kwargs)
         if func is functional.rrelu:
             args, kwargs["training"] = args[:3], False
+        if func is torch._grouped_mm and args[0].dtype is torch.float64:
+            return _product_by_groups(*args, **kwargs)
         if func in _RECURRENT:  # their one number that is not whole is the chance to drop
             args = tuple(0.0 if isinstance(one, float) else one for one in args)
         if func in (torch.bernoulli, Tensor.bernoulli_):
@@ -129,6 +132,15 @@ def _engine_within(mode: Exactly) -> Iterator[None]:
         yield
     finally:
         torch_autograd._engine_run_backward = run
+
+
+def _product_by_groups(rows: Tensor, matrices: Tensor, offs: Tensor, **_: None) -> Tensor:
+    """Multiply each group of rows by its matrix; torch's own kernel has 32 bits at most."""
+    ends = [int(end) for end in offs]
+    sizes = [end - start for start, end in pairwise([0, *ends, len(rows)])]
+    *groups, rest = torch.split(rows, sizes)
+    made = [group @ matrix for group, matrix in zip(groups, matrices, strict=True)]
+    return torch.cat([*made, rest.new_zeros((len(rest), matrices.shape[-1]))])
 
 
 def _spread(drawn: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 
 from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.extent import BATCH
+from autopar.planner.findings.grouped_rows import grouped_rows
 from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, loss_of_parts
 from autopar.planner.findings.row_numbers import counts_rows
 from autopar.planner.findings.steady_buffers import written_buffers
@@ -29,8 +30,10 @@ def meeting_rows(graph: Graph) -> Op | None:
     parts, as a root does; or normalises them by their statistics without being one of torch's batch
     norms, which share theirs over all ranks. A buffer may keep what was made of all rows.
     """
-    of_parts = all_of_parts(graph)
+    of_parts, grouped = all_of_parts(graph), grouped_rows(graph)
     for op in graph.ops:
+        if op.name in grouped:
+            continue
         if any(by(op, graph) for by in _MEETING):
             return op
         if any(by(op, graph, of_parts) for by in (_shares, _counts, _keeps)):

@@ -94,6 +94,10 @@ _RULES = (
         "matmul", contractions.matmul, contracts="… m k n",
         saves="self if other, other if self", names="…=heads k=head_dim n=head_dim",
     ),
+    *_contraction(  # of each group of rows by a matrix of its own
+        "_grouped_mm", "self [n] i, mat2 [e] i o, offs? [g] -> n o", contracts="n i o",
+        saves="self if mat2, mat2 if self", names="e=experts",
+    ),
     *_lines("outer", "self m, vec2 n -> m n", "self if vec2, vec2 if self", linear=_EACH),
     *_lines("einsum", contractions.einsum, "tensors",
             linear=_EACH, contracts=("*",)),

@@ -27,6 +27,7 @@ from autopar.planner.trace.surroundings.ctc import ctc_traced
 from autopar.planner.trace.surroundings.drawn import AT_RANDOM, note_drawn
 from autopar.planner.trace.surroundings.each_row import loss_of_each_row
 from autopar.planner.trace.surroundings.fixing import fixing_noted
+from autopar.planner.trace.surroundings.grouped import grouped_products_traced
 from autopar.planner.trace.surroundings.inference import inference_without_gradients
 from autopar.planner.trace.surroundings.lengths import lengths_as_sizes
 from autopar.planner.trace.surroundings.numbers import tensor_of_numbers
@@ -87,6 +88,7 @@ def export(
             lengths_as_sizes(),
             own_checkpoints_noted() as recomputing,
             ctc_traced(),
+            grouped_products_traced(),
             inference_without_gradients(),
             own_weights_alone(),
             contextlib.nullcontext() if is_noticed else unnoticed(),

@@ -19,6 +19,8 @@ ONCE_WRONG = {
     ("several losses", "dp 2"): "means over unequal numbers of targets, added up",
     ("DeepSeek-V3", "tp 2"): "keys that are written part by part",
     ("Llama 4", "tp 2"): "a repetition that is split",
+    ("Mixtral (grouped)", "dp 2"): "rows that are sorted and brought back",
+    ("Mixtral (grouped)", "tp 2"): "products by groups, which torch has in 32 bits at most",
     ("LiLT", "pp 2"): "a last layer of which less is needed, and a child that only its code calls",
     ("BERT (several labels)", "pp 2"): "a loss that torch and ATen begin differently",
     ("summed loss", "dp 2"): "a loss that is a sum over rows",

@@ -20,6 +20,8 @@ from transformers import (
     Llama4TextConfig,
     Mamba2Config,
     Mamba2ForCausalLM,
+    MixtralConfig,
+    MixtralForCausalLM,
     MobileViTV2Config,
     MobileViTV2ForImageClassification,
     T5Config,
@@ -110,6 +112,13 @@ UNLIKE = (
             attention_chunk_size=8,
             experts_implementation="batched_mm",
         ),
+        inputs=causal_batch,
+        sizes={},
+    ),
+    Family(
+        name="Mixtral (grouped)",  # tokens sorted by their expert, as transformers does by itself
+        model_class=MixtralForCausalLM,
+        config=MixtralConfig(**GROUPED, num_local_experts=4, num_experts_per_tok=2),
         inputs=causal_batch,
         sizes={},
     ),

@@ -42,6 +42,8 @@ def rewritten(op: Op, body: BodyBuilder) -> Form | None:
         return method(body.inputs(op)[0], "chunk", count, keywords=(("dim", dim),))
     if op.target.startswith("aten.squeeze.") and split.need(op, 0).kind is Kind.SPLIT:
         return _squeezed(op, body)
+    if op.target == "aten.histc.default" and _is_whole_numbered(op, body):
+        return _histogram(op, body)
     bias = late_bias(op, body)
     if bias is not None:
         body.late_biases[op.outputs[0]] = bias
@@ -60,6 +62,17 @@ def _squeezed(op: Op, body: BodyBuilder) -> Form:
     places = {_number(dim) % len(shape) for dim in asked}
     dims = [literal(place) for place in sorted(places) if shape[place] == ONE]
     return method(body.inputs(op)[0], "squeeze", dims[0] if len(dims) == 1 else joined(tuple(dims)))
+
+
+def _is_whole_numbered(op: Op, body: BodyBuilder) -> bool:
+    return body.graph.tensors[op.inputs[0]].is_whole_numbered
+
+
+def _histogram(op: Op, body: BodyBuilder) -> Form:
+    """Count whole numbers as floating ones, which every device can."""
+    borders = tuple((key, body.plain_size(op.argument(key))) for key in ("bins", "min", "max"))
+    counted = call("torch.histc", method(body.inputs(op)[0], "float"), keywords=borders)
+    return method(counted, "to", text(f"torch.{body.graph.tensors[op.outputs[0]].dtype}"))
 
 
 def _are_alike(op: Op, body: BodyBuilder) -> bool:

@@ -176,6 +176,7 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         "stack": _function("torch.stack", "tensors", "dim"),
         "outer": _function("torch.outer", "self vec2"),
         "bmm": _function("torch.bmm", "self mat2"),
+        "_grouped_mm": _function("F.grouped_mm", "self mat2", "offs bias"),
         "where": _function("torch.where", "condition self other"),
         "einsum": _function("torch.einsum", "equation *tensors"),
         "broadcast_tensors": _function("torch.broadcast_tensors", "*tensors"),

@@ -20,6 +20,7 @@ FACTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "aten.baddbmm.default": ("batch1", "batch2"),
         "aten.matmul.default": ("self", "other"),
         "aten.einsum.default": ("tensors",),
+        "aten._grouped_mm.default": ("self", "mat2"),
     }
 )
 
@@ -40,7 +41,8 @@ def products_of(op: Op, shapes: LocalShapes) -> Iterator[Product]:
     """Yield the matrix products of a contraction on one rank, from left to right.
 
     Letters of both factors and the result are the batch; those of one factor and the result are m
-    or n; those that the result lacks are contracted.
+    or n; those of both that the result lacks are contracted. What one factor alone has (the number
+    of groups) multiplies nothing.
     """
     names = factors_of(op)
     if shapes.signature.whole:  # the rule did not fit: all that is known are the shapes
@@ -88,7 +90,7 @@ def _product(
         batch=prod(left[x] for x in left if x in right and x in needed),
         m=prod(left[x] for x in left if x not in right and x in needed),
         n=prod(right[x] for x in right if x not in left and x in needed),
-        k=prod({**left, **right}[x] for x in {**left, **right} if x not in needed),
+        k=prod(left[x] for x in left if x in right and x not in needed),
     )
 
 
