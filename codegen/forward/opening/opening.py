@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.codegen.forward.opening.changes import is_changed, is_split, is_split_random
+from autopar.codegen.forward.opening.left_out import given_nothing
 from autopar.codegen.forward.opening.mistaken_sizes import mistakes_sizes
 from autopar.codegen.forward.opening.state import finds_state
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, common
@@ -150,7 +151,7 @@ class _Opener:
         self._open_for_randomness()
         if self.tree.graph.was_noticed:
             self._open_all_around()
-        while found := finds_state(self._so_far()):
+        while found := (*finds_state(self._so_far()), *given_nothing(self._so_far())):
             for call in found:
                 self._open(call)
         return self._so_far()
