@@ -6,7 +6,8 @@ second embedding whose rows go straight to the next stage. Such weights get thei
 So do all weights of a stage that recomputes activations: two halves would compute them twice.
 So do those of a stage where a weight meets that path in several places (the position bias that all
 layers of T5 add): torch counts it, and what it meets, as often, and runs the collectives on the way
-in an order that differs from rank to rank.
+in an order that differs from rank to rank. And so do those of a stage on the CPU that has a group
+norm: its kernel crashes where images lie channels last and their gradient is not asked for.
 """
 
 from __future__ import annotations
@@ -27,6 +28,8 @@ from torch.distributed.pipelining._backward import (
 )
 
 from autopar.runtime.recompute import recomputes
+
+_CRASHING = "NativeGroupNormBackward0"
 
 
 class SplitBackward:
@@ -78,6 +81,9 @@ class SplitBackward:
         if not self._is_whole:
             roots = _nodes(stage_output)
             reverse = construct_reverse_graph(roots)
+            on_cpu = any(output.is_cpu for output in stage_output)
+            if on_cpu and any(node.name() == _CRASHING for node in (*roots, *reverse)):
+                self._is_whole = True
             if any(reverse.get(output.grad_fn) for output in stage_output if output.grad_fn):
                 self._is_whole = True
             of_inputs, _ = reverse_closure(_nodes(input_values), set(), reverse)

@@ -35,6 +35,24 @@ class Pyramid(nn.Module):
         return fine, self.coarse(fine)
 
 
+class Normed(nn.Module):
+    """Normalises an image that lies channels last, as convolutions on the CPU leave it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.norm = nn.Linear(4, 4), nn.GroupNorm(2, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        image = self.scale(x)[:, :, None, None] * torch.ones(8, 8)
+        normed: Tensor = self.norm(image.contiguous(memory_format=torch.channels_last))
+        return normed
+
+
+def test_a_group_norm_on_the_cpu_does_not_crash_in_the_second_half() -> None:
+    stage = Normed().double()
+    check_halves(stage, lambda x: (stage(x),))
+
+
 def test_a_weight_that_meets_the_input_in_several_places_counts_once() -> None:
     stage = SharedScale().double()
     check_halves(stage, lambda x: (stage(x).clone(),))
