@@ -139,7 +139,7 @@ def _single(line: Line, uses: Counter[Held], facts: set[Held]) -> tuple[Expressi
     if not isinstance(line.results, tuple):
         return line.expression, line.results if needed else None
     flat = [item for item in line.results if not isinstance(item, tuple)]
-    is_unpacked = line.module is not None and len(flat) <= _MOST_UNPACKED  # as people write it
+    is_unpacked = line.module is not None and 1 < len(flat) <= _MOST_UNPACKED
     if len(needed) == 1 and len(flat) == len(line.results) and not is_unpacked:
         index = line.results.index(needed[0])
         return Form((Slot(line.expression), f"[{index}]")), needed[0]
