@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from autopar.codegen.forward.module_calls import call_line, unnamed_function
 from autopar.codegen.forward.opening.changes import RESULT_SIZES, is_split_random
@@ -38,8 +38,16 @@ LOSS_WEIGHTS = "loss_weights"  # the name that a microbatch has for them
 class BodyBuilder:
     """Builds the body of one call from its ops; values that come in are bound first."""
 
-    def __init__(self, opening: Opening, scope: str, *, axis: str = "self.tensor") -> None:
+    def __init__(
+        self,
+        opening: Opening,
+        scope: str,
+        *,
+        axis: str = "self.tensor",
+        ops: Sequence[Op] | None = None,  # those of the call that this body computes, if not all
+    ) -> None:
         self.opening, self.scope = opening, scope
+        self.ops = opening.tree.ops.get(scope, ()) if ops is None else ops
         self.split, self.tree, self.graph = opening.split, opening.tree, opening.split.graph
         self.owner = Owner(self.split, "" if scope == LOSS else self.graph.calls[scope].path)
         self.axis = text(axis)
@@ -251,12 +259,16 @@ class BodyBuilder:
         for held in self._at_hand():
             if self.graph.tensors[held.tensor].dtype == "model":
                 return Fact(held, "dtype")
-        return self.owner.parameter_fact("dtype")
+        return self.owner.parameter_fact("dtype", self.ops)
 
     def device(self) -> Expression | None:
         """Return the device, as some value at hand has it."""
         held = next(self._at_hand(), None)
-        return Fact(held, "device") if held is not None else self.owner.parameter_fact("device")
+        return (
+            Fact(held, "device")
+            if held is not None
+            else self.owner.parameter_fact("device", self.ops)
+        )
 
     def _at_hand(self) -> Iterator[Held]:
         arguments = [held for held in self.sizes.seen if held in self.arguments]

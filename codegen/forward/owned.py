@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from autopar.codegen.forward.opening.changes import argument
@@ -151,9 +152,14 @@ class Owner:
                 return f"self{self.steps(path)}.{name}"
         return None
 
-    def parameter_fact(self, what: str) -> Form | None:
-        """Return something of a parameter of this module: its type, its device."""
-        for parameter in self.split.graph.parameters:
+    def parameter_fact(self, what: str, ops: Iterable[Op]) -> Form | None:
+        """Return the type or device of a parameter of this module, by preference one that ops read.
+
+        A stage holds no others.
+        """
+        read = {name for op in ops for name in op.inputs}
+        parameters = self.split.graph.parameters
+        for parameter in sorted(parameters, key=lambda one: one.name not in read):
             for name in (parameter.name, *parameter.aliases):
                 owner, _, leaf = name.rpartition(".")
                 if self.holds(name) and is_identifier(leaf):

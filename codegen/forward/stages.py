@@ -170,7 +170,7 @@ class _Printer:
         keys = {name: batch_key(name) for name in self.graph.inputs}
         names = [n for n in _POSITIONAL if n not in keys.values()]
         names += [f"x{i}" for i in range(2, 100)]
-        builder = BodyBuilder(self._opening_of(part), ROOT)
+        builder = BodyBuilder(self._opening_of(part), ROOT, ops=part.ops)
         written = self._written_storages(part)
         for held, name in zip(part.takes, names, strict=False):
             builder.bind(held, name)

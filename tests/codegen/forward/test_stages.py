@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import copy
+import re
 from itertools import combinations, pairwise
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from autopar.codegen.forward.emit import open_split
 from autopar.codegen.forward.opened import Opened
@@ -84,6 +85,42 @@ def test_a_stage_needs_only_the_modules_that_it_names(name: str) -> None:
     count = len(split.layers.layers)
     opened = open_split(split, [count // 2, count - count // 2])
     assert_same_loss(run_stages(name, opened, drop=True), original(name)[1])
+
+
+class Wide(nn.Module):
+    """Scales in float32."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.float() * self.weight.float()
+
+
+class Pinned(nn.Module):
+    """Gives the next stage float32, which goes on in the model's own type."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.first, self.second = nn.Embedding(8, 4), Wide(), Wide()
+        self.out = nn.Linear(4, 4)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        x = self.embed(ids)
+        out: Tensor = self.out(self.second(self.first(x)).to(x.dtype))
+        return out.square().mean()
+
+
+def test_a_stage_reads_the_type_of_the_model_from_a_parameter_that_it_has() -> None:
+    split = split_graph(trace(file_of(Pinned)), modules_of(Pinned()))
+    asked = set[str]()
+    for counts in cuts(len(split.layers.layers), 2):
+        last = open_split(split, counts).stages[-1]
+        found = re.findall(r"self\.(\w+)\.weight\.dtype", last.cls.source)
+        assert set(found) <= set(last.modules)
+        asked.update(found)
+    assert asked
 
 
 def test_stages_of_one_form_share_a_class_and_differ_in_bounds() -> None:
