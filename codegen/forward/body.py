@@ -55,7 +55,7 @@ class BodyBuilder:
         self.sizes = Sizes(self.split, self.axis)
         self.have: dict[str, Layout] = {}
         self.same: dict[Held, Held] = {}  # results of ops that do nothing, or nothing new
-        self.repeats = Repeats(self.graph)
+        self.repeats = Repeats(self.graph.tensors, self.tree.written_later)
         self.defined: set[Held] = set()
         self.arguments: dict[Held, str] = {}
         self.lines: list[Line] = []
@@ -264,11 +264,9 @@ class BodyBuilder:
     def device(self) -> Expression | None:
         """Return the device, as some value at hand has it."""
         held = next(self._at_hand(), None)
-        return (
-            Fact(held, "device")
-            if held is not None
-            else self.owner.parameter_fact("device", self.ops)
-        )
+        if held is not None:
+            return Fact(held, "device")
+        return self.owner.parameter_fact("device", self.ops)
 
     def _at_hand(self) -> Iterator[Held]:
         arguments = [held for held in self.sizes.seen if held in self.arguments]

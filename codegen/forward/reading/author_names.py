@@ -5,11 +5,13 @@ from __future__ import annotations
 import ast
 import linecache
 import re
+import sys
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 from functools import cache
-from itertools import groupby
+from itertools import groupby, takewhile
+from pathlib import Path
 from textwrap import dedent
 from types import MappingProxyType
 
@@ -110,10 +112,28 @@ def _setting(location: str) -> _Setting | None:
 @cache
 def _settings(file: str) -> tuple[_Setting, ...]:
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
+        tree = ast.parse("".join(linecache.getlines(_present(file))))
     except (SyntaxError, ValueError):
         return ()
     return tuple(_settings_in(tree))
+
+
+def _present(file: str) -> str:
+    """Return where a file of a plan lies now: projects move, and packages lie elsewhere.
+
+    It is loaded, for the model is built; of files of one name, that with the most alike path.
+    """
+    loaded = {str(getattr(module, "__file__", None)) for module in tuple(sys.modules.values())}
+    if file in loaded:
+        return file
+    parts = Path(file).parts[::-1]
+
+    def alike(other: str) -> int:
+        pairs = zip(parts, Path(other).parts[::-1], strict=False)
+        return len(list(takewhile(lambda pair: pair[0] == pair[1], pairs)))
+
+    named = sorted(one for one in loaded if Path(one).name == Path(file).name)
+    return max(named, key=alike, default=file)
 
 
 def _settings_in(tree: ast.AST) -> Iterator[_Setting]:

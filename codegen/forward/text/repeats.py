@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Set
+
 from autopar.codegen.forward.text.expressions import Expression, Held
-from autopar.planner.graph import Graph
+from autopar.planner.graph import Tensor
 
 
 class Repeats:
@@ -13,15 +15,13 @@ class Repeats:
     for each kind of layer. What anything writes to is left as it is.
     """
 
-    def __init__(self, graph: Graph) -> None:
-        self.tensors = graph.tensors
-        self.written = {graph.tensors[name].storage for op in graph.ops for name in op.writes}
+    def __init__(self, tensors: Mapping[str, Tensor], written_later: Set[str]) -> None:
+        self.tensors, self.written_later = tensors, written_later
         self.made: dict[Expression, Held] = {}
 
     def earlier(self, expression: Expression, made: Held) -> Held | None:
         """Return the value that is this one already, and remember this one if there is none."""
-        tensor = self.tensors[made.tensor]
-        if tensor.requires_grad or tensor.storage in self.written:
+        if self.tensors[made.tensor].requires_grad or made.tensor in self.written_later:
             return None
         found = self.made.setdefault(expression, made)
         return found if found != made and found.layout == made.layout else None
