@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
@@ -95,6 +96,9 @@ class LayerCost:
     split_input_seconds: float = 0.0  # more for the inputs' half of a backward in two
     split_weight_seconds: float = 0.0  # more for the weights' half
     statistics: Statistics = NO_STATISTICS  # of batch norms, which data ranks share
+
+
+Modes = Mapping[Recompute, LayerCost]  # what one layer costs in each mode
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -64,9 +64,10 @@ NOTHING_SOLVED = SolverReport()
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Solved:
-    """The optimum was found and proved; the variables of the program hold it."""
+    """The optimum was found and proved, up to the gap that was allowed; the variables hold it."""
 
     objective: float
+    bound: float  # no more than the optimum
     report: SolverReport
 
 
@@ -103,16 +104,30 @@ def default_solver() -> SolverName:
     return SolverName.HIGHS if pulp.HiGHS(msg=False).available() else SolverName.CBC
 
 
+@cache
+def branching_solver() -> SolverName:
+    """Return CBC, where it runs: six times as fast as HiGHS where a program must branch early.
+
+    Measured on stage programs of 1,000 columns with memory rows, whose relaxation is 2 % off: 0.8
+    seconds against 4 to 5. HiGHS spends them on cuts at the root.
+    """
+    return SolverName.CBC if pulp.PULP_CBC_CMD(msg=False).available() else default_solver()
+
+
 def solve(
-    program: pulp.LpProblem, *, time_limit_seconds: float, solver: SolverName | None = None
+    program: pulp.LpProblem,
+    *,
+    time_limit_seconds: float,
+    solver: SolverName | None = None,
+    gap: float = 0.0,
 ) -> Outcome:
-    """Solve a program to a gap of zero, within the time limit."""
+    """Solve a program to a gap, as a share of the objective, within the time limit."""
     assert program.sense == pulp.LpMinimize, "bounds are read as lower bounds"
     program.checkDuplicateVars()
     name = solver or default_solver()
     began = time.perf_counter()
     try:
-        program.solve(_engine(name, time_limit_seconds))
+        program.solve(_engine(name, time_limit_seconds, gap))
     except (pulp.PulpSolverError, IndexError) as broken:  # PuLP reads what HiGHS refused to load
         raise SolverError(
             f"{name} broke down: {broken}", fix="Is the solver installed as PuLP expects it?"
@@ -123,7 +138,7 @@ def solve(
         constraints=program.numConstraints(),
         seconds=time.perf_counter() - began,
     )
-    return _outcome(program, name, report=report, limit_seconds=time_limit_seconds)
+    return _outcome(program, name, report=report, limit_seconds=time_limit_seconds, gap=gap)
 
 
 def is_chosen(variable: pulp.LpVariable) -> bool:
@@ -136,25 +151,35 @@ def chosen(variables: Iterable[pulp.LpVariable]) -> list[int]:
     return [position for position, variable in enumerate(variables) if is_chosen(variable)]
 
 
-def _engine(solver: SolverName, time_limit_seconds: float) -> pulp.LpSolver:
+def _engine(solver: SolverName, time_limit_seconds: float, gap: float) -> pulp.LpSolver:
     limits = {"msg": False, "timeLimit": time_limit_seconds, "threads": 1}
     if solver is SolverName.HIGHS:
-        return pulp.HiGHS(gapRel=0.0, gapAbs=0.0, **limits, **_HIGHS_OPTIONS)
-    return pulp.PULP_CBC_CMD(gapRel=0.0, gapAbs=0.0, options=["increment 1e-9"], **limits)
+        return pulp.HiGHS(gapRel=gap, gapAbs=0.0, **limits, **_HIGHS_OPTIONS)
+    return pulp.PULP_CBC_CMD(gapRel=gap, gapAbs=0.0, options=["increment 1e-9"], **limits)
 
 
 def _outcome(
-    program: pulp.LpProblem, solver: SolverName, *, report: SolverReport, limit_seconds: float
+    program: pulp.LpProblem,
+    solver: SolverName,
+    *,
+    report: SolverReport,
+    limit_seconds: float,
+    gap: float,
 ) -> Outcome:
     match program.sol_status:
         case pulp.LpSolutionOptimal:
-            return Solved(objective=_objective(program), report=report)
+            objective = _objective(program)
+            return Solved(
+                objective=objective, bound=objective - gap * abs(objective), report=report
+            )
         case pulp.LpSolutionInfeasible:
             return Infeasible(report=report)
         case pulp.LpSolutionIntegerFeasible:
             objective, bound = _objective(program), _bound(program, solver)
             return TimedOut(objective=objective, bound=bound, report=report)
-        case pulp.LpSolutionNoSolutionFound if report.seconds >= 0.9 * limit_seconds:
+        case pulp.LpSolutionNoSolutionFound if (
+            report.seconds >= 0.9 * limit_seconds or solver is SolverName.CBC  # it gives up early
+        ):
             return TimedOut(objective=None, bound=_bound(program, solver), report=report)
     raise SolverError(
         f"{solver} says that program {program.name} is {pulp.LpSolution[program.sol_status]}",

@@ -44,6 +44,12 @@ class Moments:
     unanswered: Counts  # of these, the ones whose inputs had no gradient before
     halfway: Counts  # the ones in the first half of their backward, or between both
 
+    @property
+    def key(self) -> bytes:
+        """What tells moments apart."""
+        every = (self.running, self.forwarded, self.unanswered, self.halfway)
+        return b"/".join(one.tobytes() for one in every)
+
 
 def rank_moments(kind: ScheduleKind, shape: PipelineShape) -> tuple[Moments, ...]:
     """Return the moments of each rank; of one stage per rank, where enough, only the fullest."""

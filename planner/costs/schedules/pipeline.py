@@ -31,6 +31,7 @@ from autopar.planner.costs.schedules.table import (
 )
 
 ROUNDS = 3  # simulated: warm-up, and one round more than it takes to settle
+_MOST_ACTIONS = 4096  # of all ranks: a schedule with no more is simulated whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,10 +109,9 @@ def _simulated(
     transfer_seconds: tuple[float, ...],
 ) -> PipelineSeconds:
     """Return the simulation; beyond a few rounds, each takes what the last simulated one did."""
-    per_round = shape.ranks
-    rounds, rest = divmod(shape.microbatches, per_round)
-    if rest or rounds <= ROUNDS:
+    if is_simulated_whole(kind, shape):
         return _run(kind, shape, stages, transfer_seconds)
+    per_round, rounds = shape.ranks, shape.microbatches // shape.ranks
     settled = _run(kind, _rounds(shape, ROUNDS), stages, transfer_seconds)
     before = _run(kind, _rounds(shape, ROUNDS - 1), stages, transfer_seconds)
     left = rounds - ROUNDS
@@ -128,6 +128,13 @@ def _simulated(
             end + step_seconds - settled.step_seconds for end in settled.rank_ends_seconds
         ),
     )
+
+
+def is_simulated_whole(kind: ScheduleKind, shape: PipelineShape) -> bool:
+    """Whether every microbatch is simulated: there are few, or they fill no whole rounds."""
+    rounds, rest = divmod(shape.microbatches, shape.ranks)
+    actions = (3 if SCHEDULES[kind].splits_backward else 2) * shape.stages * shape.microbatches
+    return bool(rest) or rounds <= ROUNDS or actions <= _MOST_ACTIONS
 
 
 def _idle(
@@ -171,7 +178,7 @@ def _run(
     transfer_seconds: tuple[float, ...],
 ) -> PipelineSeconds:
     simulation = simulate_prepared(
-        _order(kind, shape),
+        order_of(kind, shape),
         stages,
         transfer_seconds=transfer_seconds,
         transfer=SCHEDULES[kind].transfer,
@@ -184,5 +191,6 @@ def _run(
 
 
 @lru_cache(maxsize=64)
-def _order(kind: ScheduleKind, shape: PipelineShape) -> Prepared:
+def order_of(kind: ScheduleKind, shape: PipelineShape) -> Prepared:
+    """Return the order of a schedule, to be simulated."""
     return prepared(schedule_of(kind, shape))

@@ -65,7 +65,7 @@ def even_stages(
     return (one,) * stages
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
     """A schedule with its actions as numbers: of stage and kind together, and of the microbatch."""
 

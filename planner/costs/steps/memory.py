@@ -33,7 +33,7 @@ def memory_of(
 
     Activations and work are of the moment at which both together are greatest.
     """
-    works = [_work_bytes(load, arrangement) for load in loads]
+    works = [_works(load, arrangement) for load in loads]
     activations, running = _fullest(loads, [sum(work) for work in works], moments)
     transient, unsharded = works[running]
     parameters, gradients, optimizer = _state(loads, arrangement)
@@ -55,6 +55,14 @@ def memory_of(
 def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> int:
     """Return what libraries take on each rank, whatever it holds."""
     return constants.context_bytes + constants.communicator_bytes * _communicators(arrangement)
+
+
+def most_tensor_bytes(
+    limit_bytes: int, arrangement: Arrangement, constants: FrameworkConstants
+) -> float:
+    """Return what all tensors of a rank may take within its limit, a little more than allowed."""
+    most = limit_bytes - context_bytes(arrangement, constants)
+    return (most + 1) / (1.0 + constants.margin)
 
 
 def layer_state_bytes(cost: LayerCost, arrangement: Arrangement) -> int:
@@ -125,7 +133,17 @@ def _fullest(
     return int(held[fullest]), int(moments.running[fullest])
 
 
-def _work_bytes(load: StageLoad, arrangement: Arrangement) -> tuple[int, int]:
+def state_bytes(load: StageLoad, arrangement: Arrangement) -> int:
+    """Return what a stage's parameters occupy on its rank, divided as ZeRO divides them."""
+    return sum(_state([load], arrangement))
+
+
+def work_bytes(load: StageLoad, arrangement: Arrangement) -> int:
+    """Return what the layer of a stage needs that needs most, while it runs."""
+    return sum(_works(load, arrangement))
+
+
+def _works(load: StageLoad, arrangement: Arrangement) -> tuple[int, int]:
     """Return transient and unsharded bytes of the layer that needs most of both together."""
     ahead = arrangement.shard > 1 and arrangement.zero is Zero.PARAMETERS
     every = (

@@ -13,7 +13,8 @@ between nodes beside a gather within one).
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from typing import NamedTuple
 
 from autopar.planner.errors import InputError
 
@@ -76,7 +77,7 @@ def bucketed_reduction(
     first bucket (1 MiB), and copying gradients into buckets.
     """
     _require_layers(layers)
-    streams = _Streams.idle()
+    streams = _Streams()
     filled_bytes = 0.0
     for layer in reversed(layers):
         streams = streams.compute(layer.backward_seconds, slowdown)
@@ -130,7 +131,7 @@ def sharded_forward(
     Left out: copying out of the gathered buffer, which runs on the stream that computes.
     """
     _require_layers(layers)
-    streams = _Streams.idle().communicate(gather_seconds(layers[0].parameter_bytes)).joined()
+    streams = _Streams().communicate(gather_seconds(layers[0].parameter_bytes)).joined()
     for layer, following in zip(layers, [*layers[1:], None], strict=True):
         if following is not None:
             streams = streams.communicate(gather_seconds(following.parameter_bytes))
@@ -159,7 +160,7 @@ def sharded_backward(
     """
     _require_layers(layers)
     backward = tuple(reversed(layers))
-    streams = _Streams.idle().communicate(gather_seconds(backward[0].parameter_bytes)).joined()
+    streams = _Streams().communicate(gather_seconds(backward[0].parameter_bytes)).joined()
     for layer, following in zip(backward, [*backward[1:], None], strict=True):
         ahead_seconds = gather_seconds(following.parameter_bytes) if following else 0.0
         streams = streams.communicate(ahead_seconds)
@@ -190,7 +191,7 @@ def forward_during_gather(
     limit on gathers issued ahead.
     """
     _require_layers(layers)
-    streams = _Streams.idle()
+    streams = _Streams()
     gathered: list[float] = []
     for layer in layers:
         streams = streams.communicate(gather_seconds(layer.parameter_bytes))
@@ -205,49 +206,35 @@ def _require_layers(layers: Sequence[LayerLoad]) -> None:
         raise InputError("no layers to compute", expected="at least one layer")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Streams:
-    """How far each stream has got, and what it has done so far."""
+class _Streams(NamedTuple):
+    """How far each stream has got, and what it has done so far.
 
-    compute_end_seconds: float
-    communication_end_seconds: float
-    compute_seconds: float
-    communication_seconds: float
-    slowdown_seconds: float
+    A tuple, for a step makes one for every layer of every stage that is priced.
+    """
 
-    @staticmethod
-    def idle() -> "_Streams":
-        return _Streams(
-            compute_end_seconds=0.0,
-            communication_end_seconds=0.0,
-            compute_seconds=0.0,
-            communication_seconds=0.0,
-            slowdown_seconds=0.0,
-        )
+    compute_end_seconds: float = 0.0
+    communication_end_seconds: float = 0.0
+    compute_seconds: float = 0.0
+    communication_seconds: float = 0.0
+    slowdown_seconds: float = 0.0
 
     def communicate(self, seconds: float) -> "_Streams":
         """Issue a collective now, that is where computing has got to."""
-        start = max(self.compute_end_seconds, self.communication_end_seconds)
-        return replace(
-            self,
-            communication_end_seconds=start + seconds,
-            communication_seconds=self.communication_seconds + seconds,
-        )
+        compute_end, end, computed, communicated, slowed = self
+        start = max(compute_end, end)
+        return _Streams(compute_end, start + seconds, computed, communicated + seconds, slowed)
 
     def compute(self, seconds: float, slowdown: float) -> "_Streams":
         """Compute, slower while the collectives run that are issued already."""
-        beside = max(0.0, self.communication_end_seconds - self.compute_end_seconds)
-        slowed = min(seconds * slowdown, beside * slowdown / (1 + slowdown))
-        return replace(
-            self,
-            compute_end_seconds=self.compute_end_seconds + seconds + slowed,
-            compute_seconds=self.compute_seconds + seconds,
-            slowdown_seconds=self.slowdown_seconds + slowed,
-        )
+        compute_end, end, computed, communicated, slowed = self
+        beside = max(0.0, end - compute_end)
+        more = min(seconds * slowdown, beside * slowdown / (1 + slowdown))
+        compute_end += seconds + more
+        return _Streams(compute_end, end, computed + seconds, communicated, slowed + more)
 
     def waiting_until(self, end_seconds: float) -> "_Streams":
         """Compute nothing before this time."""
-        return replace(self, compute_end_seconds=max(self.compute_end_seconds, end_seconds))
+        return _Streams(max(self.compute_end_seconds, end_seconds), *self[1:])
 
     def joined(self) -> "_Streams":
         """Compute nothing before all collectives have ended."""

@@ -1,4 +1,4 @@
-"""Puts layers, schedule, data parallelism and optimizer together into what one step takes.
+"""Puts stages, schedule, data parallelism and optimizer together into what one step takes.
 
     step = first gather + pipeline(m microbatches) + last reduction + sums over the tensor axis
          + optimizer + framework
@@ -21,8 +21,7 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.costs.schedules.moments import rank_moments
 from autopar.planner.costs.schedules.pipeline import PipelineSeconds, pipeline_seconds, rank_of
-from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, in_flight_microbatches
-from autopar.planner.costs.steps.data_parallel import DataGroups, DataSeconds, data_seconds
+from autopar.planner.costs.schedules.table import PipelineShape, in_flight_microbatches
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.optimizer import optimizer_seconds
@@ -32,7 +31,8 @@ from autopar.planner.costs.steps.rank_groups import (
     rank_groups,
     summed_seconds,
 )
-from autopar.planner.costs.steps.stage_load import StageLoad, stage_load
+from autopar.planner.costs.steps.stage_load import StageLoad
+from autopar.planner.costs.steps.stage_price import StagePrice, sent_share, stage_price
 from autopar.planner.costs.steps.terms import Step, communication_terms, time_terms
 from autopar.planner.precision import copy_bytes
 
@@ -52,63 +52,66 @@ def predict(
     of one step on all ranks.
     """
     groups = rank_groups(cluster, arrangement)
-    loads = tuple(stage_load(layers) for layers in stages)
-    data = tuple(
-        data_seconds(
-            load.layers,
-            _data_groups(groups, arrangement, constants),
-            microbatches=arrangement.microbatches,
-        )
-        for load in loads
-    )
-    shape = pipeline_shape(arrangement)
-    action_seconds = constants.action_on(arrangement)
-    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
-    scheduled = tuple(
-        load.stage_seconds(
-            forward_more=one.forward_wait,
-            backward_more=one.backward_wait,
-            action_seconds=action_seconds,
-            splits=splits and stage > 0,  # the first one has weights alone to make gradients for
-        )
-        for stage, (load, one) in enumerate(zip(loads, data, strict=True))
-    )
-    transfers = [
-        groups.transfer_seconds(load.output_bytes) if arrangement.pipeline > 1 else 0.0
-        for load in loads[:-1]
+    prices = [
+        stage_price(layers, stage, arrangement=arrangement, groups=groups, constants=constants)
+        for stage, layers in enumerate(stages)
     ]
-    pipeline = pipeline_seconds(
-        arrangement.schedule,
-        shape,
-        scheduled,
-        transfer_seconds=transfers,
-    )
-    step = Step(
-        arrangement=arrangement,
-        loads=loads,
-        data=data,
-        pipeline_seconds=pipeline.step_seconds,
-        transfer_seconds=tuple(transfers),
-        first_gather_seconds=_first_gather_seconds(data, pipeline, arrangement),
-        last_reduction_seconds=_last_reduction_seconds(loads, data, pipeline, groups, arrangement),
-        tied_seconds=summed_seconds(groups.ends, tied_gradient_bytes * _sent_share(arrangement))
-        if arrangement.pipeline > 1
-        else 0.0,
-        optimizer_seconds=_optimizer_seconds(loads, groups, arrangement, constants)
-        + norm_seconds(groups, arrangement),
-        framework_step_seconds=constants.step_seconds,
-        framework_action_seconds=action_seconds,
-        splitting_seconds=tuple(one.split_seconds for one in scheduled),
-        is_host_measured=constants.is_measured,
+    step = step_of(
+        prices,
+        arrangement,
+        groups,
+        constants=constants,
+        tied_gradient_bytes=tied_gradient_bytes,
         is_net_measured=_is_net_measured(cluster),
     )
     return Prediction(
         step_seconds=step.seconds,
         terms=time_terms(step),
         communication=communication_terms(step, groups, tied_gradient_bytes=tied_gradient_bytes),
-        stages=_stage_predictions(step, shape, constants),
+        stages=_stage_predictions(step, pipeline_shape(arrangement), constants),
         model_flops=model_flops,
         peak_flops_per_second=groups.peak_flops_per_second,
+    )
+
+
+def step_of(
+    prices: Sequence[StagePrice],
+    arrangement: Arrangement,
+    groups: RankGroups,
+    *,
+    constants: FrameworkConstants,
+    tied_gradient_bytes: int = 0,
+    is_net_measured: bool = False,
+) -> Step:
+    """Return the step of stages that are priced."""
+    loads = tuple(price.load for price in prices)
+    scheduled = tuple(price.seconds for price in prices)
+    transfers = tuple(
+        groups.transfer_seconds(load.output_bytes) if arrangement.pipeline > 1 else 0.0
+        for load in loads[:-1]
+    )
+    pipeline = pipeline_seconds(
+        arrangement.schedule,
+        pipeline_shape(arrangement),
+        scheduled,
+        transfer_seconds=transfers,
+    )
+    return Step(
+        arrangement=arrangement,
+        loads=loads,
+        data=tuple(price.data for price in prices),
+        pipeline_seconds=pipeline.step_seconds,
+        transfer_seconds=transfers,
+        first_gather_seconds=_first_gather_seconds(prices, pipeline, arrangement),
+        last_reduction_seconds=_last_reduction_seconds(prices, pipeline, arrangement),
+        tied_seconds=tied_seconds(groups, arrangement, tied_gradient_bytes),
+        optimizer_seconds=_optimizer_seconds(loads, groups, arrangement, constants)
+        + norm_seconds(groups, arrangement),
+        framework_step_seconds=constants.step_seconds,
+        framework_action_seconds=constants.action_on(arrangement),
+        splitting_seconds=tuple(one.split_seconds for one in scheduled),
+        is_host_measured=constants.is_measured,
+        is_net_measured=is_net_measured,
     )
 
 
@@ -126,34 +129,21 @@ def pipeline_shape(arrangement: Arrangement) -> PipelineShape:
     )
 
 
-def _sent_share(arrangement: Arrangement) -> float:
-    """Return how much of a gradient's bytes travels: LayerCost counts fp32."""
-    return 0.5 if arrangement.compressed_gradients else 1.0
-
-
-def _data_groups(
-    groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants
-) -> DataGroups:
-    return DataGroups(
-        data=groups.data,
-        shard=groups.shard if arrangement.zero is not Zero.NONE else groups.data,
-        replicas=groups.replicas,
-        zero=arrangement.zero,
-        bucket_bytes=arrangement.bucket_bytes,
-        gradient_share=_sent_share(arrangement),
-        slowdown=constants.overlap_slowdown,
-        unit=constants.unit_on(groups.stage_rates[0]),
-        gathers_ahead=constants.gathers_ahead,
-    )
+def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: int) -> float:
+    """Return the seconds of summing weights that the first and the last stage share."""
+    if arrangement.pipeline == 1:
+        return 0.0
+    return summed_seconds(groups.ends, gradient_bytes * sent_share(arrangement))
 
 
 def _first_gather_seconds(
-    data: Sequence[DataSeconds], pipeline: PipelineSeconds, arrangement: Arrangement
+    prices: Sequence[StagePrice], pipeline: PipelineSeconds, arrangement: Arrangement
 ) -> float:
     """Return what gathering adds before the first forward; a later rank gathers while it waits."""
+    starts = pipeline.rank_starts_seconds
     return max(
-        max(0.0, one.first_forward - pipeline.rank_starts_seconds[_rank(stage, arrangement)])
-        for stage, one in enumerate(data)
+        max(0.0, price.data.first_forward - starts[_rank(stage, arrangement)])
+        for stage, price in enumerate(prices)
     )
 
 
@@ -162,11 +152,7 @@ def _rank(stage: int, arrangement: Arrangement) -> int:
 
 
 def _last_reduction_seconds(
-    loads: Sequence[StageLoad],
-    data: Sequence[DataSeconds],
-    pipeline: PipelineSeconds,
-    groups: RankGroups,
-    arrangement: Arrangement,
+    prices: Sequence[StagePrice], pipeline: PipelineSeconds, arrangement: Arrangement
 ) -> float:
     """Return by how much the slowest rank's reductions outlast the pipeline.
 
@@ -174,9 +160,8 @@ def _last_reduction_seconds(
     that are whole on the tensor axis, but saw only a part of the sequence, are summed over it.
     """
     ends = list(pipeline.rank_ends_seconds)
-    for stage, (load, one) in enumerate(zip(loads, data, strict=True)):
-        replicated = summed_seconds(groups.tensor, load.replicated_gradient_bytes)
-        ends[_rank(stage, arrangement)] += one.last_backward + replicated
+    for stage, price in enumerate(prices):
+        ends[_rank(stage, arrangement)] += price.reduction_seconds
     return max(0.0, max(ends) - pipeline.step_seconds)
 
 
@@ -187,24 +172,31 @@ def _optimizer_seconds(
     constants: FrameworkConstants,
 ) -> float:
     """Return the slowest rank's optimizer; all wait for it, since the norm is that of all."""
-    parameters = [0.0] * arrangement.pipeline
-    tensors = [0] * arrangement.pipeline
+    seconds = [0.0] * arrangement.pipeline
     for stage, load in enumerate(loads):
-        parameters[_rank(stage, arrangement)] += load.trainable
-        tensors[_rank(stage, arrangement)] += load.trainable_tensors
+        rank = _rank(stage, arrangement)
+        seconds[rank] += stage_optimizer_seconds(load, rank, groups, arrangement, constants)
+    return max(seconds)
+
+
+def stage_optimizer_seconds(
+    load: StageLoad,
+    rank: int,
+    groups: RankGroups,
+    arrangement: Arrangement,
+    constants: FrameworkConstants,
+) -> float:
+    """Return the optimizer's seconds for one stage of a rank; those of a rank's stages add up."""
     share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
-    return max(
-        optimizer_seconds(
-            count / share,
-            gradient_bytes=4,
-            copy_bytes=copy_bytes(arrangement.precision),
-            passes=constants.optimizer_passes,
-            rates=rates,
-            element_seconds=constants.optimizer_element_seconds,
-        )
-        + held * constants.optimizer_tensor_seconds
-        for count, held, rates in zip(parameters, tensors, groups.stage_rates, strict=True)
+    updated = optimizer_seconds(
+        load.trainable / share,
+        gradient_bytes=4,
+        copy_bytes=copy_bytes(arrangement.precision),
+        passes=constants.optimizer_passes,
+        rates=groups.stage_rates[rank],
+        element_seconds=constants.optimizer_element_seconds,
     )
+    return updated + load.trainable_tensors * constants.optimizer_tensor_seconds
 
 
 def _stage_predictions(

@@ -19,12 +19,11 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.prediction import Modes, Recompute
 
-Modes = Mapping[Recompute, LayerCost]
 _HALVINGS = 18  # of the interval in which the bottleneck lies: to a few millionths of it
 _ROUNDING = 1e-6  # of a layer
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.planner.annotate import state_of
-from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.prediction import Arrangement, Modes, Zero
 from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
 from autopar.planner.costs.steps.rank_groups import rank_groups
 from autopar.planner.plan.bounds.bottleneck import (
@@ -25,16 +25,13 @@ from autopar.planner.plan.bounds.relaxed_memory import (
     lightest,
 )
 from autopar.planner.plan.bounds.step import Pressed, StepBound
-from autopar.planner.plan.bounds.whole_layers import find_places
 from autopar.planner.plan.declared.constraints import Objective
-from autopar.planner.plan.solving.costing import Inside, Modes
+from autopar.planner.plan.solving.costing import Inside
 from autopar.planner.plan.solving.questions import Questions, inside_of
-from autopar.planner.programs.stages.shares import shares_of
 
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of the stages of each rank
 
 _ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
-_MOST_WHOLE = 64  # layers of a rank: of more, it matters little that they are whole
 _NEVER = Pressed(
     recompute_seconds=float("inf"), bottleneck_seconds=float("inf"), places=Places(ranks=())
 )
@@ -52,7 +49,6 @@ class Bounds:
         self._facts: dict[Inside, LayoutFacts] = {}
         self._of_any: dict[Inside, LayoutFacts] = {}
         self._bottlenecks: dict[tuple[Block, Room], float] = {}
-        self._rooms_shared: dict[tuple[Arrangement, int], Rooms] = {}
 
     def of_point(self, point: Arrangement) -> float:
         """Return what no variant of a point beats, whatever the layouts."""
@@ -82,7 +78,7 @@ class Bounds:
 
     def within_memory(self, arrangement: Arrangement) -> float:
         """Return what no choice beats, whatever the layouts; infinite where none can fit."""
-        rooms = self._rooms_together(arrangement)
+        rooms = self._rooms(arrangement)
         best = self._bound(arrangement, self.of_any(arrangement), rooms)
         return self._of_objective(arrangement, best)
 
@@ -102,7 +98,7 @@ class Bounds:
 
     def of_solution(self, arrangement: Arrangement, solution: int) -> float:
         """Return what no choice of stages beats in one of the layouts; infinite: none fits."""
-        rooms = self._rooms(arrangement, solution)
+        rooms = self._rooms(arrangement)
         return self._bound(arrangement, self.facts(arrangement, solution), rooms)
 
     def _of_objective(self, arrangement: Arrangement, least_seconds: float) -> float:
@@ -110,25 +106,6 @@ class Bounds:
         if self.objective is Objective.MEMORY and least_seconds < float("inf"):
             return float(self.least_memory(arrangement))
         return least_seconds
-
-    def excludes(self, arrangement: Arrangement, solution: int, seconds: float) -> bool:
-        """Return whether no choice of stages in one of the layouts can take less than some seconds.
-
-        Sharper than the bound, and slower: for what would be solved otherwise.
-        """
-        facts = self.facts(arrangement, solution)
-        if arrangement.pipeline == 1 or facts.block.count > _MOST_WHOLE * arrangement.pipeline:
-            return False
-        groups = rank_groups(self.costing.cluster, arrangement)
-        step = StepBound(arrangement, groups, self.questions.constants, facts.totals)
-        room = self._room(arrangement, facts, self._rooms(arrangement, solution))
-        return not find_places(
-            step.shared(facts.block),
-            room,
-            step.rank_times(facts.block, facts.ends),
-            microbatches=arrangement.microbatches,
-            within_seconds=seconds,
-        )
 
     def _bound(self, arrangement: Arrangement, facts: LayoutFacts, rooms: Rooms | None) -> float:
         """Return the bound of a step in some layouts, within the memory or, None, without it."""
@@ -173,33 +150,11 @@ class Bounds:
             margin=self.questions.constants.margin,
         )
 
-    def _rooms(self, arrangement: Arrangement, solution: int) -> Rooms:
-        """Return the memory of the stages of each rank; several divide it as the solver does."""
-        if arrangement.stages_per_rank == 1:
-            return self._rooms_together(arrangement)
-        key = arrangement, solution
-        if key not in self._rooms_shared:
-            self._rooms_shared[key] = self._shared_rooms(arrangement, solution)
-        return self._rooms_shared[key]
-
-    def _rooms_together(self, arrangement: Arrangement) -> Rooms:
+    def _rooms(self, arrangement: Arrangement) -> Rooms:
         """Return the memory of each rank as if all its stages were the one that holds least."""
         size = self.questions.most_bytes(arrangement)
         in_flight = in_flight_by_rank(arrangement)
         return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
-
-    def _shared_rooms(self, arrangement: Arrangement, solution: int) -> Rooms:
-        choices, limits = self.questions.asked(arrangement, solution)
-        shares = shares_of(choices, limits)
-        rooms: list[list[StageRoom]] = [[] for _ in range(arrangement.pipeline)]
-        for stage, (limit, share) in enumerate(zip(limits.stages, shares, strict=True)):
-            one = StageRoom(
-                in_flight=limit.in_flight,
-                size_bytes=share.memory_bytes,
-                reserved_bytes=share.reserved_bytes or 0,
-            )
-            rooms[limits.rank_of(stage)].append(one)
-        return tuple(map(tuple, rooms))
 
     def _bottleneck(self, shared: Block, room: Room) -> float:
         key = shared, room

@@ -10,12 +10,11 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
 from autopar.planner.plan.bounds.bottleneck import Block, block, least_layer_seconds
 from autopar.planner.plan.bounds.relaxed_memory import Ladder, ladder
 from autopar.planner.plan.bounds.step import Ends, Totals
-from autopar.planner.plan.solving.costing import Modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

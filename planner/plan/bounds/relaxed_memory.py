@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import groupby
 
-from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.schedules.table import (
     PipelineShape,
@@ -23,7 +23,6 @@ from autopar.planner.costs.schedules.table import (
     in_flight_microbatches,
 )
 from autopar.planner.costs.steps.step import pipeline_shape
-from autopar.planner.plan.bounds.bottleneck import Modes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

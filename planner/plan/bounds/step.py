@@ -9,7 +9,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from autopar.planner.costs.prediction import Arrangement, Zero
-from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.bounds import least_step_seconds
 from autopar.planner.costs.steps.framework import FrameworkConstants
@@ -17,7 +16,6 @@ from autopar.planner.costs.steps.optimizer import optimizer_seconds
 from autopar.planner.costs.steps.rank_groups import RankGroups, norm_seconds
 from autopar.planner.plan.bounds.bottleneck import Block, Places
 from autopar.planner.plan.bounds.data import DataBound, Shared
-from autopar.planner.plan.bounds.whole_layers import RankTime
 from autopar.planner.precision import copy_bytes
 
 _HALVINGS = 8  # of the interval in which the time of the slowest rank lies
@@ -115,47 +113,6 @@ class StepBound:
             )
             for mode in repeated.modes
         )
-
-    def rank_times(self, repeated: Block, ends: Ends) -> tuple[RankTime, ...]:
-        """Return what each rank takes beside its layers that repeat.
-
-        The first layer is on the first stage, the last on the last one. Stages from the number of
-        leading others on, up to that of trailing ones from behind, hold layers that repeat, and
-        those alone where there are no others between them.
-        """
-        arrangement = self.arrangement
-        ranks, stages = arrangement.pipeline, arrangement.pipeline * arrangement.stages_per_rank
-        is_waiting = self._is_waiting(repeated)
-        each = [self.rank_seconds(0.0)] * ranks
-        if not is_waiting:
-            each[0] += ends.first_seconds
-            each[rank_of(arrangement.schedule, stages - 1, ranks)] += ends.last_seconds
-        if not (is_waiting or ends.between):
-            border = self.data.bordering(repeated.parameter_bytes, repeated.gradient_bytes)
-            for stage in range(ends.leading, stages - ends.trailing):
-                each[rank_of(arrangement.schedule, stage, ranks)] += border
-        once = self._updating() + self.constants.step_seconds
-        wait = 0.0 if self._is_on_demand else self._wait_for_stage(repeated)
-        return tuple(
-            RankTime(
-                once_seconds=once
-                + wait * max(0, min(rank, stages - ends.trailing) - ends.leading - ends.between),
-                each_seconds=seconds,
-            )
-            for rank, seconds in enumerate(each)
-        )
-
-    def _wait_for_stage(self, repeated: Block) -> float:
-        """Return what a rank waits at least for a stage before it, a layer or more.
-
-        That is for the first microbatch to pass it, and where backwards are not split, for the last
-        one on its way back.
-        """
-        plain = repeated.modes[0]
-        forward = plain.forward_seconds + self.action_seconds + self._transfer()
-        if self.arrangement.schedule is not ScheduleKind.INTERLEAVED_1F1B:
-            return forward
-        return forward + plain.backward_seconds + self.action_seconds + self._transfer()
 
     def rank_seconds(self, layers_seconds: float) -> float:
         """Return what a rank takes for a microbatch, given its layers: actions, transfers too."""

@@ -25,11 +25,15 @@ Rank = tuple[float, ...]
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Node(Generic[Item]):
-    """Something that can be expanded; `rank` orders nodes of equal bound, the simpler first."""
+    """Something that can be expanded; `rank` orders nodes of equal bound, the simpler first.
+
+    `is_deep`: whether a search without any leaf yet may dive into it.
+    """
 
     bound: float
     rank: Rank
     item: Item
+    is_deep: bool = True
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -39,6 +43,13 @@ class Found(Generic[Leaf]):
     value: float
     rank: Rank
     leaf: Leaf
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Unproved:
+    """What might be below a node that was looked at as far as the effort goes: not below this."""
+
+    bound: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -59,7 +70,7 @@ class Outcome(Generic[Item, Leaf]):
 
 def best_first(
     roots: Iterable[Node[Item]],
-    expand: Callable[[Item], Iterable[Node[Item] | Found[Leaf]]],
+    expand: Callable[[Item], Iterable[Node[Item] | Found[Leaf] | Unproved]],
     *,
     is_late: Callable[[], bool] = lambda: False,
     enough: Callable[[int], bool] = lambda leaves_passed: leaves_passed >= 1,
@@ -73,9 +84,14 @@ def best_first(
     nodes: dict[int, tuple[Node[Item], float, int]] = {}  # waiting, with their floors and depths
     found: list[Found[Leaf]] = []
     passed: list[Found[Leaf]] = []
+    unproved = float("inf")
     numbers = count()
 
-    def push(entry: Node[Item] | Found[Leaf], floor: float, depth: int) -> None:
+    def push(entry: Node[Item] | Found[Leaf] | Unproved, floor: float, depth: int) -> None:
+        nonlocal unproved
+        if isinstance(entry, Unproved):
+            unproved = min(unproved, max(entry.bound, floor))
+            return
         number = next(numbers)
         if isinstance(entry, Found):
             found.append(entry)
@@ -84,7 +100,7 @@ def best_first(
         bound = max(entry.bound, floor)
         nodes[number] = entry, bound, depth
         heapq.heappush(queue, (bound, 0, entry.rank, number, entry))
-        if not found:
+        if not found and entry.is_deep:
             heapq.heappush(dive, (-depth, bound, entry.rank, number))
 
     for root in roots:
@@ -107,7 +123,7 @@ def best_first(
                 push(child, bound, depth + 1)
     queue = [entry for entry in queue if isinstance(entry[4], Found) or entry[3] in nodes]
     first = passed[0].value if passed else float("inf")
-    best_possible = min([first, *(entry[0] for entry in queue)], default=float("inf"))
+    best_possible = min([first, unproved, *(entry[0] for entry in queue)])
     return Outcome(
         found=tuple(sorted(found, key=lambda leaf: (leaf.value, leaf.rank))),
         waiting=tuple(node.item for node, _, _ in nodes.values()),

@@ -19,7 +19,7 @@ from autopar.planner.plan.solving.costing import Subject
 from autopar.planner.plan.solving.questions import Demands
 from autopar.planner.programs.layouts.rules import Ban, LayoutRules
 from autopar.planner.programs.layouts.rules import Pin as LayoutPin
-from autopar.planner.programs.stages.problem import Pin
+from autopar.planner.programs.stages.question import Pin
 
 HEADROOM = 0.05  # of a device: what a prediction may be wrong by before a training dies
 BUCKETS_BYTES = (DEFAULT_BUCKET_BYTES, 100 * 2**20, 400 * 2**20)

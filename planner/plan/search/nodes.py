@@ -32,6 +32,7 @@ class Variant:
     arrangement: Arrangement
     thriftier: tuple[Arrangement, ...] = ()
     pressure: Pressure = Pressure.NONE
+    effort: int = 0  # how often it was solved before, without an end
 
     @property
     def family(self) -> tuple[Arrangement, ...]:

@@ -40,7 +40,7 @@ from autopar.planner.plan.declared.scalars import with_whole_scalars
 from autopar.planner.plan.declared.whole_batch import with_whole_batch
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.assembly import Counts, assemble
-from autopar.planner.plan.search.best_first import Found, Node, Outcome, best_first
+from autopar.planner.plan.search.best_first import Found, Node, Outcome, Unproved, best_first
 from autopar.planner.plan.search.degrees import check_degrees
 from autopar.planner.plan.search.demands import (
     choices_of,
@@ -52,14 +52,17 @@ from autopar.planner.plan.search.demands import (
 from autopar.planner.plan.search.nodes import Item, Point, Pressure, Variant, families, simplicity
 from autopar.planner.plan.search.refusal import nothing_runs, too_large, too_late
 from autopar.planner.plan.search.space import Choices, microbatches_of, simplest, variants
-from autopar.planner.plan.solving.candidate import Candidate, Judge, recomputes
+from autopar.planner.plan.solving.candidate import Answer, Candidate, Judge, recomputes
 from autopar.planner.plan.solving.costing import Costing, Subject, model_flops
 from autopar.planner.plan.solving.questions import Questions
 from autopar.planner.plan.telling.words import arrangement_words, degrees_words
+from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH
 
 ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
 MOST_RUNNERS_UP = 4
 _ENDLESS_BYTES = 1 << 60
+EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, in turn
+_BETTER = 1.0 - 1e-9  # of the best step: what is not below this is no better
 EXTRA_NODES = 18  # to look at for runners-up, once the best is proved
 
 
@@ -232,7 +235,7 @@ class Explorer:
             if allows(self.constraints, one):
                 yield one
 
-    def expand(self, item: Item) -> Iterable[Node[Item] | Found[Candidate]]:
+    def expand(self, item: Item) -> Iterable[Node[Item] | Found[Candidate] | Unproved]:
         """Return the variants of a point, a variant under memory's pressure, or its solution."""
         if isinstance(item, Point):
             self.report(f"laying out {degrees_words(item.arrangement)}")
@@ -241,8 +244,9 @@ class Explorer:
         if item.pressure is not Pressure.OF_LAYOUTS:
             return self._bounded(item.family, Pressure(item.pressure + 1))
         self.report(f"solving {arrangement_words(item.arrangement)}")
-        found = self.solve(item.arrangement)
-        if found and not recomputes(found[0].leaf) and self.objective is not Objective.MEMORY:
+        found = self.solve(item)
+        leaves = [one for one in found if isinstance(one, Found)]
+        if leaves and not recomputes(leaves[0].leaf) and self.objective is not Objective.MEMORY:
             return found
         left = item.thriftier
         return [*found, *(node for one in left for node in self._bounded([one], Pressure.OF_ANY))]
@@ -266,25 +270,46 @@ class Explorer:
         item = Variant(first, tuple(rest), pressure)
         return [Node(bound=bound, rank=simplicity(first), item=item)]
 
-    def solve(self, arrangement: Arrangement) -> list[Found[Candidate]]:
-        """Return the best candidate of an arrangement, if there is one."""
+    def solve(self, item: Variant) -> list[Found[Candidate] | Node[Item] | Unproved]:
+        """Return the best candidate of an arrangement, if there is one, and what is still open."""
+        arrangement = item.arrangement
         if self.objective is Objective.MEMORY:
             answer = self.judge.solve_smallest(arrangement)
         else:
             answer = self.judge.solve(
                 arrangement,
                 least=lambda number: self.bounds.of_solution(arrangement, number),
-                excludes=lambda number, seconds: self.bounds.excludes(arrangement, number, seconds),
                 known_seconds=self._to_beat,
+                effort=QUICK if self._looked_beside else EFFORTS[item.effort],
             )
         self.programs += answer.report.calls
-        if answer.candidate is None:
-            self.infeasible += not answer.leaves_out
-            return []
-        self.solved += 1
         candidate = answer.candidate
+        if candidate is None and answer.bound_seconds == float("inf"):
+            self.infeasible += 1
+            return []
+        left = self._still_open(item, answer)
+        if candidate is None:
+            return left
+        self.solved += not item.effort
         self._best_seconds = min(self._best_seconds, candidate.prediction.step_seconds)
-        return [Found(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)]
+        leaf = Found(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)
+        return [leaf, *left]
+
+    def _still_open(
+        self, item: Variant, answer: Answer
+    ) -> list[Found[Candidate] | Node[Item] | Unproved]:
+        """Return what is left of an arrangement: to be solved with more effort, or unproved."""
+        candidate = answer.candidate
+        best = self._best_seconds
+        if candidate is not None:
+            best = min(best, candidate.prediction.step_seconds)
+        if self.objective is Objective.MEMORY or answer.bound_seconds >= best * _BETTER:
+            return []
+        if item.effort + 1 == len(EFFORTS):
+            return [Unproved(bound=answer.bound_seconds)]
+        again = replace(item, effort=item.effort + 1, thriftier=())
+        rank = simplicity(item.arrangement)
+        return [Node(bound=answer.bound_seconds, rank=rank, item=again, is_deep=False)]
 
     def value(self, candidate: Candidate) -> float:
         """Return what the objective has less of: bytes, or seconds (which money goes with)."""

@@ -17,7 +17,7 @@ from autopar.planner.cluster.shape import GroupShape, group_shape
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.prediction import Modes
 from autopar.planner.crossing import Residence, residence
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
@@ -29,7 +29,6 @@ from autopar.planner.programs.layouts.rules import LayoutRules
 from autopar.planner.programs.layouts.slots import own_layouts
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 
-Modes = Mapping[Recompute, LayerCost]
 # A 16-bit weight of 2 bytes comes with 16 more of gradient and optimizer state.
 _STATE_FACTOR = 9.0
 _BUDGET = Budget(points=4, weight_factor=_STATE_FACTOR)

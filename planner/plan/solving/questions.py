@@ -1,42 +1,19 @@
-"""Turns an arrangement into what the stage program is asked: layers, their options, and limits."""
+"""Turns an arrangement into what the stage program is asked: layers, their modes, the limits."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import lru_cache
-from itertools import groupby
+from collections.abc import Mapping
+from dataclasses import dataclass
 
 from autopar.planner.cluster.device import Device
-from autopar.planner.costs.collectives.norm_statistics import synchronising
-from autopar.planner.costs.prediction import Arrangement, Recompute
-from autopar.planner.costs.schedules.pipeline import rank_of
-from autopar.planner.costs.schedules.table import (
-    PipelineShape,
-    ScheduleKind,
-    deferred_microbatches,
-    in_flight_microbatches,
-)
+from autopar.planner.costs.prediction import Arrangement, Modes, Recompute, Zero
 from autopar.planner.costs.steps.framework import FrameworkConstants
-from autopar.planner.costs.steps.memory import (
-    context_bytes,
-    layer_state_bytes,
-    layer_unsharded_bytes,
-)
+from autopar.planner.costs.steps.memory import context_bytes
 from autopar.planner.costs.steps.rank_groups import rank_groups
-from autopar.planner.costs.steps.step import pipeline_shape
-from autopar.planner.plan.solving.costing import Costing, Inside, Modes
-from autopar.planner.programs.stages.problem import (
-    Cut,
-    LayerChoices,
-    LayerOption,
-    LayerRun,
-    Pin,
-    StageLimit,
-    StageLimits,
-)
+from autopar.planner.plan.solving.costing import Costing, Inside
+from autopar.planner.programs.stages.question import Pin, StageQuestion
 
-CLOSE_BYTES = 2**20  # short of which the prediction is asked too: the program rounds up
+CLOSE_BYTES = 2**20  # more than what a bound may round
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -58,159 +35,43 @@ class Questions:
     costing: Costing
     demands: Demands
     constants: FrameworkConstants
-    _known: dict[object, LayerChoices] = field(init=False, default_factory=dict, compare=False)
 
-    def asked(self, arrangement: Arrangement, solution: int) -> tuple[LayerChoices, StageLimits]:
-        """Return what the stage program is asked but for the cuts, with the most memory it gets."""
-        rows = self.rows(arrangement, solution)
-        memory = dict.fromkeys(self.demands.limit_bytes, max(0, self.most_bytes(arrangement)))
-        choices = self._uncut_choices(arrangement, solution, rows)
-        return choices, self.limits(arrangement, rows, memory)
+    def asked(self, arrangement: Arrangement, solution: int) -> StageQuestion:
+        """Return the question of an arrangement in one of the layouts."""
+        has_buckets = arrangement.data > 1 and arrangement.zero < Zero.GRADIENTS
+        sizes = self.demands.bucket_bytes
+        return StageQuestion(
+            arrangement=arrangement,
+            groups=rank_groups(self.costing.cluster, arrangement),
+            constants=self.constants,
+            rows=self.rows(arrangement, solution),
+            allowed=self.demands.modes,
+            is_cuttable=self.demands.is_cuttable,
+            pins=self.demands.pins,
+            limit_bytes=self.limit_bytes(arrangement),
+            tied_gradient_bytes=self.costing.tied_gradient_bytes(inside_of(arrangement, solution)),
+            bucket_bytes=sizes if has_buckets else sizes[:1],
+        )
 
     def most_bytes(self, arrangement: Arrangement) -> int:
         """Return what any rank may hold beside what libraries take, a little more than allowed."""
         most = max(self.demands.limit_bytes.values())
         return most - context_bytes(arrangement, self.constants) + CLOSE_BYTES
 
-    def rows(self, arrangement: Arrangement, solution: int) -> Mapping[Device, tuple[Modes, ...]]:
-        """Return what the layers cost on each kind of device."""
+    def rows(self, arrangement: Arrangement, solution: int) -> tuple[tuple[Modes, ...], ...]:
+        """Return what the layers cost on each rank of the pipeline."""
         inside = inside_of(arrangement, solution)
-        devices = dict.fromkeys(self.devices(arrangement))
-        return {device: self.costing.rows(inside, device) for device in devices}
+        return tuple(self.costing.rows(inside, one) for one in self.devices(arrangement))
+
+    def limit_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
+        """Return what each rank of the pipeline may use."""
+        return tuple(self.demands.limit_bytes[one.name] for one in self.devices(arrangement))
 
     def devices(self, arrangement: Arrangement) -> tuple[Device, ...]:
         """Return the device of each pipeline rank: the first of its ranks, as the prediction."""
         devices = self.costing.cluster.devices
         width = arrangement.tensor * arrangement.data
         return tuple(devices[rank * width] for rank in range(arrangement.pipeline))
-
-    def choices(
-        self, arrangement: Arrangement, solution: int, rows: Mapping[Device, tuple[Modes, ...]]
-    ) -> LayerChoices:
-        """Return the layers with their options, and what a cut between them costs."""
-        uncut = self._uncut_choices(arrangement, solution, rows)
-        cuts = self._cuts(arrangement, next(iter(rows.values())))
-        return replace(uncut, cuts=cuts) if cuts else uncut
-
-    def _uncut_choices(
-        self, arrangement: Arrangement, solution: int, rows: Mapping[Device, tuple[Modes, ...]]
-    ) -> LayerChoices:
-        """Return the layers' options, the same for all arrangements that divide the state alike."""
-        division = arrangement.zero, arrangement.shard if arrangement.zero else 1
-        has_norms = any(
-            modes[Recompute.NONE].statistics.norms for modes in next(iter(rows.values()))
-        )
-        data = arrangement.data if has_norms else 1
-        key = inside_of(arrangement, solution), division, data, tuple(rows)
-        if key not in self._known:
-            self._known[key] = self._made_choices(arrangement, rows)
-        return self._known[key]
-
-    def _made_choices(
-        self, arrangement: Arrangement, rows: Mapping[Device, tuple[Modes, ...]]
-    ) -> LayerChoices:
-        first = next(iter(rows.values()))
-        allowed = self.demands.modes
-        keys = [(id(modes), allowed[place]) for place, modes in enumerate(first)]
-        numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
-        places = [keys.index(key) for key in numbers]
-        return LayerChoices(
-            options=tuple(
-                tuple(
-                    tuple(self._options(arrangement, own[place], self.demands.modes[place]))
-                    for place in places
-                )
-                for own in rows.values()
-            ),
-            runs=tuple(
-                LayerRun(layer_class=numbers[key], count=len(list(group)))
-                for key, group in groupby(keys)
-            ),
-            pins=self.demands.pins,
-        )
-
-    def _options(
-        self, arrangement: Arrangement, modes: Modes, allowed: frozenset[Recompute]
-    ) -> Iterator[LayerOption]:
-        """Yield one option for each recompute mode, without those that equal a simpler one."""
-        margin = 1.0 + self.constants.margin
-        unsharded = layer_unsharded_bytes(modes[Recompute.NONE], arrangement)
-        group = rank_groups(self.costing.cluster, arrangement).data
-        seen: set[tuple[float, int, int]] = set()
-        for mode in Recompute:
-            cost = modes[mode]
-            amounts = (cost.backward_seconds, cost.saved_bytes, cost.transient_bytes)
-            if mode not in allowed or amounts in seen:
-                continue
-            seen.add(amounts)
-            wait = synchronising(cost.statistics, group)
-            deferred = 0 if cost.recompute_seconds else cost.deferred_bytes  # is it split at all?
-            yield LayerOption(
-                name=mode.value,
-                seconds=cost.forward_seconds
-                + cost.backward_seconds
-                + wait.forward_seconds
-                + wait.backward_seconds,
-                fixed_bytes=int(layer_state_bytes(cost, arrangement) * margin) + 1,
-                saved_bytes=int(cost.saved_bytes * margin) + 1,
-                deferred_bytes=int(deferred * margin) + 1,
-                transient_bytes=int((cost.transient_bytes + unsharded) * margin) + 1,
-            )
-
-    def _cuts(self, arrangement: Arrangement, row: Sequence[Modes]) -> tuple[Cut, ...]:
-        if arrangement.pipeline == 1:
-            return ()
-        groups = rank_groups(self.costing.cluster, arrangement)
-        known: dict[int, float] = {}
-        cuts = []
-        for modes, is_allowed in zip(row[:-1], self.demands.is_cuttable, strict=False):
-            size = modes[Recompute.NONE].output_bytes
-            seconds = known.setdefault(size, groups.transfer_seconds(size))
-            cuts.append(
-                Cut(beginning_seconds=seconds, ending_seconds=seconds, is_allowed=is_allowed)
-            )
-        return tuple(cuts)
-
-    def limits(
-        self,
-        arrangement: Arrangement,
-        rows: Mapping[Device, Sequence[Modes]],
-        memory: Mapping[str, int],
-    ) -> StageLimits:
-        """Return what each stage may use: so much memory on each kind of device."""
-        devices, classes = self.devices(arrangement), list(rows)
-        shape = pipeline_shape(arrangement)
-        stages = []
-        for stage, (in_flight, deferred) in enumerate(_held_by_stage(arrangement.schedule, shape)):
-            device = devices[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
-            stages.append(
-                StageLimit(
-                    memory_bytes=memory[device.name],
-                    in_flight=in_flight,
-                    deferred=deferred,
-                    device_class=classes.index(device),
-                )
-            )
-        return StageLimits(
-            stages=tuple(stages),
-            microbatches=arrangement.microbatches,
-            stages_per_rank=arrangement.stages_per_rank,
-            is_v_shaped=arrangement.schedule is ScheduleKind.ZERO_BUBBLE_V,
-        )
-
-
-@lru_cache(maxsize=1024)
-def _held_by_stage(schedule: ScheduleKind, shape: PipelineShape) -> tuple[tuple[int, int], ...]:
-    """Return the microbatches in flight of each stage, and how many of them are deferred."""
-    if shape.ranks == 1:
-        return ((1, 0),) * shape.stages
-    return tuple(
-        (
-            in_flight_microbatches(schedule, stage, shape),
-            deferred_microbatches(schedule, stage, shape),
-        )
-        for stage in range(shape.stages)
-    )
 
 
 def inside_of(arrangement: Arrangement, solution: int) -> Inside:

@@ -1,1 +1,1 @@
-"""The stage program: which layers each pipeline stage runs, and how."""
+"""Stages: which consecutive layers go where, and how each is run."""

@@ -1,217 +1,339 @@
-"""Chooses the stages: prices intervals, narrows them by bounds, and lets the program decide.
+"""Chooses the stages of one arrangement: bounds, prices, improves, until bound and best meet.
 
-The answer is a plan with the bound that proves it, or why there is none: no plan exists, none is
-better than the caller's cutoff, or the time limit came first (a plan with a gap).
+    floors      shortest paths bound all cuts (one stage per rank), and close most intervals
+    a cut       the one of the bound, priced exactly, its borders moved while that helps
+    program     the cut of the least bound among those not priced yet; it is priced, left out, and
+                what decides how long it takes becomes a row
+
+The program's bound rises until it reaches the best cut known: no better one exists. Where this is
+not reached within the effort, the bound says how much better one might be.
 """
 
+from __future__ import annotations
+
 import math
-import time
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator
+from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.planner.programs.solver import NOTHING_SOLVED, SolverName, SolverReport
-from autopar.planner.programs.stages.bounds import Weights, objective_ticks
-from autopar.planner.programs.stages.intervals import Interval, IntervalTable, StagePricing
-from autopar.planner.programs.stages.memory import memory_shortfall_bytes
-from autopar.planner.programs.stages.problem import LayerChoices, StageLimits
-from autopar.planner.programs.stages.program import decide
-from autopar.planner.programs.stages.search import Narrowed, narrow
+from autopar.planner.costs.schedules.paths import first_chains, longest_chains
+from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.costs.steps.rank_groups import norm_seconds
+from autopar.planner.costs.steps.step import tied_seconds
+from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
+from autopar.planner.programs.stages.columns import Column, Columns
+from autopar.planner.programs.stages.floors import Floors, floors_of
+from autopar.planner.programs.stages.modes import CutAnswer, PricedCut, price_cut
+from autopar.planner.programs.stages.program import StageProgram
+from autopar.planner.programs.stages.question import Cut, StageQuestion
+
+_BETTER = 1.0 - 1e-9  # of the best cut: what is not below this is no better
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PlannedStage:
-    """Layers `first` up to, not including, `stop`, and the name of the option that each uses.
+class Effort:
+    """How much is done for one arrangement."""
 
-    Options that keep more in memory come first among equal layers.
+    cuts: int  # priced after the program has chosen them
+    program_seconds: float
+    gap: float  # as a share: bound and best need not meet closer than that
+    most_columns: int  # of a program; a larger one is not asked
+
+
+QUICK = Effort(cuts=0, program_seconds=0.0, gap=1.0, most_columns=0)
+THOROUGH = Effort(cuts=4, program_seconds=10.0, gap=5e-3, most_columns=20_000)
+EXACT = Effort(cuts=60, program_seconds=10.0, gap=1e-7, most_columns=400)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class StageAnswer:
+    """The best cut found below the cutoff, if any, and what no cut beats.
+
+    An infinite bound: nothing fits.
     """
 
-    first: int
-    stop: int
-    seconds: float  # forward, backward and cuts, per microbatch
-    step_seconds: float
-    resident_bytes: int
-    transient_bytes: int
-    options: tuple[str, ...]
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class StagePlan:
-    """The best plan found, and what no plan can beat."""
-
-    stages: tuple[PlannedStage, ...]
-    objective_seconds: float
+    best: PricedCut | None
     bound_seconds: float
     report: SolverReport
-
-    @property
-    def gap(self) -> float:
-        """How much worse than the bound the plan may be, as a fraction; 0 when it is proved."""
-        if self.bound_seconds >= self.objective_seconds:
-            return 0.0
-        return (self.objective_seconds - self.bound_seconds) / self.objective_seconds
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NothingBetter:
-    """No plan is below the cutoff; the bound is at least the cutoff."""
-
-    bound_seconds: float
-    report: SolverReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Undecided:
-    """The time limit came before any plan below the cutoff, or the proof that there is none."""
-
-    bound_seconds: float
-    report: SolverReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class NoStages:
-    """No plan exists.
-
-    With so many bytes more on every stage there would be one; None: no memory helps, for pins,
-    forbidden cuts and the number of stages contradict each other.
-    """
-
-    shortfall_bytes: int | None
-
-
-StageAnswer = StagePlan | NothingBetter | Undecided | NoStages
 
 
 def choose_stages(
-    choices: LayerChoices,
-    limits: StageLimits,
-    *,
-    cutoff_seconds: float = math.inf,
-    time_limit_seconds: float = 60.0,
-    solver: SolverName | None = None,
+    question: StageQuestion, *, cutoff_seconds: float = math.inf, effort: Effort = EXACT
 ) -> StageAnswer:
-    """Return the plan of least step time below the cutoff, proved, or why there is none."""
-    deadline = time.perf_counter() + time_limit_seconds
-    pricing = StagePricing(choices, limits)
-    ticks_per_objective = pricing.ticks_per_second * limits.stages_per_rank
-    found = _narrowed(pricing, cutoff=cutoff_seconds * ticks_per_objective)
-    if found is None:
-        return NoStages(shortfall_bytes=memory_shortfall_bytes(choices, limits))
-    table, state = found
-    report = NOTHING_SOLVED
-    if not state.is_decided:
-        left = max(0.1, deadline - time.perf_counter())
-        state, report = _decided(state, table, limits, time_limit_seconds=left, solver=solver)
-    bound = state.bound / ticks_per_objective
-    if not state.plan:
-        kind = NothingBetter if state.is_decided else Undecided
-        return kind(bound_seconds=bound, report=report)
-    return _told(pricing, state, report)
+    """Return the best cut of the layers into stages, with its modes, and the bound."""
+    chooser = _Chooser(question, cutoff_seconds, effort)
+    return chooser.whole() if question.shape.stages == 1 else chooser.pipelined()
 
 
-def _narrowed(pricing: StagePricing, *, cutoff: float) -> tuple[IntervalTable, Narrowed] | None:
-    """Return the table of intervals that are short enough to matter, and what is left to decide.
+class _Chooser:
+    """One question on its way to an answer."""
 
-    Intervals up to a third above the mean come first. The plan found says how long others may be,
-    and is the one to beat among those; where there is none, and memory is not the reason, the
-    length is doubled.
-    """
-    count, stages = len(pricing.choices.layers), len(pricing.limits.stages)
-    most = pricing.longest_that_matters(math.inf)
-    longest = min(most, 1 + -(-4 * count // (3 * stages)))
-    plan: tuple[Interval, ...] = ()
-    while True:
-        table = pricing.table(longest)
-        state = narrow(table, pricing.limits, cutoff=cutoff, plan=plan)
-        if state is not None:
-            cutoff, plan = state.objective, state.plan
-            needed = pricing.longest_that_matters(state.objective)
+    def __init__(self, question: StageQuestion, cutoff_seconds: float, effort: Effort) -> None:
+        self.question, self.effort = question, effort
+        self.columns = Columns(question)
+        self.cutoff = cutoff_seconds
+        self.best: PricedCut | None = None
+        self.report = NOTHING_SOLVED
+        self.once = (
+            tied_seconds(question.groups, question.arrangement, question.tied_gradient_bytes)
+            + norm_seconds(question.groups, question.arrangement)
+            + question.constants.step_seconds
+        )
+        self._priced: dict[Cut, CutAnswer] = {}
+
+    @property
+    def aim(self) -> float:
+        """What a cut has to be below."""
+        return min(self.cutoff, self.best.seconds if self.best else math.inf) * _BETTER
+
+    def whole(self) -> StageAnswer:
+        """Return the best way to run all layers as one stage."""
+        if any(first > last for first, last in self.question.windows):
+            return self._answer(math.inf)
+        cut = (0, len(self.question.classes))
+        answer = self.price(cut)
+        if self.best is None:
+            return self._answer(math.inf)
+        return self._answer(self.best.seconds if answer.is_whole else self._least_whole())
+
+    def _least_whole(self) -> float:
+        """Return what ways to run one stage take at least, those included that are not offered."""
+        assert self.best is not None
+        offers = self.columns.offers.of(0, self.question.classes)
+        every = self.question.shape.microbatches
+        exact = self.best.offers[0]
+        others = self.best.seconds - every * float(exact.times[:2].sum())
+        others -= max(one.reduction_seconds for one in exact.prices)
+        return min(
+            every * float(one.least_times[:2].sum()) + one.least_reduction_seconds + others
+            for one in offers
+        )
+
+    def pipelined(self) -> StageAnswer:
+        """Return the best cut into several stages."""
+        if any(first > last for first, last in self.question.windows):
+            return self._answer(math.inf)
+        longest = self._first_longest()
+        while True:
+            columns = self._columns(longest)
+            floors = self._floors(columns)
+            if floors is not None and floors.cut:
+                self._improved_from(floors.cut)
+            elif floors is None and columns:
+                self._improved_from(self._even_cut())
+                if self.aim == math.inf and len(columns) <= self.effort.most_columns:
+                    self._by_program(columns)
+            needed = self._longest_that_matters(longest)
             if needed <= longest:
-                return table, state
-        elif longest == most or not _has_plan(pricing):
+                break
+            longest = needed if self.aim < math.inf else min(needed, 2 * longest)
+        return self._decided(columns, floors)
+
+    def price(self, cut: Cut) -> CutAnswer:
+        """Return what comes of a cut, and keep it if it is the best."""
+        if cut not in self._priced:
+            answer = price_cut(self.columns, cut)
+            self._priced[cut] = answer
+            best = self.best.seconds if self.best else math.inf
+            if answer.best and answer.best.seconds < best:
+                self.best = answer.best
+        return self._priced[cut]
+
+    def _answer(self, bound: float) -> StageAnswer:
+        return StageAnswer(best=self.best, bound_seconds=bound, report=self.report)
+
+    def _first_longest(self) -> int:
+        count, stages = len(self.question.classes), self.question.shape.stages
+        return min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
+
+    def _columns(self, longest: int) -> list[Column]:
+        return self.columns.of_all(
+            (stage, first, stop)
+            for stage in range(self.question.shape.stages)
+            for first, stop in self.question.intervals(stage, longest)
+        )
+
+    def _floors(self, columns: list[Column]) -> Floors | None:
+        """Return the bounds of whole steps; None where ranks have several stages."""
+        if self.question.shape.stages_per_rank > 1 or not columns:
             return None
+        floors = floors_of(self.question, columns, self.columns.transfers)
+        stage = np.array([one.stage for one in columns])
+        updating = np.array([one.offer.optimizer_seconds for one in columns])
+        reducing = np.array([one.offer.least_reduction_seconds for one in columns])
+        stages = range(self.question.shape.stages)
+        least = max(float(updating[stage == p].min(initial=math.inf)) for p in stages)
+        closed = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
+        if self.question.arrangement.schedule in closed:
+            first = float(reducing[stage == 0].min(initial=math.inf))
+            behind = np.where(stage == 0, reducing, first)
         else:
-            needed = min(most, 2 * longest)
-        longest = needed
+            first, behind = 0.0, np.zeros(len(columns))
+        return Floors(
+            seconds=floors.seconds + first + least + self.once,
+            of_columns=floors.of_columns + behind + np.maximum(updating, least) + self.once,
+            cut=floors.cut,
+        )
 
+    def _longest_that_matters(self, longest: int) -> int:
+        """Return the most layers of a stage in a cut below the aim.
 
-def _has_plan(pricing: StagePricing) -> bool:
-    shortfall = memory_shortfall_bytes(pricing.choices, pricing.limits)
-    return shortfall is not None and shortfall <= 0
+        A rank with a stage of more than that, and one layer or more on each of its others, is busy
+        for longer alone.
+        """
+        count, stages = len(self.question.classes), self.question.shape.stages
+        most = count - stages + 1
+        if self.aim == math.inf:
+            return most
+        least = self._least_seconds()
+        sums = np.concatenate([[0.0], np.cumsum(least)])
+        others = (self.question.shape.stages_per_rank - 1) * float(least.min())
+        room = (self.aim - self.once) / self.question.shape.microbatches - others
+        for length in range(longest, most):
+            if float((sums[length + 1 :] - sums[: -length - 1]).min()) >= room:
+                return length
+        return most
 
+    def _least_seconds(self) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+        """Return what each layer takes at least, in any mode on any rank."""
+        question = self.question
+        kinds = dict.fromkeys(question.kinds)
+        least = [
+            min(
+                cost.forward_seconds + cost.backward_seconds
+                for kind in kinds
+                for cost in question.layer(kind, number).values()
+            )
+            for number in range(len(question.examples))
+        ]
+        return np.array([least[number] for number in question.classes])
 
-def _decided(
-    state: Narrowed,
-    table: IntervalTable,
-    limits: StageLimits,
-    *,
-    time_limit_seconds: float,
-    solver: SolverName | None,
-) -> tuple[Narrowed, SolverReport]:
-    """Let the program choose among the open intervals; close them all if it proves its choice."""
-    open_ones = [
-        Interval(mix=k, stage=p, first=i, stop=i + length + 1)
-        for k, p, i, length in np.argwhere(state.is_open).tolist()
-    ]
-    decision = decide(
-        open_ones, table, limits, time_limit_seconds=time_limit_seconds, solver=solver
-    )
-    if decision.plan:
-        objective = float(objective_ticks(decision.plan, table, limits))
-        if objective < state.objective:
-            state = replace(state, plan=decision.plan, objective=objective)
-    if decision.is_proved:
-        closed = np.zeros_like(state.is_open)
-        return replace(state, is_open=closed, bound=state.objective), decision.report
-    bound = max(state.bound, min(state.objective, decision.bound or 0.0))
-    return replace(state, bound=bound), decision.report
+    def _even_cut(self) -> Cut:
+        """Return a cut whose stages take about the same, where they may meet."""
+        question, stages = self.question, self.question.shape.stages
+        sums = np.concatenate([[0.0], np.cumsum(self._least_seconds())])
+        cut = [0]
+        for stage in range(1, stages):
+            first, last = question.windows[stage]
+            places = [
+                place
+                for place in range(max(first, cut[-1] + 1), last + 1)
+                if question.is_border[place]
+            ]
+            if not places:
+                return ()
+            wanted = sums[-1] * stage / stages
+            cut.append(min(places, key=lambda place: abs(float(sums[place]) - wanted)))
+        return (*cut, len(question.classes))
 
+    def _improved_from(self, cut: Cut) -> None:
+        """Price a cut, then move one border at a time while that makes the step shorter."""
+        if not cut:
+            return
+        answer = self.price(cut)
+        is_quick = self.question.arrangement.schedule in (
+            ScheduleKind.GPIPE,
+            ScheduleKind.ONE_F_ONE_B,
+        )
+        here = answer.best
+        for _ in range(len(cut) if is_quick else 0):
+            moves = (self.price(other).best for other in self._moved(cut))
+            better = min((one for one in moves if one), key=lambda one: one.seconds, default=None)
+            if better is None or (here and better.seconds >= here.seconds):
+                return
+            here, cut = better, better.cut
 
-def _told(pricing: StagePricing, state: Narrowed, report: SolverReport) -> StagePlan:
-    """Return the plan in seconds and names, with the objective summed anew from its options."""
-    stages = tuple(_planned(pricing, interval) for interval in state.plan)
-    objective = step_seconds(stages, pricing.limits)
-    bound = objective * min(1.0, state.bound / state.objective) if state.objective else objective
-    return StagePlan(stages=stages, objective_seconds=objective, bound_seconds=bound, report=report)
+    def _moved(self, cut: Cut) -> Iterator[Cut]:
+        """Yield the cuts in which one border lies a layer off."""
+        for border in range(1, len(cut) - 1):
+            first, last = self.question.windows[border]
+            for place in (cut[border] - 1, cut[border] + 1):
+                is_between = cut[border - 1] < place < cut[border + 1]
+                if is_between and first <= place <= last and self.question.is_border[place]:
+                    yield (*cut[:border], place, *cut[border + 1 :])
 
+    def _decided(self, columns: list[Column], floors: Floors | None) -> StageAnswer:
+        """Let the program choose cuts until its bound meets the best one, or effort is spent."""
+        bound = 0.0
+        if floors is not None:
+            if floors.seconds == math.inf:
+                return self._answer(math.inf)
+            if floors.seconds >= self.aim:
+                return self._answer(self._top)
+            is_open = floors.of_columns < self.aim
+            columns = [one for one, own in zip(columns, is_open.tolist(), strict=True) if own]
+            bound = floors.seconds
+        if len(columns) > self.effort.most_columns:
+            return self._answer(bound)
+        if len({one.stage for one in columns}) < self.question.shape.stages:
+            return self._answer(self._top if self.aim < math.inf else math.inf)
+        return self._answer(max(bound, self._by_program(columns)))
 
-def step_seconds(stages: Sequence[PlannedStage], limits: StageLimits) -> float:
-    """Return the objective: ((m·v − 1) · Σ T + Σ F) / v + Σ U."""
-    turns, ranks = limits.stages_per_rank, limits.ranks
-    rounds = [stages[turn * ranks : (turn + 1) * ranks] for turn in range(turns)]
-    slowest = sum(max(stage.seconds for stage in one) for one in rounds)
-    once = sum(max(stage.step_seconds for stage in one) for one in rounds)
-    total = math.fsum(stage.seconds for stage in stages)
-    return (Weights.of(limits).bottleneck * slowest + total) / turns + once
+    @property
+    def _top(self) -> float:
+        """What no cut beats, where all those below the aim are ruled out."""
+        return min(self.cutoff, self.best.seconds if self.best else math.inf)
 
+    def _by_program(self, columns: list[Column]) -> float:
+        """Return the bound of all cuts that are made of some columns."""
+        question = self.question
+        program = StageProgram(
+            question,
+            columns,
+            unit_seconds=self.aim if self.aim < math.inf else self._unit(columns),
+            merges_runs=question.shape.stages_per_rank > 1 and not question.pins,
+        )
+        chains = first_chains(question.arrangement.schedule, question.shape)
+        for chain in chains:
+            program.add_chain(chain)
+        for answer in self._priced.values():
+            self._tighten(program, answer)
+        for cut, answer in self._priced.items():
+            if answer.is_whole:
+                program.exclude(cut)
+        bound, doubtful = (
+            0.0,
+            math.inf,
+        )  # the bound of what was left out without comparing all modes
+        for _ in range(self.effort.cuts):
+            if self.aim < math.inf:
+                program.below(self.aim - self.once)
+            decision = program.solve(
+                time_limit_seconds=self.effort.program_seconds, gap=self.effort.gap
+            )
+            self.report += decision.report
+            bound = decision.bound_seconds + self.once
+            if bound >= self.aim - self.effort.gap * self._top or not decision.columns:
+                return min(doubtful, self._top if bound >= self.aim else bound)
+            cut = (*(one.first for one in decision.columns), len(question.classes))
+            is_known = cut in self._priced
+            answer = self.price(cut)
+            self._tighten(program, answer)
+            if answer.is_whole or is_known:
+                doubtful = doubtful if answer.is_whole else min(doubtful, bound)
+                program.exclude(cut)
+        return min(doubtful, bound, self._top)
 
-def _planned(pricing: StagePricing, interval: Interval) -> PlannedStage:
-    """Return a stage with the options of its layers, those that keep more in memory first."""
-    choices, limit = pricing.choices, pricing.limits.stages[interval.stage]
-    groups = choices.options[limit.device_class]
-    queues = {}
-    for number, uses in enumerate(pricing.uses(interval)):
-        pairs = zip(groups[number], uses, strict=True)
-        used = [option for option, use in pairs for _ in range(use)]
-        used.sort(key=lambda option: -limit.resident_bytes(option))
-        queues[number] = iter(used)
-    options = [next(queues[c]) for c in choices.layers[interval.first : interval.stop]]
-    return PlannedStage(
-        first=interval.first,
-        stop=interval.stop,
-        seconds=math.fsum([*(o.seconds for o in options), *_cut_seconds(pricing, interval)]),
-        step_seconds=math.fsum(option.step_seconds for option in options),
-        resident_bytes=sum(map(limit.resident_bytes, options)),
-        transient_bytes=max(option.transient_bytes for option in options),
-        options=tuple(option.name for option in options),
-    )
+    def _tighten(self, program: StageProgram, answer: CutAnswer) -> None:
+        """Add what decides how long a cut takes."""
+        if answer.best is None:
+            return
+        question = self.question
+        number = question.bucket_bytes.index(answer.best.arrangement.bucket_bytes)
+        prices = [offer.prices[number] for offer in answer.best.offers]
+        reduced = [0.0] * question.shape.ranks
+        for stage, price in enumerate(prices):
+            reduced[question.ranks[stage]] += price.reduction_seconds
+        for chain in longest_chains(
+            question.arrangement.schedule,
+            question.shape,
+            [price.seconds for price in prices],
+            transfer_seconds=[self.columns.transfers[stop - 1] for stop in answer.best.cut[1:-1]],
+            reduction_seconds=reduced,
+        ):
+            program.add_chain(chain)
 
-
-def _cut_seconds(pricing: StagePricing, interval: Interval) -> tuple[float, float]:
-    begin, end = pricing.cut_scales(interval.stage)
-    boundaries = pricing.choices.boundaries
-    return (
-        boundaries[interval.first].beginning_seconds * begin,
-        boundaries[interval.stop].ending_seconds * end,
-    )
+    def _unit(self, columns: list[Column]) -> float:
+        most = max(float(one.times.sum()) for one in columns)
+        return most * self.question.shape.microbatches or 1.0

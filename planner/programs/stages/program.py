@@ -1,177 +1,376 @@
-"""The stage program: which consecutive layers go on which pipeline stage, and how each is run.
+"""The stage program: which consecutive layers go on which stage of a pipeline, and how they run.
 
-A stage is an interval of layers; what its layers cost at best within its memory is known before the
-program is made (stage_options, stage_intervals), and so are the intervals that no better plan than
-the best known could use (stage_search): those are left out. Over what remains:
+What a stage may be is a column (columns.py): layers, their modes, what these take and hold. A place
+is a border between layers; the inside of a run of equal layers is one place, for only their number
+matters there. Over the columns c of each stage p,
 
-    z[p,i,j] ∈ {0,1}    stage p runs the layers i … j − 1 (as mix k, where times trade off)
-    T[c] ≥ 0            the slowest stage of round c (one round if every rank has one stage)
-    U[c] ≥ 0            the most that a stage of round c does once per step
+    z[c] ∈ {0,1}      stage p is the column c
+    y[c] ∈ [0,1]      instead, where modes in between two columns are left out: a bound
+    u[i] ∈ {0,1}      then: stage p is the interval i, which these columns share
+    t[p,k]            seconds of stage p in action k (chains.py), transfers among them
+    L, G, O ≥ 0       the longest chain, what is gathered before it, the slowest optimizer
 
-    minimise  (m·v − 1) · Σ T  +  Σ F · z  +  v · Σ U        (m microbatches, v stages per rank)
+    minimise  L + G + O
 
-    one_interval_per_stage       Σ_ij z[p,i,j] = 1
-    stages_follow_each_other     Σ_i z[p,i,b] = Σ_j z[p+1,b,j]
-    bottleneck_covers_stages     T[c] ≥ Σ_ij F_p(i,j) · z[p,i,j]          for every p of round c
-    step_covers_stages           U[c] ≥ Σ_ij S_p(i,j) · z[p,i,j]          for every p of round c
+    one_column_per_stage        Σ_c z[c] = 1                                    for every p
+    stages_follow_each_other    Σ z ending at a place = Σ z of the next stage beginning there
+    runs_are_used_up            Σ_c layers of run r in c · z[c] = layers of r   for every r
+    intervals_are_whole         Σ_c of i y[c] = u[i]
+    times_are_of_columns        t[p,k] = Σ_c seconds of c in k · z[c]
+    chains_are_no_longer        L ≥ Σ_p,k count[p,k] · t[p,k] + Σ reductions of the chain's rank · z
+    gathers_come_first          G ≥ first gather of p − what p waits for its first forward
+    optimizers_end              O ≥ Σ_c of rank r optimizer seconds · z[c]
+    memory_is_kept              Σ_c of rank r bytes at moment k · z[c] ≤ memory of r
+    cuts_are_excluded           Σ_p u of a cut ≤ stages − 1              for cuts priced before
 
-That stage 0 begins with the first layer and the last ends with the last is a matter of columns.
-Where the bounds meet the best plan known, nothing is left to decide and no program is made.
+Every chain bounds a step from below, so the optimum does; it is the step of its columns where these
+are exact and the chain that decides them is among the rows.
 """
 
+from __future__ import annotations
+
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import groupby, pairwise
 
 import pulp
 
+from autopar.planner.costs.schedules.paths import TRANSFER, Chain
+from autopar.planner.costs.steps.memory import most_tensor_bytes
 from autopar.planner.programs.solver import (
     Infeasible,
-    SolverName,
     SolverReport,
     TimedOut,
-    is_chosen,
+    branching_solver,
+    default_solver,
     new_program,
     solve,
 )
-from autopar.planner.programs.stages.bounds import Weights
-from autopar.planner.programs.stages.intervals import Interval, IntervalTable
-from autopar.planner.programs.stages.problem import StageLimits
+from autopar.planner.programs.stages.columns import Column
+from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
+from autopar.planner.programs.stages.rank_memory import fullest
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Column:
-    """An interval that the program may choose, with its times in the unit of the program."""
-
-    interval: Interval
-    time: float
-    step_time: float
-    variable: pulp.LpVariable
-
-
-Columns = tuple[tuple[Column, ...], ...]  # by stage
+_FEW_COLUMNS = 400  # a program with no more is solved at once
+_CLOSE = 1e-7  # of the objective: what is nearer to the optimum than that is as good
+Term = tuple[pulp.LpVariable, float]
+Place = tuple[bool, int]  # whether inside a run, and which run, or which border
+_Key = tuple[int, Place, Place, Content]  # an interval on a stage
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Decision:
-    """The plan that the program chose, empty if none, and what no plan can beat, in ticks.
+    """The columns that the program chose, none where there are none; what no cut can beat."""
 
-    Proved: no better plan exists among the intervals given, or none at all.
-    """
-
-    plan: tuple[Interval, ...]
-    bound: float
-    is_proved: bool
+    columns: tuple[Column, ...]
+    bound_seconds: float
     report: SolverReport
 
 
-def decide(
-    intervals: Sequence[Interval],
-    table: IntervalTable,
-    limits: StageLimits,
-    *,
-    time_limit_seconds: float,
-    solver: SolverName | None,
-) -> Decision:
-    """Solve the program over some intervals and read the plan back."""
-    unit = float(max(max(table.ticks[at.place], table.steps[at.place]) for at in intervals)) or 1.0
-    columns = _columns(intervals, table, limits, unit)
-    program = stage_program(columns, limits)
-    outcome = solve(program, time_limit_seconds=time_limit_seconds, solver=solver)
-    bound = outcome.bound if isinstance(outcome, TimedOut) else None
-    has_values = not isinstance(outcome, Infeasible) and outcome.objective is not None
-    return Decision(
-        plan=_chosen(columns) if has_values else (),
-        bound=(bound or 0.0) * unit,
-        is_proved=not isinstance(outcome, TimedOut),
-        report=outcome.report,
-    )
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Choice:
+    """A column that may be chosen."""
+
+    column: Column
+    variable: pulp.LpVariable
+    key: _Key  # of its interval
+
+    @property
+    def begins(self) -> Place:
+        """The place before its layers."""
+        return self.key[1]
+
+    @property
+    def ends(self) -> Place:
+        """The place behind its layers."""
+        return self.key[2]
 
 
-def _chosen(columns: Columns) -> tuple[Interval, ...]:
-    return tuple(c.interval for stage in columns for c in stage if is_chosen(c.variable))
+class _CutProgram:
+    """The ways to cut the layers into stages: what the programs of time and of memory share."""
 
+    unit = 1.0  # of the objective
 
-def stage_program(columns: Columns, limits: StageLimits) -> pulp.LpProblem:
-    """Return the program over some columns."""
-    program = new_program("stages")
-    bottlenecks = [pulp.LpVariable(f"T_{c}", 0) for c in range(limits.stages_per_rank)]
-    steps = [pulp.LpVariable(f"U_{c}", 0) for c in range(limits.stages_per_rank)]
-    one_interval_per_stage(program, columns)
-    stages_follow_each_other(program, columns)
-    bottleneck_covers_stages(program, columns, bottlenecks, limits=limits)
-    step_covers_stages(program, columns, steps, limits=limits)
-    weights = Weights.of(limits)
-    times = [(c.variable, c.time) for stage in columns for c in stage]
-    slowest = [(bottleneck, weights.bottleneck) for bottleneck in bottlenecks]
-    once = [(step, weights.step) for step in steps]
-    program.setObjective(_sum([*slowest, *times, *once]))
-    return program
+    def __init__(
+        self, question: StageQuestion, columns: Sequence[Column], *, merges_runs: bool
+    ) -> None:
+        self.question = question
+        self.program = new_program("stages")
+        self._places = _places(question, merges_runs)
+        self.stages: list[list[_Choice]] = [[] for _ in range(question.shape.stages)]
+        self._intervals: dict[_Key, pulp.LpVariable] = {}
+        for number, column in enumerate(self._different(columns)):
+            self.stages[column.stage].append(self._choice(number, column))
+        self.size = sum(map(len, self.stages))
+        self._one_column_per_stage()
+        self._stages_follow_each_other()
+        if merges_runs:
+            self._runs_are_used_up()
+        self._intervals_are_whole()
 
-
-def one_interval_per_stage(program: pulp.LpProblem, columns: Columns) -> None:
-    """Σ_ij z[p,i,j] = 1."""
-    for p, stage in enumerate(columns):
-        program += _sum((c.variable, 1) for c in stage) == 1, f"one_interval_of_stage_{p}"
-
-
-def stages_follow_each_other(program: pulp.LpProblem, columns: Columns) -> None:
-    """Σ_i z[p,i,b] = Σ_j z[p+1,b,j]."""
-    for p in range(len(columns) - 1):
-        flow = defaultdict(list)
-        for c in columns[p]:
-            flow[c.interval.stop].append((c.variable, 1))
-        for c in columns[p + 1]:
-            flow[c.interval.first].append((c.variable, -1))
-        for boundary, terms in flow.items():
-            program += _sum(terms) == 0, f"stage_{p}_ends_at_{boundary}_where_the_next_begins"
-
-
-def bottleneck_covers_stages(
-    program: pulp.LpProblem,
-    columns: Columns,
-    bottlenecks: Sequence[pulp.LpVariable],
-    *,
-    limits: StageLimits,
-) -> None:
-    """T[c] ≥ Σ_ij F_p(i,j) · z[p,i,j] for every stage p of round c."""
-    for p, stage in enumerate(columns):
-        bottleneck = (bottlenecks[limits.round_of(p)], -1)
-        times = ((c.variable, c.time) for c in stage)
-        program += _sum([bottleneck, *times]) <= 0, f"bottleneck_covers_stage_{p}"
-
-
-def step_covers_stages(
-    program: pulp.LpProblem,
-    columns: Columns,
-    steps: Sequence[pulp.LpVariable],
-    *,
-    limits: StageLimits,
-) -> None:
-    """U[c] ≥ Σ_ij S_p(i,j) · z[p,i,j] for every stage p of round c."""
-    for p, stage in enumerate(columns):
-        step = (steps[limits.round_of(p)], -1)
-        times = ((c.variable, c.step_time) for c in stage)
-        program += _sum([step, *times]) <= 0, f"step_covers_stage_{p}"
-
-
-Term = tuple[pulp.LpVariable, float]
-
-
-def _sum(terms: Iterable[Term]) -> pulp.LpAffineExpression:
-    return pulp.LpAffineExpression(list(terms))
-
-
-def _columns(
-    intervals: Sequence[Interval], table: IntervalTable, limits: StageLimits, unit: float
-) -> Columns:
-    columns: list[list[Column]] = [[] for _ in limits.stages]
-    for at in intervals:
-        column = Column(
-            interval=at,
-            time=float(table.ticks[at.place]) / unit,
-            step_time=float(table.steps[at.place]) / unit,
-            variable=pulp.LpVariable(f"z_{at.stage}_{at.first}_{at.stop}_{at.mix}", cat="Binary"),
+    def solve(self, *, time_limit_seconds: float, gap: float = _CLOSE) -> Decision:
+        """Solve the program as it stands, to a gap as a share of the objective."""
+        branches = self.question.shape.stages_per_rank > 1 and self.size > _FEW_COLUMNS
+        solver = branching_solver() if branches else default_solver()
+        outcome = solve(
+            self.program,
+            time_limit_seconds=time_limit_seconds,
+            solver=solver,
+            gap=gap,
         )
-        columns[at.stage].append(column)
-    return tuple(map(tuple, columns))
+        if isinstance(outcome, Infeasible):
+            return Decision(columns=(), bound_seconds=float("inf"), report=outcome.report)
+        bound = (outcome.bound or 0.0) * self.unit
+        if isinstance(outcome, TimedOut) and outcome.objective is None:
+            return Decision(columns=(), bound_seconds=bound, report=outcome.report)
+        return Decision(columns=tuple(self._chosen()), bound_seconds=bound, report=outcome.report)
+
+    def _key(self, stage: int, first: int, stop: int) -> _Key:
+        return stage, self._places[first], self._places[stop], self.question.classes[first:stop]
+
+    def _choice(self, number: int, column: Column) -> _Choice:
+        variable = pulp.LpVariable(
+            f"z_{number}", 0, 1, cat="Binary" if column.offer.is_whole else "Continuous"
+        )
+        key = self._key(column.stage, column.first, column.stop)
+        return _Choice(column=column, variable=variable, key=key)
+
+    def _one_column_per_stage(self) -> None:
+        for stage, own in enumerate(self.stages):
+            terms = [(one.variable, 1.0) for one in own]
+            self._add(terms, "==", 1.0, f"one_column_of_stage_{stage}")
+
+    def _stages_follow_each_other(self) -> None:
+        for stage in range(len(self.stages) - 1):
+            flow: defaultdict[object, list[Term]] = defaultdict(list)
+            for one in self.stages[stage]:
+                flow[one.ends].append((one.variable, 1.0))
+            for one in self.stages[stage + 1]:
+                flow[one.begins].append((one.variable, -1.0))
+            for number, terms in enumerate(flow.values()):
+                self._add(terms, "==", 0.0, f"stage_{stage}_and_the_next_at_{number}")
+
+    def _runs_are_used_up(self) -> None:
+        runs: defaultdict[int, list[Term]] = defaultdict(list)
+        sizes: defaultdict[int, int] = defaultdict(int)
+        numbers = _run_numbers(self.question)
+        for number in numbers:
+            sizes[number] += 1
+        for own in self.stages:
+            for one in own:
+                inside = numbers[one.column.first : one.column.stop]
+                for number, group in groupby(inside):
+                    if sizes[number] > 1:
+                        runs[number].append((one.variable, float(len(list(group)))))
+        for number, terms in runs.items():
+            self._add(terms, "==", float(sizes[number]), f"run_{number}_is_used_up")
+
+    def _intervals_are_whole(self) -> None:
+        for stage, own in enumerate(self.stages):
+            loose: defaultdict[_Key, list[Term]] = defaultdict(list)
+            for one in own:
+                if not one.column.offer.is_whole:
+                    loose[one.key].append((one.variable, 1.0))
+            for key, terms in loose.items():
+                number = len(self._intervals)
+                self._intervals[key] = pulp.LpVariable(f"u_{stage}_{number}", cat="Binary")
+                terms.append((self._intervals[key], -1.0))
+                self._add(terms, "==", 0.0, f"whole_{number}")
+
+    def _different(self, columns: Iterable[Column]) -> Iterable[Column]:
+        """Yield one column of those that are the same but for where in a run they lie."""
+        seen = set()
+        for one in columns:
+            key = self._key(one.stage, one.first, one.stop), id(one.offer)
+            if key not in seen:
+                seen.add(key)
+                yield one
+
+    def _chosen(self) -> Iterable[Column]:
+        """Yield the columns of the solution from the first stage to the last, laid end to end."""
+        place = 0
+        for own in self.stages:
+            best = max(own, key=lambda one: float(one.variable.varValue or 0.0)).column
+            length = best.stop - best.first
+            yield Column(
+                stage=best.stage,
+                first=place,
+                stop=place + length,
+                offer=best.offer,
+                times=best.times,
+            )
+            place += length
+
+    def _add(self, terms: Sequence[Term], sense: str, right: float, name: str) -> None:
+        expression = pulp.LpAffineExpression(list(terms))
+        senses = {"<=": pulp.LpConstraintLE, "==": pulp.LpConstraintEQ}
+        self.program += pulp.LpConstraint(expression, senses[sense], name, right)
+
+    def _memory_rows(self) -> Iterator[tuple[int, int, list[Term]]]:
+        """Yield rank, moment and bytes as shares of the limit, but for what others make certain."""
+        constants, arrangement = self.question.constants, self.question.arrangement
+        for rank, stages in enumerate(self.question.stages_of):
+            limit = most_tensor_bytes(self.question.limit_bytes[rank], arrangement, constants)
+            moments = self.question.moments[rank]
+            held = [
+                (one, one.column.offer.held_bytes(moments, place), stage)
+                for place, stage in enumerate(stages)
+                for one in self.stages[stage]
+            ]
+            for moment in fullest(moments):
+                running = stages[int(moments.running[moment])]
+                yield (
+                    rank,
+                    moment,
+                    [
+                        (
+                            one.variable,
+                            (own[moment] + (one.column.offer.work_bytes if at == running else 0.0))
+                            / limit,
+                        )
+                        for one, own, at in held
+                    ],
+                )
+
+
+class StageProgram(_CutProgram):
+    """The program of the least step, which gains rows from cut to cut."""
+
+    def __init__(
+        self,
+        question: StageQuestion,
+        columns: Sequence[Column],
+        *,
+        unit_seconds: float,
+        merges_runs: bool,
+    ) -> None:
+        super().__init__(question, columns, merges_runs=merges_runs)
+        self.unit = unit_seconds
+        self._chains: set[object] = set()
+        self._excluded = self._asked = 0
+        self.longest = pulp.LpVariable("L", 0)
+        self.gathers = pulp.LpVariable("G", 0)
+        self.optimizers = pulp.LpVariable("O", 0)
+        self.program.setObjective(
+            pulp.LpAffineExpression([(self.longest, 1), (self.gathers, 1), (self.optimizers, 1)])
+        )
+        self.times = self._times_are_of_columns()
+        self._gathers_come_first()
+        self._optimizers_end()
+        if question.shape.stages_per_rank > 1:
+            self._memory_is_kept()
+
+    def add_chain(self, chain: Chain) -> None:
+        """chains_are_no_longer: L ≥ Σ count · t + Σ reductions of the rank that it ends on · z."""
+        if chain.key in self._chains:
+            return
+        self._chains.add(chain.key)
+        terms: list[Term] = [(self.longest, -1.0)]
+        for stage, counts in enumerate(chain.counts):
+            terms += [
+                (self.times[stage][kind], float(count))
+                for kind, count in enumerate(counts)
+                if count
+            ]
+        if chain.rank is not None:
+            for stage in self.question.stages_of[chain.rank]:
+                terms += self._seconds(
+                    (one, one.column.offer.least_reduction_seconds) for one in self.stages[stage]
+                )
+        self._add(terms, "<=", 0.0, f"chain_{len(self._chains)}")
+
+    def exclude(self, cut: Cut) -> None:
+        """cuts_are_excluded: Σ z of the cut's intervals ≤ stages − 1."""
+        terms: list[Term] = []
+        for stage, own in enumerate(self.stages):
+            key = self._key(stage, cut[stage], cut[stage + 1])
+            if key in self._intervals:
+                terms.append((self._intervals[key], 1.0))
+            else:
+                terms += [(one.variable, 1.0) for one in own if one.key == key]
+        self._excluded += 1
+        self._add(terms, "<=", len(self.stages) - 1.0, f"excluded_{self._excluded}")
+
+    def below(self, seconds: float) -> None:
+        """Ask for what takes less than some seconds alone."""
+        terms = [(self.longest, 1.0), (self.gathers, 1.0), (self.optimizers, 1.0)]
+        self._asked += 1
+        self._add(terms, "<=", seconds / self.unit, f"below_the_best_{self._asked}")
+
+    def _times_are_of_columns(self) -> list[list[pulp.LpVariable]]:
+        table = []
+        for stage, own in enumerate(self.stages):
+            row = [pulp.LpVariable(f"t_{stage}_{kind}", 0) for kind in range(TRANSFER + 1)]
+            for kind, total in enumerate(row):
+                terms = self._seconds((one, float(one.column.times[kind])) for one in own)
+                self._add([*terms, (total, -1.0)], "==", 0.0, f"time_{stage}_{kind}")
+            table.append(row)
+        return table
+
+    def _gathers_come_first(self) -> None:
+        starts: list[Term] = []
+        for stage, own in enumerate(self.stages):
+            gathers = [(one, one.column.offer.price.data.first_forward) for one in own]
+            if any(seconds for _, seconds in gathers):
+                before = [(time, -weight) for time, weight in starts]
+                rank = self.question.ranks[stage]
+                if rank != stage:  # a later stage of a rank that began with another
+                    before = [(time, -1.0) for time, _ in self._started[rank]]
+                terms = [(self.gathers, -1.0), *self._seconds(gathers), *before]
+                self._add(terms, "<=", 0.0, f"gather_of_stage_{stage}")
+            if stage == 0:
+                self._started: list[list[Term]] = []
+            if stage < self.question.shape.ranks:
+                self._started.append(list(starts))
+            starts = [*starts, (self.times[stage][0], 1.0), (self.times[stage][TRANSFER], 1.0)]
+
+    def _optimizers_end(self) -> None:
+        for rank, stages in enumerate(self.question.stages_of):
+            terms: list[Term] = [(self.optimizers, -1.0)]
+            for stage in stages:
+                terms += self._seconds(
+                    (one, one.column.offer.optimizer_seconds) for one in self.stages[stage]
+                )
+            self._add(terms, "<=", 0.0, f"optimizer_of_rank_{rank}")
+
+    def _memory_is_kept(self) -> None:
+        """Rank by rank, at each moment that another one does not make certain."""
+        slack = 64.0 / min(self.question.limit_bytes)  # what is rounded up
+        for rank, moment, terms in self._memory_rows():
+            self._add(terms, "<=", 1.0 + slack, f"memory_of_{rank}_at_{moment}")
+
+    def _seconds(self, pairs: Iterable[tuple[_Choice, float]]) -> list[Term]:
+        return [(one.variable, seconds / self.unit) for one, seconds in pairs if seconds]
+
+
+class MemoryProgram(_CutProgram):
+    """The program of the least memory: M ≥ bytes of each rank at each moment, as shares."""
+
+    def __init__(
+        self, question: StageQuestion, columns: Sequence[Column], *, merges_runs: bool
+    ) -> None:
+        super().__init__(question, columns, merges_runs=merges_runs)
+        most = pulp.LpVariable("M", 0)
+        self.program.setObjective(pulp.LpAffineExpression([(most, 1)]))
+        for rank, moment, terms in self._memory_rows():
+            self._add([*terms, (most, -1.0)], "<=", 0.0, f"memory_of_{rank}_at_{moment}")
+
+
+def _run_numbers(question: StageQuestion) -> list[int]:
+    """Return for each layer which run of equal layers it is in; stages may meet anywhere inside."""
+    numbers, run = [], -1
+    for place, own in enumerate(question.classes):
+        if place == 0 or own != question.classes[place - 1] or not question.is_border[place]:
+            run += 1
+        numbers.append(run)
+    return numbers
+
+
+def _places(question: StageQuestion, merges_runs: bool) -> list[Place]:
+    """Return the place of each border between layers, the ends included."""
+    runs = _run_numbers(question)
+    inside = [False, *(one == other for one, other in pairwise(runs)), False]
+    return [
+        (True, runs[border]) if is_inside and merges_runs else (False, border)
+        for border, is_inside in enumerate(inside)
+    ]

@@ -1,190 +1,220 @@
-"""Random small stage problems, and what is best for each by trying everything."""
+"""Makes small questions for the stage program, and answers them by pricing everything there is."""
 
-import itertools
+from __future__ import annotations
+
 import math
 from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import combinations, pairwise, product
+from random import Random
 
-from hypothesis import strategies as st
-
-from autopar.planner.programs.stages.problem import (
-    Cut,
-    LayerChoices,
-    LayerOption,
-    LayerRun,
-    Pin,
-    StageLimit,
-    StageLimits,
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute, Zero
+from autopar.planner.costs.schedules.table import (
+    SCHEDULES,
+    PipelineShape,
+    ScheduleKind,
+    refusal,
 )
-from autopar.planner.programs.stages.shares import Share, shares_of
+from autopar.planner.costs.steps.framework import read_framework_constants
+from autopar.planner.costs.steps.rank_groups import rank_groups
+from autopar.planner.costs.steps.step import predict
+from autopar.planner.programs.stages.question import StageQuestion
+from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT
 
-Case = tuple[LayerChoices, StageLimits]
-Stage = tuple[float, float]  # seconds, step seconds
+MODES = tuple(Recompute)
+STAGES_PER_RANK = {
+    ScheduleKind.GPIPE: (1,),
+    ScheduleKind.ONE_F_ONE_B: (1,),
+    ScheduleKind.ZERO_BUBBLE_V: (2,),
+}
 
 
-def best_by_trying_all(choices: LayerChoices, limits: StageLimits) -> float | None:
-    """Return the least objective over all cuts and all options of every layer, None if none fits.
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StageCase:
+    """A question with the cluster that it is about."""
 
-    Within an interval of a stage only the two times of a choice of options matter to the whole, so
-    the choices are tried interval by interval; nothing else is left out.
-    """
-    stages = len(limits.stages)
-    shares = shares_of(choices, limits)
-    inside = {
-        (p, first, stop): _stage_times(choices, limits, (p, first, stop), shares[p])
-        for p in range(stages)
-        for first, stop in itertools.combinations(range(len(choices.layers) + 1), 2)
-    }
-    return min(
-        (
-            _objective(times, limits)
-            for ends in _ways_to_cut(choices, stages)
-            for times in itertools.product(
-                *(inside[p, ends[p], ends[p + 1]] for p in range(stages))
-            )
-        ),
-        default=None,
+    question: StageQuestion
+    cluster: Cluster
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Truth:
+    """The best of all cuts, modes and sizes of buckets that fit; infinite where none does."""
+
+    seconds: float
+    least_bytes: int  # of the fullest rank, whatever is allowed
+
+
+def random_modes(random: Random) -> Modes:
+    """Return a layer in its three modes; recomputing takes longer and keeps less."""
+    forward = random.uniform(1e-3, 4e-3)
+    backward = 2 * forward * random.uniform(0.8, 1.2)
+    parameters = random.randint(1, 40) * 100_000
+    saved = random.randint(50, 300) * 1_000_000
+    transient = random.randint(1, 100) * 1_000_000
+    plain = replace(
+        LAYER,
+        forward_seconds=forward,
+        backward_seconds=backward,
+        weight_gradient_seconds=backward * random.uniform(0.3, 0.5),
+        saved_bytes=saved,
+        transient_bytes=transient,
+        output_bytes=random.randint(1, 8) * 1_000_000,
+        parameters=parameters,
+        trainable=parameters,
+        parameter_bytes=2 * parameters,
+        gradient_bytes=4 * parameters,
+        optimizer_bytes=12 * parameters,
+        learning_bytes=0,
+        deferred_bytes=random.randint(0, 20) * 1_000_000,
     )
-
-
-def _ways_to_cut(choices: LayerChoices, stages: int) -> Iterator[tuple[int, ...]]:
-    count = len(choices.layers)
-    for inner in itertools.combinations(range(1, count), stages - 1):
-        ends = (0, *inner, count)
-        is_allowed = all(choices.boundaries[place].is_allowed for place in inner)
-        is_pinned = all(
-            pin.stage < stages and ends[pin.stage] <= pin.layer < ends[pin.stage + 1]
-            for pin in choices.pins
-        )
-        if is_allowed and is_pinned:
-            yield ends
-
-
-def _stage_times(
-    choices: LayerChoices, limits: StageLimits, at: tuple[int, int, int], share: Share
-) -> set[Stage]:
-    p, first, stop = at
-    limit = limits.stages[p]
-    after = limits.stages[p + 1].cut_scale if p + 1 < len(limits.stages) else 0.0
-    cuts = (
-        choices.boundaries[first].beginning_seconds * limit.cut_scale
-        + choices.boundaries[stop].ending_seconds * after
-    )
-    groups = [choices.options[limit.device_class][c] for c in choices.layers[first:stop]]
     return {
-        (cuts + math.fsum(o.seconds for o in way), math.fsum(o.step_seconds for o in way))
-        for way in itertools.product(*groups)
-        if _fits(way, limit, share)
+        Recompute.NONE: plain,
+        Recompute.SELECTIVE: again(plain, share=0.1, kept=0.6, more=saved // 3),
+        Recompute.FULL: again(plain, share=1.0, kept=0.1, more=saved),
     }
 
 
-def _fits(way: tuple[LayerOption, ...], limit: StageLimit, share: Share) -> bool:
-    kept = sum(
-        option.fixed_bytes
-        + limit.in_flight * option.saved_bytes
-        + limit.deferred * option.deferred_bytes
-        for option in way
-    )
-    transient = max(option.transient_bytes for option in way)
-    if share.reserved_bytes is not None and transient > share.reserved_bytes:
-        return False
-    return kept + max(transient, share.reserved_bytes or 0) <= share.memory_bytes
-
-
-def _objective(stages: tuple[Stage, ...], limits: StageLimits) -> float:
-    """Return ((m·v − 1) · Σ T + Σ F) / v + Σ U, as the program states it."""
-    v, ranks = limits.stages_per_rank, limits.ranks
-    rounds = [stages[c * ranks : (c + 1) * ranks] for c in range(v)]
-    slowest = sum(max(seconds for seconds, _ in one) for one in rounds)
-    once = sum(max(step for _, step in one) for one in rounds)
-    total = sum(seconds for seconds, _ in stages)
-    return ((limits.microbatches * v - 1) * slowest + total) / v + once
-
-
-@st.composite
-def cases(draw: st.DrawFn) -> Case:
-    """Return layers of up to three classes on up to four stages, with memory that often binds."""
-    classes = draw(st.integers(1, 3))
-    widths = [draw(st.integers(1, 3)) for _ in range(classes)]
-    devices = draw(st.integers(1, 2))
-    options = tuple(
-        tuple(tuple(draw(_options(k)) for k in range(width)) for width in widths)
-        for _ in range(devices)
-    )
-    runs = tuple(
-        LayerRun(layer_class=draw(st.integers(0, classes - 1)), count=draw(st.integers(1, 3)))
-        for _ in range(draw(st.integers(1, 3)))
-    )
-    count = sum(run.count for run in runs)
-    per_rank = draw(st.sampled_from([1, 1, 1, 2]))
-    ranks = draw(st.integers(1, 4 if per_rank == 1 else 2))
-    choices = LayerChoices(
-        options=options, runs=runs, cuts=draw(_cuts(count)), pins=draw(_pins(count, ranks))
-    )
-    return choices, draw(_limits(ranks, per_rank, devices=devices, layers=count))
-
-
-_SECONDS = st.sampled_from([0.0, 0.5, 1.0, 1.25, 2.0, 3.0]) | st.floats(0.01, 4.0)
-
-
-@st.composite
-def _options(draw: st.DrawFn, position: int) -> LayerOption:
-    return LayerOption(
-        name=f"option {position}",
-        seconds=draw(_SECONDS),
-        step_seconds=draw(st.sampled_from([0.0, 0.0, 0.5, 2.0])),
-        fixed_bytes=draw(st.integers(0, 8)),
-        saved_bytes=draw(st.integers(0, 8)),
-        deferred_bytes=draw(st.integers(0, 3)),
-        transient_bytes=draw(st.integers(0, 8)),
+def again(plain: LayerCost, *, share: float, kept: float, more: int) -> LayerCost:
+    """Return a layer that computes a share of its forward again, and keeps a share."""
+    recomputed = plain.forward_seconds * share
+    return replace(
+        plain,
+        backward_seconds=plain.backward_seconds + recomputed,
+        recompute_seconds=recomputed,
+        saved_bytes=int(plain.saved_bytes * kept),
+        transient_bytes=plain.transient_bytes + more,
+        deferred_bytes=0,
     )
 
 
-@st.composite
-def _cuts(draw: st.DrawFn, layers: int) -> tuple[Cut, ...]:
-    if draw(st.booleans()):
-        return ()
-    return tuple(
-        Cut(
-            beginning_seconds=draw(st.sampled_from([0.0, 0.25, 1.0])),
-            ending_seconds=draw(st.sampled_from([0.0, 0.25, 1.0])),
-            is_allowed=draw(st.sampled_from([True, True, True, False])),
-        )
-        for _ in range(layers - 1)
+def random_case(seed: int, *, kind: ScheduleKind, most_layers: int, room: float) -> StageCase:
+    """Return a small case; `room` is memory, as a share of what an even cut needs as it is."""
+    random = Random(seed)
+    ranks = random.choice((2, 2, 3)) if most_layers > 4 else 2
+    several = random.choice(STAGES_PER_RANK.get(kind, (1, 2)))
+    microbatches = ranks * random.choice((1, 2, 3, 5))
+    data = random.choice((1, 2, 4)) if ranks == 2 else random.choice((1, 2))
+    shape = PipelineShape(ranks=ranks, stages_per_rank=several, microbatches=microbatches)
+    assert not refusal(kind, shape)
+    arrangement = replace(
+        ARRANGEMENT,
+        pipeline=ranks,
+        data=data,
+        shard=data,
+        microbatches=microbatches,
+        schedule=kind,
+        stages_per_rank=several,
+        zero=_zero(random, kind, data),
+        bucket_bytes=2_000_000,
     )
+    count = random.randint(max(ranks * several, 3), max(most_layers, ranks * several))
+    return _case(random, arrangement, count, room)
 
 
-@st.composite
-def _pins(draw: st.DrawFn, layers: int, stages: int) -> tuple[Pin, ...]:
-    if draw(st.integers(0, 3)):
-        return ()
-    return (Pin(layer=draw(st.integers(0, layers - 1)), stage=draw(st.integers(0, stages - 1))),)
-
-
-@st.composite
-def _limits(
-    draw: st.DrawFn, ranks: int, per_rank: int, *, devices: int, layers: int
-) -> StageLimits:
-    mean = 12 * per_rank * -(-layers // (ranks * per_rank))
-    memory = [draw(st.integers(mean // 2, 3 * mean)) for _ in range(ranks)]
-    is_v_shaped = per_rank == 2 and draw(st.booleans())
-    shape = StageLimits(
-        stages=(StageLimit(memory_bytes=0),) * (ranks * per_rank),
-        microbatches=1,
-        stages_per_rank=per_rank,
-        is_v_shaped=is_v_shaped,
+def whole_case(seed: int, *, zero: Zero, layers: int, room: float) -> StageCase:
+    """Return a small case without a pipeline."""
+    random = Random(seed)
+    data = 1 if zero is Zero.NONE and random.random() < 0.5 else random.choice((2, 4))
+    arrangement = replace(
+        ARRANGEMENT,
+        data=data,
+        shard=data,
+        microbatches=random.choice((1, 3)),
+        zero=zero if data > 1 else Zero.NONE,
+        bucket_bytes=2_000_000,
     )
-    return StageLimits(
-        stages=tuple(
-            StageLimit(
-                memory_bytes=memory[shape.rank_of(p)],
-                in_flight=draw(st.integers(1, 3)),
-                deferred=draw(st.sampled_from([0, 0, 1])),
-                device_class=draw(st.integers(0, devices - 1)),
-                cut_scale=draw(st.sampled_from([1.0, 1.0, 3.0])),
-            )
-            for p in range(ranks * per_rank)
+    return _case(random, arrangement, layers, room)
+
+
+def _zero(random: Random, kind: ScheduleKind, data: int) -> Zero:
+    if data == 1:
+        return Zero.NONE
+    levels = [Zero.NONE, Zero.OPTIMIZER]
+    if not SCHEDULES[kind].splits_backward:
+        levels.append(Zero.PARAMETERS)
+    return random.choice(levels)
+
+
+def _case(random: Random, arrangement: Arrangement, count: int, room: float) -> StageCase:
+    ends, middle = [random_modes(random), random_modes(random)], random_modes(random)
+    other = random_modes(random) if random.random() < 0.4 else middle
+    row = (
+        ends[0],
+        *(random.choice((middle, other)) for _ in range(count - 2)),
+        random.choice((ends[1], middle)),
+    )
+    cluster = choose_cluster(arrangement.ranks, "a100-80gb-sxm")
+    constants = random.choice((SILENT, read_framework_constants()))
+    plain = [[one[Recompute.NONE] for one in part] for part in _even(row, arrangement)]
+    peak = predict(plain, arrangement, cluster, constants=constants, model_flops=1).peak_memory
+    return StageCase(
+        question=StageQuestion(
+            arrangement=arrangement,
+            groups=rank_groups(cluster, arrangement),
+            constants=constants,
+            rows=(row,) * arrangement.pipeline,
+            allowed=(frozenset(Recompute),) * count,
+            is_cuttable=(True,) * count,
+            pins=(),
+            limit_bytes=(int(peak.device_bytes * room),) * arrangement.pipeline,
+            tied_gradient_bytes=random.choice((0, 1_000_000)),
+            bucket_bytes=random.choice(((2_000_000,), (2_000_000, 8_000_000))),
         ),
-        microbatches=draw(st.integers(1, 6)),
-        stages_per_rank=per_rank,
-        is_v_shaped=is_v_shaped,
+        cluster=cluster,
     )
+
+
+def _even(row: tuple[Modes, ...], arrangement: Arrangement) -> Iterator[tuple[Modes, ...]]:
+    stages = arrangement.pipeline * arrangement.stages_per_rank
+    borders = [number * len(row) // stages for number in range(stages + 1)]
+    return (row[first:stop] for first, stop in pairwise(borders))
+
+
+def brute_force(case: StageCase) -> Truth:
+    """Price every cut in every mix of modes with every size of buckets, by the prediction.
+
+    Of equal layers in a stage those that keep most come first: the order is no choice of a plan.
+    """
+    question = case.question
+    best, least = math.inf, 1 << 60
+    count, stages = len(question.allowed), question.shape.stages
+    for inner in combinations(range(1, count), stages - 1):
+        cut = (0, *inner, count)
+        for parts in product(*(_ways(question, *ends) for ends in pairwise(cut))):
+            for size in question.bucket_bytes:
+                found = predict(
+                    parts,
+                    replace(question.arrangement, bucket_bytes=size),
+                    case.cluster,
+                    constants=question.constants,
+                    model_flops=1,
+                    tied_gradient_bytes=question.tied_gradient_bytes,
+                )
+                needed = found.peak_memory.device_bytes
+                least = min(least, needed)
+                if needed <= question.limit_bytes[0]:
+                    best = min(best, found.step_seconds)
+    return Truth(seconds=best, least_bytes=least)
+
+
+def _ways(question: StageQuestion, first: int, stop: int) -> list[list[LayerCost]]:
+    """Return the ways to run some layers as a stage."""
+    row = question.rows[0][first:stop]
+    return [
+        [one[mode] for one, mode in zip(row, modes, strict=True)]
+        for modes in product(MODES, repeat=stop - first)
+        if _keeps_most_first(row, modes)
+    ]
+
+
+def _keeps_most_first(row: tuple[Modes, ...], modes: tuple[Recompute, ...]) -> bool:
+    before: dict[int, int] = {}
+    for one, mode in zip(row, modes, strict=True):
+        place = MODES.index(mode)
+        if place < before.get(id(one), 0):
+            return False
+        before[id(one)] = place
+    return True

@@ -1,0 +1,76 @@
+"""Prices one stage alone: all that a step asks of it, whichever layers the other stages have."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
+from autopar.planner.costs.schedules.simulation import StageSeconds
+from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.costs.steps.data_parallel import DataGroups, DataSeconds, data_seconds
+from autopar.planner.costs.steps.framework import FrameworkConstants
+from autopar.planner.costs.steps.rank_groups import RankGroups, summed_seconds
+from autopar.planner.costs.steps.stage_load import StageLoad, stage_load
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StagePrice:
+    """The seconds and bytes of one stage."""
+
+    load: StageLoad
+    data: DataSeconds
+    seconds: StageSeconds  # as the schedule sees it
+    reduction_seconds: float  # after its last backward: over the data ranks and the tensor axis
+
+
+def stage_price(
+    layers: Sequence[LayerCost],
+    stage: int,
+    *,
+    arrangement: Arrangement,
+    groups: RankGroups,
+    constants: FrameworkConstants,
+) -> StagePrice:
+    """Return the price of some layers as a stage; only whether it is the first one matters."""
+    load = stage_load(layers)
+    data = data_seconds(
+        load.layers,
+        data_groups(groups, arrangement, constants),
+        microbatches=arrangement.microbatches,
+    )
+    splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
+    return StagePrice(
+        load=load,
+        data=data,
+        seconds=load.stage_seconds(
+            forward_more=data.forward_wait,
+            backward_more=data.backward_wait,
+            action_seconds=constants.action_on(arrangement),
+            splits=splits and stage > 0,  # the first one has weights alone to make gradients for
+        ),
+        reduction_seconds=data.last_backward
+        + summed_seconds(groups.tensor, load.replicated_gradient_bytes),
+    )
+
+
+def data_groups(
+    groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants
+) -> DataGroups:
+    """Return how the ranks that share the data of a stage share its state."""
+    return DataGroups(
+        data=groups.data,
+        shard=groups.shard if arrangement.zero is not Zero.NONE else groups.data,
+        replicas=groups.replicas,
+        zero=arrangement.zero,
+        bucket_bytes=arrangement.bucket_bytes,
+        gradient_share=sent_share(arrangement),
+        slowdown=constants.overlap_slowdown,
+        unit=constants.unit_on(groups.stage_rates[0]),
+        gathers_ahead=constants.gathers_ahead,
+    )
+
+
+def sent_share(arrangement: Arrangement) -> float:
+    """Return how much of a gradient's bytes travels: LayerCost counts fp32."""
+    return 0.5 if arrangement.compressed_gradients else 1.0

@@ -1,0 +1,159 @@
+"""Bounds every cut by shortest paths, where each rank has one stage.
+
+A cut is a path: stage p goes from the place where it begins to the one where it ends. Whatever the
+others are, a stage s that is the slowest one takes part in a step of
+
+    Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages
+
+`passes` is what one microbatch needs there and back (only there, where a schedule hides the way
+back). With least sums of passes before a place and behind it, `own` is known for every interval,
+and the least maximum over all stages is a shortest path as well:
+
+    H_p(i)  =  min over j of  max(own_p(i,j), passes_p(i,j) + H_{p+1}(j))
+
+H_0(0) is exact where sums do not depend on the cut: where nothing is computed again. An interval
+is closed if every cut with it takes no less than what is to be beaten.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.programs.stages.columns import Column, received
+from autopar.planner.programs.stages.question import Cut, StageQuestion
+
+Floats = npt.NDArray[np.float64]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Floors:
+    """The least that cuts take: of all, of those with each column; and a cut close to that."""
+
+    seconds: float
+    of_columns: Floats
+    cut: Cut  # empty: no cut
+
+
+def floors_of(
+    question: StageQuestion, columns: list[Column], transfers: tuple[float, ...]
+) -> Floors:
+    """Return the floors of the pipeline alone; columns are grouped by stage."""
+    count, stages = len(question.classes), question.shape.stages
+    chain = _Chain.of(question, columns, transfers)
+    stage = np.array([one.stage for one in columns])
+    first = np.array([one.first for one in columns])
+    stop = np.array([one.stop for one in columns])
+    slices = [np.flatnonzero(stage == p) for p in range(stages)]
+
+    before = np.full((stages + 1, count + 1), np.inf)
+    behind = np.full((stages + 1, count + 1), np.inf)
+    before[0, 0] = behind[stages, count] = 0.0
+    for p in range(stages):
+        own = slices[p]
+        np.minimum.at(before[p + 1], stop[own], before[p, first[own]] + chain.passes[own])
+    for p in reversed(range(stages)):
+        own = slices[p]
+        np.minimum.at(behind[p], first[own], behind[p + 1, stop[own]] + chain.through[own])
+
+    own_seconds = chain.own(behind[stage + 1, stop], stage)
+    later = np.full((stages + 1, count + 1), np.inf)
+    later[stages, count] = 0.0
+    for p in reversed(range(stages)):
+        own = slices[p]
+        least = np.maximum(own_seconds[own], chain.passes[own] + later[p + 1, stop[own]])
+        np.minimum.at(later[p], first[own], least)
+    earlier = np.full((stages + 1, count + 1), np.inf)
+    earlier[0, 0] = 0.0
+    alone = before[stage, first] + own_seconds
+    for p in range(stages):
+        own = slices[p]
+        least = np.maximum(earlier[p, first[own]], alone[own])
+        np.minimum.at(earlier[p + 1], stop[own], least)
+
+    rest = before[stage, first] + chain.passes + later[stage + 1, stop]
+    of_columns = np.maximum(np.maximum(alone, earlier[stage, first]), rest)
+    return Floors(
+        seconds=float(later[0, 0]),
+        of_columns=of_columns,
+        cut=_walk(columns, slices, own_seconds, chain.passes, later),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Chain:
+    """What each column adds to cuts: to later stages, and as the slowest one."""
+
+    question: StageQuestion
+    passes: Floats
+    through: Floats  # for those before it: once there and back, or nothing
+    forward: Floats
+    backward: Floats
+
+    @staticmethod
+    def of(question: StageQuestion, columns: list[Column], transfers: tuple[float, ...]) -> _Chain:
+        times = np.array([one.times for one in columns]).reshape(len(columns), -1)
+        if question.arrangement.schedule in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B):
+            forward, backward = received(columns, transfers)
+            whole = forward + backward
+            return _Chain(
+                question=question,
+                passes=whole,
+                through=whole,
+                forward=forward,
+                backward=backward,
+            )
+        return _Chain(
+            question=question,
+            passes=times[:, 0],
+            through=np.zeros(len(columns)),
+            forward=times[:, 0],
+            backward=times[:, 2] + times[:, 3] if _splits(question) else times[:, 1],
+        )
+
+    def own(self, behind: Floats, stage: npt.NDArray[np.int64]) -> Floats:
+        """Return what a stage takes as the slowest one, with the least that is behind it."""
+        shape, kind = self.question.shape, self.question.arrangement.schedule
+        busy = shape.microbatches * (self.forward + self.backward)
+        if kind is ScheduleKind.GPIPE:
+            return busy + behind
+        if kind is not ScheduleKind.ONE_F_ONE_B:
+            return busy + np.where(np.isfinite(behind), 0.0, np.inf)
+        fillers = np.minimum(shape.microbatches, shape.stages - stage) - 1
+        waits = [np.maximum(0.0, behind - fillers * one) for one in (self.forward, self.backward)]
+        both = shape.microbatches > fillers + 1
+        return busy + np.where(both, waits[0] + waits[1], np.maximum(waits[0], waits[1]))
+
+
+def _splits(question: StageQuestion) -> bool:
+    return question.arrangement.schedule in (
+        ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
+        ScheduleKind.ZERO_BUBBLE_V,
+    )
+
+
+def _walk(
+    columns: list[Column],
+    slices: list[npt.NDArray[np.int64]],
+    own_seconds: Floats,
+    passes: Floats,
+    later: Floats,
+) -> Cut:
+    """Return the cut of the least maximum."""
+    if not np.isfinite(later[0, 0]):
+        return ()
+    place, cut = 0, [0]
+    for p, own in enumerate(slices):
+        here = [number for number in own.tolist() if columns[number].first == place]
+        best = min(
+            here,
+            key=lambda number: max(
+                own_seconds[number], passes[number] + later[p + 1, columns[number].stop]
+            ),
+        )
+        place = columns[best].stop
+        cut.append(place)
+    return tuple(cut)

@@ -1,0 +1,148 @@
+"""Lists how many layers of each class of a stage run in each mode, the fastest mixes first.
+
+Layers of one class are alike, so only numbers count; of equal layers, those that keep most come
+first. The sums here are close, not exact: what a stage really takes and holds is priced for few.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.costs.steps.memory import layer_unsharded_bytes
+from autopar.planner.programs.stages.question import Content, StageQuestion
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+_FEW = 64  # mixes: so many are all looked at
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Mixes:
+    """Mixes of one content: what the backward takes, what a microbatch keeps, what work needs."""
+
+    columns: tuple[tuple[int, Recompute], ...]  # a class and a mode
+    numbers: Numbers  # [mix, column]
+    seconds: Floats
+    saved: Floats
+    work: Floats
+    again: npt.NDArray[np.bool_]  # whether it computes anything again
+
+    def __len__(self) -> int:
+        return len(self.seconds)
+
+    def taken(self, places: npt.NDArray[np.int64]) -> Mixes:
+        """Return some of the mixes."""
+        return Mixes(
+            columns=self.columns,
+            numbers=self.numbers[places],
+            seconds=self.seconds[places],
+            saved=self.saved[places],
+            work=self.work[places],
+            again=self.again[places],
+        )
+
+    def modes(self, place: int, content: Content) -> tuple[Recompute, ...]:
+        """Return the mode of each layer of the content; those that keep most come first."""
+        left: dict[int, list[Recompute]] = {}
+        for (number, mode), count in zip(self.columns, self.numbers[place].tolist(), strict=True):
+            left.setdefault(number, []).extend([mode] * count)
+        queues = {number: iter(modes) for number, modes in left.items()}
+        return tuple(next(queues[number]) for number in content)
+
+
+def mixes_of(question: StageQuestion, kind: int, content: Content) -> Mixes:
+    """Return the mixes that no other betters in seconds, kept bytes and work, the fastest first."""
+    found: Mixes | None = None
+    for number, count in Counter(content).items():
+        own = _of_class(question, kind, number, count)
+        found = own if found is None else _together(found, own)
+        if len(found) > _FEW:
+            found = found.taken(_unbeaten(found))
+    assert found is not None
+    best = _unbeaten(found)
+    return found.taken(best[np.argsort(found.seconds[best], kind="stable")])
+
+
+def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mixes:
+    """Return all ways to spread equal layers over modes, those that keep most first."""
+    costs, arrangement = question.layer(kind, number), question.arrangement
+    modes = sorted(question.modes_of(kind, number), key=lambda mode: -costs[mode].saved_bytes)
+    numbers = np.array(list(_spreads(count, len(modes))), dtype=np.int64)
+    own = [costs[mode] for mode in modes]
+    work = np.array(
+        [one.transient_bytes + layer_unsharded_bytes(one, arrangement) for one in own], float
+    )
+    return Mixes(
+        columns=tuple((number, mode) for mode in modes),
+        numbers=numbers,
+        seconds=numbers @ np.array([one.backward_seconds for one in own]),
+        saved=numbers @ np.array([one.saved_bytes for one in own], float),
+        work=np.where(numbers > 0, work, 0.0).max(axis=1),
+        again=(numbers @ np.array([one.recompute_seconds > 0 for one in own], float)) > 0,
+    )
+
+
+def _spreads(count: int, modes: int) -> list[tuple[int, ...]]:
+    """Return the ways to write a number as a sum over some modes, the first as large as can be."""
+    if modes == 1:
+        return [(count,)]
+    return [
+        (own, *rest) for own in range(count, -1, -1) for rest in _spreads(count - own, modes - 1)
+    ]
+
+
+def _together(one: Mixes, other: Mixes) -> Mixes:
+    left = np.repeat(np.arange(len(one)), len(other))
+    right = np.tile(np.arange(len(other)), len(one))
+    return Mixes(
+        columns=(*one.columns, *other.columns),
+        numbers=np.concatenate([one.numbers[left], other.numbers[right]], axis=1),
+        seconds=one.seconds[left] + other.seconds[right],
+        saved=one.saved[left] + other.saved[right],
+        work=np.maximum(one.work[left], other.work[right]),
+        again=one.again[left] | other.again[right],
+    )
+
+
+def _unbeaten(mixes: Mixes) -> Numbers:
+    """Return the mixes that no other betters in seconds, kept bytes and work at once.
+
+    For each amount of work, the fastest first: each further one has to keep less than all before.
+    """
+    kept: list[Numbers] = []
+    order = np.lexsort((mixes.work, mixes.saved, mixes.seconds))
+    for level in np.unique(mixes.work):
+        own = order[mixes.work[order] <= level]
+        least = np.minimum.accumulate(mixes.saved[own])
+        is_less = np.concatenate([[True], least[1:] < least[:-1]])
+        kept.append(own[is_less])
+    return np.unique(np.concatenate(kept))
+
+
+def hull(seconds: Sequence[float], saved: Sequence[float]) -> list[int]:
+    """Return the corners of the lower hull of time over kept bytes, the fastest first.
+
+    Every mix lies above a line between two corners.
+    """
+    corners: list[int] = []
+    for place in sorted(range(len(seconds)), key=lambda one: (seconds[one], saved[one])):
+        if corners and saved[place] >= saved[corners[-1]]:
+            continue
+        while len(corners) > 1 and _is_above(corners[-2], corners[-1], place, seconds, saved):
+            corners.pop()
+        corners.append(place)
+    return corners
+
+
+def _is_above(
+    one: int, middle: int, other: int, seconds: Sequence[float], saved: Sequence[float]
+) -> bool:
+    """Whether the middle corner lies on or above the line between its neighbours."""
+    whole = (seconds[other] - seconds[one]) * (saved[one] - saved[middle])
+    return (seconds[middle] - seconds[one]) * (saved[one] - saved[other]) >= whole

@@ -1,0 +1,145 @@
+"""What the stage program is asked: layers, how each may run, and the pipeline they are laid on.
+
+A *cut* says where each stage begins; a *content* is what a stage holds: the classes of its layers,
+in order. Layers are of one class where they cost the same on every rank and may run in the same
+modes, so stages of one content on one kind of rank cost the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import accumulate
+
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
+from autopar.planner.costs.schedules.moments import Moments, rank_moments
+from autopar.planner.costs.schedules.pipeline import rank_of
+from autopar.planner.costs.schedules.table import PipelineShape
+from autopar.planner.costs.steps.framework import FrameworkConstants
+from autopar.planner.costs.steps.rank_groups import RankGroups
+from autopar.planner.costs.steps.step import pipeline_shape
+
+Cut = tuple[int, ...]  # the first layer of each stage, and the number of layers behind them
+Content = tuple[int, ...]  # the classes of a stage's layers
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Pin:
+    """A layer that must be on a given stage."""
+
+    layer: int
+    stage: int
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: cached properties need a place
+class StageQuestion:
+    """One arrangement of the layers of a model in given layouts."""
+
+    arrangement: Arrangement
+    groups: RankGroups
+    constants: FrameworkConstants
+    rows: tuple[tuple[Modes, ...], ...]  # the layers on each rank of the pipeline
+    allowed: tuple[frozenset[Recompute], ...]  # the modes of each layer
+    is_cuttable: tuple[bool, ...]  # whether a stage may end with each layer
+    pins: tuple[Pin, ...]
+    limit_bytes: tuple[int, ...]  # of each rank of the pipeline
+    tied_gradient_bytes: int  # of weights that the first and the last layer share
+    bucket_bytes: tuple[int, ...]  # sizes to choose from
+
+    @cached_property
+    def shape(self) -> PipelineShape:
+        """The shape of the pipeline."""
+        return pipeline_shape(self.arrangement)
+
+    @cached_property
+    def ranks(self) -> tuple[int, ...]:
+        """The rank of each stage."""
+        kind, ranks = self.arrangement.schedule, self.shape.ranks
+        return tuple(rank_of(kind, stage, ranks) for stage in range(self.shape.stages))
+
+    @cached_property
+    def stages_of(self) -> tuple[tuple[int, ...], ...]:
+        """The stages of each rank, in their order in the model."""
+        return tuple(
+            tuple(stage for stage, own in enumerate(self.ranks) if own == rank)
+            for rank in range(self.shape.ranks)
+        )
+
+    @cached_property
+    def moments(self) -> tuple[Moments, ...]:
+        """What each rank holds along the order of its actions."""
+        return rank_moments(self.arrangement.schedule, self.shape)
+
+    @cached_property
+    def kinds(self) -> tuple[int, ...]:
+        """The number of each stage's kind of rank, the same where layers cost the same."""
+        known: dict[int, int] = {}
+        return tuple(known.setdefault(id(self.rows[rank]), rank) for rank in self.ranks)
+
+    @cached_property
+    def classes(self) -> tuple[int, ...]:
+        """The class of each layer."""
+        known: dict[object, int] = {}
+        different = {id(row): row for row in self.rows}.values()
+        return tuple(
+            known.setdefault((*(id(row[place]) for row in different), modes), len(known))
+            for place, modes in enumerate(self.allowed)
+        )
+
+    @cached_property
+    def examples(self) -> tuple[int, ...]:
+        """A layer of each class."""
+        return tuple(self.classes.index(number) for number in range(max(self.classes) + 1))
+
+    def layer(self, kind: int, number: int) -> Modes:
+        """Return the costs of a class on a kind of rank."""
+        return self.rows[kind][self.examples[number]]
+
+    def modes_of(self, kind: int, number: int) -> tuple[Recompute, ...]:
+        """Return the modes of a class that differ in what they cost, the simplest first."""
+        example = self.examples[number]
+        row, seen, modes = self.rows[kind][example], set(), []
+        for mode in Recompute:
+            amounts = _amounts(row[mode])
+            if mode in self.allowed[example] and amounts not in seen:
+                seen.add(amounts)
+                modes.append(mode)
+        return tuple(modes)
+
+    @cached_property
+    def windows(self) -> tuple[tuple[int, int], ...]:
+        """The first and the last place where each stage may begin, and the last one end.
+
+        No stage is empty, and a pin l → s says that s starts at l or before, and s + 1 after l.
+        Empty windows: a contradiction.
+        """
+        count, stages = len(self.classes), self.shape.stages
+        first, last = [0] * (stages + 1), [count] * (stages + 1)
+        last[0], first[stages] = 0, count
+        for pin in self.pins:
+            if pin.stage >= stages:
+                return ((0, -1),) * (stages + 1)
+            last[pin.stage] = min(last[pin.stage], pin.layer)
+            first[pin.stage + 1] = max(first[pin.stage + 1], pin.layer + 1)
+        first = list(accumulate(first, lambda before, own: max(before + 1, own)))
+        last = list(accumulate(reversed(last), lambda after, own: min(after - 1, own)))[::-1]
+        return tuple(zip(first, last, strict=True))
+
+    @cached_property
+    def is_border(self) -> tuple[bool, ...]:
+        """Whether stages may meet before each layer; all layers lie between the first and last."""
+        return (True, *self.is_cuttable[:-1], True)
+
+    def intervals(self, stage: int, longest: int) -> Iterator[tuple[int, int]]:
+        """Yield the layers that may be a stage, as where they begin and end."""
+        (begin, until), (end, last) = self.windows[stage], self.windows[stage + 1]
+        for first in range(begin, until + 1):
+            if self.is_border[first]:
+                for stop in range(max(end, first + 1), min(last, first + longest) + 1):
+                    if self.is_border[stop]:
+                        yield first, stop
+
+
+def _amounts(cost: LayerCost) -> tuple[float, int, int]:
+    return cost.backward_seconds, cost.saved_bytes, cost.transient_bytes

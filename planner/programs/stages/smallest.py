@@ -1,0 +1,119 @@
+"""Finds the cut and the modes whose fullest rank holds least, whatever that takes in time."""
+
+from __future__ import annotations
+
+import math
+from itertools import pairwise
+
+import numpy as np
+
+from autopar.planner.costs.steps.memory import memory_of
+from autopar.planner.programs.stages.columns import Columns
+from autopar.planner.programs.stages.modes import PricedCut, priced
+from autopar.planner.programs.stages.offers import Offer
+from autopar.planner.programs.stages.program import MemoryProgram
+from autopar.planner.programs.stages.question import Cut, StageQuestion
+
+_PROGRAM_SECONDS = 20.0
+
+
+def smallest_stages(question: StageQuestion) -> PricedCut | None:
+    """Return the cut of least memory, None where the layers cannot be cut like this."""
+    if any(first > last for first, last in question.windows):
+        return None
+    columns = Columns(question)
+    if question.shape.stages_per_rank > 1:
+        return _by_program(columns)
+    table = _Lightest(columns)
+    count, stages = len(question.classes), question.shape.stages
+    longest = min(count - stages + 1, 1 + -(-count // stages))
+    while True:
+        most, cut = table.least_maximum(longest)
+        if longest == count - stages + 1 or table.least_of(longest + 1) >= most:
+            break
+        longest = min(count - stages + 1, 2 * longest)
+    if not cut:
+        return None
+    offers = tuple(
+        table.offer(stage, first, stop)[1] for stage, (first, stop) in enumerate(pairwise(cut))
+    )
+    return priced(question, cut, offers)
+
+
+class _Lightest:
+    """What each interval holds at least, where a rank has one stage."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns, self.question = columns, columns.question
+        self._known: dict[object, tuple[int, Offer]] = {}
+
+    def offer(self, stage: int, first: int, stop: int) -> tuple[int, Offer]:
+        """Return the lightest way to run layers as a stage, and the bytes that its rank needs."""
+        question, content = self.question, self.question.classes[first:stop]
+        rank = question.ranks[stage]
+        moments = question.moments[rank]
+        key = question.kinds[stage], stage == 0, moments.key, content
+        if key not in self._known:
+            mixes = self.columns.offers.mixes(stage, content)
+            flying = np.where(mixes.again, moments.unanswered.max(), moments.forwarded.max())
+            place = int(np.argmin(mixes.saved * flying + mixes.work))
+            offer = self.columns.offers.exact(stage, content, mixes.modes(place, content))
+            memory = memory_of(
+                [offer.price.load], moments, question.arrangement, question.constants
+            )
+            self._known[key] = memory.device_bytes, offer
+        return self._known[key]
+
+    def least_maximum(self, longest: int) -> tuple[float, Cut]:
+        """Return the least that the fullest stage holds, with intervals of up to some layers."""
+        count, stages = len(self.question.classes), self.question.shape.stages
+        best: list[dict[int, tuple[float, int]]] = [{0: (0.0, 0)}]
+        for stage in range(stages):
+            here: dict[int, tuple[float, int]] = {}
+            for first, stop in self.question.intervals(stage, longest):
+                if first in best[stage]:
+                    needed = max(best[stage][first][0], self.offer(stage, first, stop)[0])
+                    if needed < here.get(stop, (math.inf, 0))[0]:
+                        here[stop] = needed, first
+            best.append(here)
+        if count not in best[stages]:
+            return math.inf, ()
+        cut = [count]
+        for stage in range(stages, 0, -1):
+            cut.append(best[stage][cut[-1]][1])
+        return best[stages][count][0], tuple(reversed(cut))
+
+    def least_of(self, length: int) -> float:
+        """Return what the lightest stage of so many layers needs."""
+        stages = range(self.question.shape.stages)
+        return min(
+            (
+                self.offer(stage, first, stop)[0]
+                for stage in stages
+                for first, stop in self.question.intervals(stage, length)
+                if stop - first == length
+            ),
+            default=math.inf,
+        )
+
+
+def _by_program(columns: Columns) -> PricedCut | None:
+    """Return the cut that the program finds where ranks share their memory among stages."""
+    question = columns.question
+    count, stages = len(question.classes), question.shape.stages
+    longest = min(count - stages + 1, 2 + -(-count // stages))
+    while True:
+        every = columns.of_all(
+            (stage, first, stop)
+            for stage in range(stages)
+            for first, stop in question.intervals(stage, longest)
+        )
+        if len({one.stage for one in every}) == stages:
+            program = MemoryProgram(question, every, merges_runs=not question.pins)
+            decision = program.solve(time_limit_seconds=_PROGRAM_SECONDS)
+            if decision.columns:
+                cut = (*(one.first for one in decision.columns), count)
+                return priced(question, cut, tuple(one.offer for one in decision.columns))
+        if longest == count - stages + 1:
+            return None
+        longest = min(count - stages + 1, 2 * longest)
