@@ -5,11 +5,10 @@ from __future__ import annotations
 from autopar.console import tell_note
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text
+from autopar.planner.plan.declared.constraints import USUAL_MEMORY
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
-
-FULL = 0.92  # of a device: predictions of memory are less sure than the rest is large
 
 
 def note_plan(plan: Plan) -> None:
@@ -22,11 +21,12 @@ def note_plan(plan: Plan) -> None:
             "([[splits]] in a constraints file)."
         )
     used, whole = plan.prediction.peak_memory.device_bytes, plan.machines.memory_bytes
-    if used > FULL * whole and plan.machines.backend != "gloo":
+    usual = USUAL_MEMORY.bytes_of(whole)
+    if used > usual and plan.machines.backend != "gloo":
         tell_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
-            "prediction, which was too low in most runs that were measured (docs/accuracy.md). "
-            'Should it not fit, plan with more to spare: --memory "85%".'
+            f"prediction. Up to {bytes_text(usual)}, 95% of the runs that were measured would have "
+            "fit (docs/accuracy.md). Should it not fit, leave --memory out."
         )
 
 

@@ -59,7 +59,9 @@ MAX_PP = Annotated[str | None, typer.Option("--max-pp", metavar="N", help="Most 
 MAX_DP = Annotated[str | None, typer.Option("--max-dp", metavar="N", help="Most data ranks.")]
 MEMORY = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "90%".'),
+    typer.Option(
+        "--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "95%"; 84% as usual.'
+    ),
 ]
 OBJECTIVE = Annotated[
     str | None,

@@ -6,12 +6,15 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.plan_notes import FULL, note_plan
+from autopar.plan_notes import note_plan
+from autopar.planner.plan.declared.constraints import USUAL_MEMORY
 from tests.codegen.kinds import plan_of
+
+USUAL = USUAL_MEMORY.share or 0.0
 
 
 @pytest.mark.parametrize(("share", "backend", "is_told"), [
-    (FULL + 0.01, "nccl", True), (FULL - 0.01, "nccl", False), (FULL + 0.01, "gloo", False),
+    (USUAL + 0.01, "nccl", True), (USUAL - 0.01, "nccl", False), (USUAL + 0.01, "gloo", False),
 ])  # fmt: skip
 def test_memory_without_room_for_an_error_is_told(
     capsys: pytest.CaptureFixture[str], share: float, backend: str, *, is_told: bool

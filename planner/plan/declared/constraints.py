@@ -36,6 +36,11 @@ class MemoryLimit:
         return min(self.size_bytes or device_bytes, device_bytes)
 
 
+# Where no limit is declared. 95 % of the 54 published runs that tell their memory took at most
+# 1 ÷ 0.84 times what is predicted of them (docs/accuracy.md).
+USUAL_MEMORY = MemoryLimit(share=0.84)
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SplitRule:
     """An axis that the ops of some modules must or must not be split along."""
