@@ -223,14 +223,10 @@ def _noted(op: Any, tensors: list[torch.Tensor], call: str) -> bool:
     if mode is None:
         return False
     tracer = mode.tracer
-    proxies = [proxy_tensor.get_proxy_slot(one, tracer, None, _proxy) for one in tensors]
-    if any(proxy is None for proxy in proxies):
+    tracked = [proxy_tensor.get_proxy_slot(one, tracer, None) for one in tensors]
+    nodes = [one.proxy.node for one in tracked if one is not None]
+    if len(nodes) < len(tensors):
         return False
     with patch.object(tracer, "record_stack_traces", False):  # which nobody reads of a marker
-        arguments = ([proxy.node for proxy in proxies], call)
-        tracer.create_node("call_function", op, arguments, {}).meta["val"] = None
+        tracer.create_node("call_function", op, (nodes, call), {}).meta["val"] = None
     return True
-
-
-def _proxy(tracked: Any) -> Any:
-    return tracked.proxy
