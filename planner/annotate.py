@@ -142,7 +142,7 @@ class _Annotator:
         )
 
     def _bytes(self, tensor: Tensor) -> int:
-        return tensor.numel.at(self.batch) * item_bytes(tensor.dtype, self.precision)
+        return tensor.expected_numel(self.batch) * item_bytes(tensor.dtype, self.precision)
 
     def _moved(self, rule: Rule, op: Op) -> int:
         written = sum(self._bytes(self.graph.tensors[out]) for out in op.outputs)

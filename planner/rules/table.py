@@ -72,6 +72,11 @@ def _lines(
     ]
 
 
+def _moving(targets: str) -> list[Rule]:
+    """Ops that multiply no matrices, and whose dims are not told: priced by the bytes they move."""
+    return _lines(targets, s.opaque, "*inputs, out")
+
+
 def _views(targets: str, shape: ShapeFunction) -> list[Rule]:
     return _lines(targets, shape, linear=_JOINTLY, traffic=Traffic.NONE)
 
@@ -301,6 +306,21 @@ _RULES = (
     *_lines("index.Tensor", cuts.indexed, "indices", traffic=Traffic.GATHERED, linear=_JOINTLY),
     *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_JOINTLY),
     *_lines("im2col col2im", s.opaque),
+    *_moving("index_add index_add_ index_copy index_copy_ index_fill.int_Scalar index_select "
+             "index_put index_put_ scatter.src scatter.value scatter_.src scatter_.value "
+             "scatter_add scatter_add_ scatter_reduce.two scatter_reduce_.two masked_select "
+             "masked_scatter masked_scatter_ take_along_dim one_hot nonzero where "
+             "unfold diagonal diag_embed tril_ triu_ rot90 pixel_shuffle pixel_unshuffle "
+             "channel_shuffle hstack vstack concat concatenate repeat_interleave.Tensor real imag "
+             "view_as_real view_as_complex complex polar resolve_conj histc bincount searchsorted "
+             "bucketize unique_dim _unique2 cumprod cummax logcumsumexp kthvalue median.dim mode"),
+    *_moving("max_pool1d max_pool3d max_pool1d_with_indices max_pool2d_with_indices avg_pool3d "
+             "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
+             "upsample_nearest1d.vec upsample_nearest3d.vec upsample_linear1d.vec "
+             "upsample_trilinear3d.vec _upsample_nearest_exact2d.vec grid_sampler "
+             "affine_grid_generator rrelu glu cosine_similarity pairwise_distance "
+             "kl_div binary_cross_entropy normal_functional addcmul addcdiv lerp.Tensor "
+             "lerp.Scalar kron linalg_cross"),
     *_lines("roll flip", s.over("dims"), linear=_JOINTLY),
     # --- reductions
     *_lines("sum sum.dim_IntList mean mean.dim", s.reduced(partial=True), linear=_JOINTLY),
