@@ -306,10 +306,11 @@ _RULES = (
     *_lines("index.Tensor", cuts.indexed, "indices", traffic=Traffic.GATHERED, linear=_JOINTLY),
     *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_JOINTLY),
     *_lines("im2col col2im", s.opaque),
-    *_moving("index_add index_add_ index_copy index_copy_ index_fill.int_Scalar index_select "
-             "index_put index_put_ scatter.src scatter.value scatter_.src scatter_.value "
-             "scatter_add scatter_add_ scatter_reduce.two scatter_reduce_.two masked_select "
-             "masked_scatter masked_scatter_ take_along_dim one_hot nonzero where "
+    *_lines("index_add index_add_ index_copy index_copy_ index_fill.int_Scalar index_select "
+            "scatter.src scatter.value scatter_.src scatter_.value scatter_add scatter_add_ "
+            "index_put index_put_ masked_select masked_scatter masked_scatter_",
+            s.opaque, "index, indices, mask"),
+    *_moving("scatter_reduce.two scatter_reduce_.two take_along_dim one_hot nonzero where "
              "unfold diagonal diag_embed tril_ triu_ rot90 pixel_shuffle pixel_unshuffle "
              "channel_shuffle hstack vstack concat concatenate repeat_interleave.Tensor real imag "
              "view_as_real view_as_complex complex polar resolve_conj histc bincount searchsorted "
