@@ -21,7 +21,7 @@ _FIXES = {  # by how many things a mean counts: 0 of a term, 1 of a mask or targ
 def note_rows(graph: Graph, constraints: Constraints) -> None:
     """Say before a plan is searched what is known of its rows."""
     if graph.fixed_batch is not None:
-        place = f" at {graph.fixed_at}" if graph.fixed_at else ""
+        place = f" at {graph.fixed_at} or in what is called there" if graph.fixed_at else ""
         tell_note(
             f"the model takes its number of rows for a constant{place}, so it was traced for "
             f"{graph.fixed_batch} rows, and every microbatch has so many. Whether rows meet "
@@ -85,4 +85,9 @@ def _nearly(graph: Graph) -> Op | None:
 
 
 def _is_nearly(op: Op) -> str:
+    if op.target == "aten.mul.Tensor":
+        return (
+            f"{op.name} ({op.location}) multiplies two means over rows, as balancing losses of "
+            "experts do (Megatron has one for each microbatch)"
+        )
     return f"{op.name} ({op.location}) makes the loss a mean over rows only nearly"

@@ -185,6 +185,8 @@ _RULES = (
     *_computing("bilinear", m.bilinear, "input1, input2, weight"),
     *_computing("cdist _cdist_forward", m.rows_by_rows("x1", "x2")),
     *_computing("_scaled_mm _scaled_mm_v2", m.matrices("self", "mat2")),
+    *_computing("transformers.grouped_mm_fallback.default", m.grouped("input", "weight"),
+                "input if weight, weight if input"),
     *_computing("_scaled_grouped_mm _scaled_grouped_mm_v2", m.grouped("self", "mat2")),
     *_computing("_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
                 "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
@@ -344,6 +346,9 @@ _RULES = (
 
 
 def _full_name(target: str) -> str:
+    """Complete an op's name; one of a library stands with all three parts."""
+    if target.count(".") == 2:
+        return target
     return f"aten.{target}" if "." in target else f"aten.{target}.default"
 
 

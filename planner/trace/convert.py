@@ -203,7 +203,7 @@ class _Converter:
 
     def _read_op(self, node: fx.Node, target: str, scope: Scope) -> None:
         refuse_counted(node, target, self._location(node, scope))
-        check_numbers(node, self._location(node, scope))
+        check_numbers(node, self.symbols, self._location(node, scope))
         arguments = self.values.arguments(node, scope)
         if dict(arguments).get("sparse") is True:
             raise TraceError(
