@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from autopar.console import tell_note
+from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text
+from autopar.planner.findings.unpriced import unpriced
+from autopar.planner.graph import Graph
 from autopar.planner.plan.declared.constraints import USUAL_MEMORY
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
@@ -27,6 +30,17 @@ def note_plan(plan: Plan) -> None:
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
             f"prediction. Up to {bytes_text(usual)}, 95% of the runs that were measured would have "
             "fit (docs/accuracy.md). Should it not fit, leave --memory out."
+        )
+
+
+def note_unpriced(graph: Graph, axes: Axes) -> None:
+    """Name the ops that weigh and have no formula: their FLOPs are in no figure of the plan."""
+    for one in unpriced(graph, axes):
+        tell_note(
+            f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
+            f"FLOPs count nowhere: it is priced by the bytes that it moves, {one.share:.1%} of all "
+            "that a step moves. If it multiplies matrices, the step takes longer than predicted; "
+            "autopar profile measures it."
         )
 
 

@@ -21,12 +21,13 @@ _FIXES = {  # by how many things a mean counts: 0 of a term, 1 of a mask or targ
 def note_rows(graph: Graph, constraints: Constraints) -> None:
     """Say before a plan is searched what is known of its rows."""
     if graph.fixed_batch is not None:
-        place = f" at {graph.fixed_at}" if graph.fixed_at else ""
+        place = f" at {graph.fixed_at} or in what is called there" if graph.fixed_at else ""
         tell_note(
             f"the model takes its number of rows for a constant{place}, so it was traced for "
             f"{graph.fixed_batch} rows, and every microbatch has so many. Whether rows meet "
             "cannot be seen."
         )
+    _note_expected(graph)
     met = meeting_rows(graph)
     nearly = _nearly(graph) if met is None else None
     if nearly is not None:
@@ -46,6 +47,20 @@ def note_rows(graph: Graph, constraints: Constraints) -> None:
             "ranks may share its rows: they tell each other what all rows need. To compare the "
             "rows of each part only, pin dp or microbatch."
         )
+
+
+def _note_expected(graph: Graph) -> None:
+    """Say with how many rows experts are priced, of which no plan knows who gets how many."""
+    parted = {one.counted_by: one.expected for one in graph.tensors.values() if one.expected != 1.0}
+    if not parted:
+        return
+    shares = sorted({f"{share:.1%}" for share in parted.values()})
+    where = next(op.location for op in graph.ops if parted.keys() & set(op.outputs))
+    tell_note(
+        f"{len(parted)} masks part rows among experts (the first at {where}): each expert is "
+        f"priced with its even share of them, {' or '.join(shares)}. Where one gets more, its "
+        "layer takes longer and holds more than predicted."
+    )
 
 
 def note_parts_apart(plan: Plan) -> None:
@@ -70,4 +85,9 @@ def _nearly(graph: Graph) -> Op | None:
 
 
 def _is_nearly(op: Op) -> str:
+    if op.target == "aten.mul.Tensor":
+        return (
+            f"{op.name} ({op.location}) multiplies two means over rows, as balancing losses of "
+            "experts do (Megatron has one for each microbatch)"
+        )
     return f"{op.name} ({op.location}) makes the loss a mean over rows only nearly"

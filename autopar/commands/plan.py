@@ -11,7 +11,7 @@ from autopar.codegen.emit import emit, refuse_overwriting, write_text
 from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.commands import plan_options as options
 from autopar.console import results, tell_note
-from autopar.plan_notes import note_plan, note_profile
+from autopar.plan_notes import note_plan, note_profile, note_unpriced
 from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
@@ -161,6 +161,7 @@ def make_plan(
         _note_own_choices(graph)
         _note_devices(graph, cluster)
         note_rows(graph, constraints)
+        note_unpriced(graph, axes)
         if constraints.precision is Precision.FP16:
             check_constants(graph)
         report("searching")
