@@ -12,6 +12,7 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.dry_running import dry_run
+from autopar.codegen.proof.given_script import read_script_of
 from autopar.codegen.proof.verification import (
     ScriptFailedError,
     failure_of,
@@ -68,7 +69,9 @@ def test_a_standalone_folder_uses_its_own_runtime(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verify_finds_a_script_equal(tmp_path: Path) -> None:
-    found = verify(plan_of("tp"), tmp_path, steps=2)
+    plan = plan_of("tp")
+    script = write_script(plan, tmp_path)
+    found = verify(plan, tmp_path, read_script_of(plan, script, tmp_path), steps=2)
     assert found.is_within(1e-9), found
 
 

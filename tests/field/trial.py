@@ -105,8 +105,10 @@ def _is_told(plan: Plan) -> bool:
 def _apart(plan: Plan) -> tuple[float, str]:
     """Return the largest difference from one process, both in float64, and what has it."""
     comparison = compare(plan, steps=STEPS)
+    if comparison.faults:
+        return math.inf, " · ".join(comparison.faults)
     worst = max(
-        (comparison.loss, comparison.gradient, comparison.parameter),
+        (comparison.loss, comparison.norm, comparison.gradient, comparison.parameter),
         key=lambda one: (one.largest != one.largest, one.largest),
     )
     return worst.largest, worst.name

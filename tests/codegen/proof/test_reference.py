@@ -8,10 +8,10 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autopar.codegen.proof.reference import normed_in_blocks
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
 from tests.codegen.equality import compare
+from tests.codegen.normed_apart import normed_apart
 from tests.codegen.plans import plan_for
 
 TIME_FIRST = """
@@ -43,7 +43,7 @@ def test_blocks_are_normed_one_after_another() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     other, x = copy.deepcopy(model), torch.randn(8, 3, dtype=torch.float64)
-    with normed_in_blocks(4):
+    with normed_apart(4):
         found = model(x)
     expected = torch.cat([other(block) for block in x.chunk(4)])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
