@@ -6,6 +6,7 @@ from autopar.console import tell_note
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.meaning import shares_nothing, statistics_apart
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
@@ -13,14 +14,10 @@ FULL = 0.92  # of a device: predictions of memory are less sure than the rest is
 
 
 def note_plan(plan: Plan) -> None:
-    """Say where tensor ranks share nothing, and where memory leaves no room for an error."""
-    splits = any(layout.axis for layouts in plan.layouts for layout in layouts)
-    if plan.arrangement.tensor > 1 and not splits:
-        tell_note(
-            f"as pinned, {plan.arrangement.tensor} tensor ranks compute all of it each: whatever "
-            "they might share would take longer. Use fewer devices, pin dp, or require a split "
-            "([[splits]] in a constraints file)."
-        )
+    """Say what the plan means where that may surprise, and where memory leaves no room."""
+    for note in (statistics_apart(plan), shares_nothing(plan)):
+        if note:
+            tell_note(note)
     used, whole = plan.prediction.peak_memory.device_bytes, plan.machines.memory_bytes
     if used > FULL * whole and plan.machines.backend != "gloo":
         tell_note(

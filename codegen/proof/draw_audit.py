@@ -64,7 +64,7 @@ class _Drawn:
 
     numbers: dict[str, int] = field(default_factory=dict)
     ranks: dict[str, set[int]] = field(default_factory=dict)
-    places: dict[str, None] = field(default_factory=dict)
+    places: dict[str, str] = field(default_factory=dict)
 
     @property
     def independent(self) -> int:
@@ -98,7 +98,7 @@ def _sites(ranks: Sequence[Sequence[Draw]]) -> dict[Site, _Drawn]:
             drawn = sites[Site(draw.module, draw.op, draw.settings)]
             drawn.numbers[draw.state] = max(draw.numbers, drawn.numbers.get(draw.state, 0))
             drawn.ranks.setdefault(draw.state, set()).add(rank)
-            drawn.places[draw.place] = None
+            drawn.places[draw.state] = draw.place
     return dict(sites)
 
 
@@ -170,15 +170,22 @@ def _otherwise(
         whole = sum(one.independent for one in alone)
         if not alone or drawn.independent == whole or _for_all_rows(drawn, alone, axes):
             continue
-        numbers = f"draws {drawn.independent:,} independent numbers{_at(drawn)}, {whole:,} in one "
-        shared = [sharers for sharers in drawn.ranks.values() if len(sharers) > 1]
-        if drawn.independent > whole:
-            why = "ranks draw different masks for the same elements"
-        elif shared:
-            why = f"{axes.named(max(shared, key=lambda one: len(one)))} share a mask"
-        else:
-            why = "elements share a mask, or have none"
-        yield str(site), f"{numbers}process: {why}"
+        numbers = f"draws {drawn.independent:,} independent numbers, {whole:,} in one process"
+        yield str(site), f"{numbers}: {_why(drawn, whole, axes)}"
+
+
+def _why(drawn: _Drawn, whole: int, axes: Axes) -> str:
+    if drawn.independent > whole:
+        return f"ranks draw different masks for the same elements{_at(drawn)}"
+    repeated: dict[str, int] = defaultdict(int)
+    for state, ranks in drawn.ranks.items():
+        repeated[drawn.places[state]] += drawn.numbers[state] * (len(ranks) - 1)
+    for place, numbers in repeated.items():
+        if drawn.independent + numbers == whole:
+            states = [state for state in drawn.ranks if drawn.places[state] == place]
+            sharers = axes.named(max((drawn.ranks[state] for state in states), key=len))
+            return f"{sharers} share a mask at {place}"
+    return f"a mask is missing, or shared by elements{_at(drawn)}"
 
 
 def _for_all_rows(drawn: _Drawn, alone: Sequence[_Drawn], axes: Axes) -> bool:
@@ -198,7 +205,7 @@ def _shared(
         if states - before:
             state = min(states)
             ranks = found[first].ranks[state] | found[second].ranks[state]
-            yield str(first), f"and {second} draw the same numbers, on {axes.named(ranks)}"
+            yield str(first), f"draws the same numbers as {second}, on {axes.named(ranks)}"
 
 
 def _repeated(sites: Mapping[Site, _Drawn]) -> dict[tuple[Site, Site], set[str]]:
@@ -212,7 +219,7 @@ def _repeated(sites: Mapping[Site, _Drawn]) -> dict[tuple[Site, Site], set[str]]
 
 
 def _at(drawn: _Drawn) -> str:
-    places = [place for place in drawn.places if place]
+    places = [place for place in drawn.places.values() if place]
     return f" at {places[0]}" if places else ""
 
 
@@ -220,7 +227,8 @@ def _joined(faults: Iterable[tuple[str, str]]) -> Iterator[str]:
     """Say once what is wrong with modules that differ by their number alone."""
     alike: dict[tuple[str, str], list[str]] = defaultdict(list)
     for site, text in faults:
-        alike[re.sub(r"\b\d+(?=[. ])", "*", site), text].append(site)
+        path, mark, kind = site.partition(" (")
+        alike[re.sub(r"\b\d+\b", "*", path) + mark + kind, text].append(site)
     for (pattern, text), sites in alike.items():
         names = dict.fromkeys(sites)
         name = next(iter(names)) if len(names) == 1 else f"{pattern} × {len(names)}"

@@ -40,7 +40,8 @@ class GivenScript:
 
 def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
     """Read the script at a place; a relative path of the model file is seen from a folder."""
-    emitted = script_text(plan, subject_of(plan, folder), path.resolve())
+    place, subject = path.resolve(), subject_of(plan, folder)
+    texts = [script_text(plan, subject, one) for one in (place, place.with_name(FILE_NAME))]
     if not path.is_file():
         raise InputError(
             "there is no script to verify",
@@ -48,7 +49,8 @@ def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
             expected=f"{FILE_NAME} beside the plan, or the one that --script names",
             fix=f"write it with `autopar emit {folder}`, or say where it is: --script PATH",
         )
-    return read_script(path.resolve(), emitted)
+    # A copy under another name says in its docstring how to run what it is a copy of.
+    return min((read_script(place, text) for text in texts), key=lambda one: len(one.edits))
 
 
 def read_script(path: Path, emitted: str) -> GivenScript:

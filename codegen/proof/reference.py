@@ -22,7 +22,7 @@ from autopar.runtime.initial_weights import build
 from autopar.runtime.loss import loss_in
 from autopar.runtime.mesh import Mesh, start, stop
 
-_STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
+_STATISTICS = ("running_mean", "running_var")
 LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.1  # as scripts have them
 
 

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import replace
 from typing import Any
 from unittest.mock import patch
 
@@ -27,12 +26,7 @@ def parts_normed(plan: Plan) -> int:
 def train_normed_apart(task: Task, parts: int) -> Trained:
     """Train in one process by the statistics of so many parts of a batch."""
     with normed_apart(parts):
-        trained = train_alone(task)
-    counted = {
-        name: value * (parts if name.endswith("num_batches_tracked") else 1)
-        for name, value in trained.parameters.items()
-    }
-    return replace(trained, parameters=counted)
+        return train_alone(task)
 
 
 @contextmanager

@@ -34,6 +34,7 @@ from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.degrees import check_degrees
 from autopar.planner.plan.search.search import search
+from autopar.planner.plan.telling.meaning import statistics_apart
 from autopar.planner.precision import Precision
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import trace_for_rows
@@ -97,9 +98,10 @@ def cell(subject: Subject, kind: Kind) -> Cell:
 
 
 def _is_told(plan: Plan) -> bool:
-    """Whether a pin splits a batch whose rows meet."""
+    """Whether a pin splits a batch whose rows meet, or whose statistics batch norms take."""
     own = plan.arrangement
-    return own.data * own.microbatches > 1 and meeting_rows(plan.graph) is not None
+    meets = own.data * own.microbatches > 1 and meeting_rows(plan.graph) is not None
+    return meets or bool(statistics_apart(plan))
 
 
 def _apart(plan: Plan) -> tuple[float, str]:
