@@ -48,8 +48,8 @@ def document(wrong: Verdicts, harmless: Verdicts) -> str:
         [
             "# Edited scripts, verified",
             "",
-            "`python -m benchmarks.mutations` edits the scripts of five plans (GPT-2 with two layers "
-            "and dropout of 0.1, and a ResNet), one thing at a time, and verifies each.",
+            "`python -m benchmarks.mutations` edits the scripts of five plans (GPT-2 with two "
+            "layers and dropout of 0.1, and a ResNet), one thing at a time, and verifies each.",
             "",
             f"Of {len(wrong)} edits that change what is trained, {found} are found. Of "
             f"{len(harmless)} that do not, {equal} are equal.",

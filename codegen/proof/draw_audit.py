@@ -132,6 +132,8 @@ def _not_again(ranks: Sequence[Sequence[Draw]]) -> Iterator[tuple[str, str]]:
     for draws in ranks:
         first = {(draw.op, draw.state) for draw in draws if not draw.is_again}
         for draw in draws:
+            if draw.seeds_a_split:  # what is drawn by its seed tells more
+                continue
             if draw.is_again and (draw.op, draw.state) not in first:
                 site = Site(draw.module, draw.op, draw.settings)
                 text = f"draws another mask when it runs again in the backward, at {draw.place}"
@@ -177,6 +179,9 @@ def _otherwise(
 def _why(drawn: _Drawn, whole: int, axes: Axes) -> str:
     if drawn.independent > whole:
         return f"ranks draw different masks for the same elements{_at(drawn)}"
+    for state, ranks in drawn.ranks.items():
+        if len({rank // axes.tensor for rank in ranks}) > 1:
+            return f"{axes.named(ranks)} share a mask at {drawn.places[state]}"
     repeated: dict[str, int] = defaultdict(int)
     for state, ranks in drawn.ranks.items():
         repeated[drawn.places[state]] += drawn.numbers[state] * (len(ranks) - 1)

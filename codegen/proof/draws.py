@@ -82,18 +82,18 @@ class Drawing(TorchDispatchMode):
         seed, before = generator.initial_seed(), _state_of(generator)
         made = func(*args, **kwargs)
         if _state_of(generator) != before:
-            self._note(func, (*args, *kwargs.values()), made, before, seed != self.unseeded)
+            self._note(func, _settings(func, args, kwargs), made, before, seed != self.unseeded)
         return made
 
     def _note(
-        self, func: Any, given: Iterable[Any], made: Any, state: str, is_seeded: bool
+        self, func: Any, settings: tuple[float, ...], made: Any, state: str, is_seeded: bool
     ) -> None:
         module, place = _origin()
         draw = Draw(
             module="",
             place=place,
             op=_SEEDING if place.startswith(_SEEDING) else func.name().split("::")[1].split(".")[0],
-            settings=tuple(one for one in given if isinstance(one, float)),
+            settings=settings,
             numbers=max(one.numel() for one in _tensors(made)),
             state=state,
             is_again=torch._C._current_graph_task_id() != -1,
@@ -116,6 +116,13 @@ def _named(seen: _Seen, names: Mapping[int, str]) -> Draw:
     return Draw(
         name, one.place, one.op, one.settings, one.numbers, one.state, one.is_again, one.is_seeded
     )
+
+
+def _settings(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
+    """Return the numbers that an op is called with, those that it has by default included."""
+    rest = func._schema.arguments[len(args) :]
+    given = (*args, *(kwargs.get(one.name, one.default_value) for one in rest))
+    return tuple(one for one in given if isinstance(one, float))
 
 
 def _state_of(generator: torch.Generator) -> str:

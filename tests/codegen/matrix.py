@@ -104,10 +104,13 @@ def compare_cell(name: str, kind: str, *, dtype: str = "float64") -> Comparison:
 
 def worst_of(comparison: Comparison, dtype: str) -> Difference:
     """Return the greatest difference to scale; in float32 Adam blows up what is truly zero."""
+    if comparison.faults:
+        return Difference(largest=float("inf"), name=comparison.faults[0])
     scale = max(map(abs, comparison.losses))
     loss = Difference(largest=comparison.loss.largest / scale, name=comparison.loss.name)
     # Clipped gradients and initial weights are about one, or less.
-    others = () if dtype == "float32" else (comparison.gradient, comparison.parameter)
+    exact = (comparison.norm, comparison.gradient, comparison.parameter)
+    others = () if dtype == "float32" else exact
     worst: Difference = max(
         (loss, *others), key=lambda one: (one.largest != one.largest, one.largest)
     )
