@@ -29,7 +29,7 @@ _KILLED = re.compile(r"exitcode\s*: -9\b")  # of what torchrun says failed first
 _REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # as runtime.refusal has it
 _HUNG = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # as faulthandler begins
 _TRACEBACK = "Traceback (most recent call last)"
-LEAST_PATIENCE, SLOWER = 90.0, 20.0  # seconds, and times what one process takes, for each rank
+LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, and times what one process takes, for each rank
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
 STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
 
@@ -142,5 +142,8 @@ def first_traceback(lines: Sequence[str]) -> Sequence[str]:
     if at is None:
         return lines
     rank = lines[at].partition(_TRACEBACK)[0]
+    if not rank:  # before the ranks have met nothing tells their lines apart
+        frames = list(takewhile(lambda line: line.startswith(" "), lines[at + 1 :]))
+        return lines[at : at + len(frames) + 2]
     own = (line for line in lines[at:] if line.startswith(rank.strip()))
     return list(takewhile(lambda line: line.strip() != rank.strip(), own))

@@ -21,6 +21,7 @@ from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.errors import AutoparError
 from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.findings.optimizer_probe import optimizer_traits
+from autopar.planner.findings.statistics import norm_of_rows
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints
@@ -177,6 +178,8 @@ def plan_of(subject: Subject, kind: Kind) -> Plan:
     file, graph, axes, layers = _parts(subject, _rows(subject, kind), kind.precision)
     spec = str(subject.path)
     facts = model_facts(file, graph, spec=spec, arguments=subject.arguments)
+    if norm_of_rows(graph) is not None:  # in several microbatches it trains as no one device does
+        kind = replace(kind, microbatch=None)
     constraints = with_optimizer(constraints_of(subject, kind), optimizer_traits(file, graph))
     fixed, fixed_at = graph.fixed_batch, graph.fixed_at
     check_degrees(kind.ranks, constraints, fixed_batch=fixed, fixed_at=fixed_at)
