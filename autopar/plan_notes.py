@@ -10,19 +10,16 @@ from autopar.planner.findings.unpriced import unpriced
 from autopar.planner.graph import Graph
 from autopar.planner.plan.declared.constraints import USUAL_MEMORY
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.meaning import shares_nothing, statistics_apart
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
 
 def note_plan(plan: Plan) -> None:
-    """Say where tensor ranks share nothing, and where memory leaves no room for an error."""
-    splits = any(layout.axis for layouts in plan.layouts for layout in layouts)
-    if plan.arrangement.tensor > 1 and not splits:
-        tell_note(
-            f"as pinned, {plan.arrangement.tensor} tensor ranks compute all of it each: whatever "
-            "they might share would take longer. Use fewer devices, pin dp, or require a split "
-            "([[splits]] in a constraints file)."
-        )
+    """Say what the plan means where that may surprise, and where memory leaves no room."""
+    for note in (statistics_apart(plan), shares_nothing(plan)):
+        if note:
+            tell_note(note)
     used, whole = plan.prediction.peak_memory.device_bytes, plan.machines.memory_bytes
     usual = USUAL_MEMORY.bytes_of(whole)
     if used > usual and plan.machines.backend != "gloo":

@@ -10,6 +10,7 @@ from autopar.codegen.python_text import WIDTH, Source, prose
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, TERM_PARTS, Part
+from autopar.planner.plan.telling.meaning import meaning_notes
 from autopar.planner.plan.telling.words import (
     arrangement_words,
     other_words,
@@ -23,7 +24,13 @@ _LEAST_SHARE = 0.01  # of a step or a device: less is left out
 
 def docstring(plan: Plan, file_name: str) -> Source:
     """Return the docstring of a script."""
-    paragraphs = (_title(plan), _how_to_run(plan, file_name), _predicted(plan), _why(plan))
+    paragraphs = (
+        _title(plan),
+        *([*_wrapped(f"Note: {note}")] for note in meaning_notes(plan)),
+        _how_to_run(plan, file_name),
+        _predicted(plan),
+        _why(plan),
+    )
     lines = [line for paragraph in paragraphs for line in [*paragraph, ""]]
     text = "\n".join(prose(line) for line in lines[:-1])
     return Source(f'"""{text}\n"""')

@@ -105,6 +105,8 @@ class Constraints:
     stages: tuple[StagePin, ...] = ()
     recompute: tuple[RecomputePin, ...] = ()
     shares_rows: bool = False  # rows meet: the tensor axis may split a batch, the data axis not
+    statistics_apart: bool = False  # batch norms may take those of each microbatch by itself
+    one_microbatch: bool = False  # they may not: each data rank has all of its rows at once
     declared: tuple[Declared, ...] = ()
 
 
@@ -146,6 +148,7 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and arrangement.zero in constraints.zero_levels
         and arrangement.precision is constraints.precision
         and constraints.global_batch in (None, arrangement.global_batch)
+        and (arrangement.microbatches == 1 or not constraints.one_microbatch)
         and (arrangement.compressed_gradients in constraints.compression or arrangement.data == 1)
         and (not buckets or arrangement.bucket_bytes in buckets)
     )

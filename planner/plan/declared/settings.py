@@ -125,6 +125,12 @@ def _read_compression(value: object, where: str) -> tuple[bool, ...]:
     return meanings[value]
 
 
+def _read_truth(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{value!r} is no choice", where=where, expected="true or false")
+    return value
+
+
 def _read_bucket(value: object, where: str) -> int:
     return parse_bytes(value, where=where)
 
@@ -156,6 +162,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         ),
         "choices.compressed_gradients": Setting(
             field="compression", read=_read_compression, say="compressed gradients: {value}"
+        ),
+        "choices.microbatch_statistics": Setting(
+            field="statistics_apart", read=_read_truth, say="statistics of microbatches: {value}"
         ),
         "choices.bucket_sizes": Setting(
             field="bucket_bytes", read=_each(_read_bucket), say="buckets of {value}"

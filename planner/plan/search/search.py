@@ -196,6 +196,7 @@ class Explorer:
                 for size, count in microbatches_of(constraints.global_batch, data)
                 if size == (fixed or size) and size == (constraints.microbatch or size)
                 if size >= (alone if data == 1 else together)
+                if count == 1 or not constraints.one_microbatch
             ]
             if self.objective is Objective.MEMORY:
                 sizes = sizes[:1]  # the smallest never holds more rows at once than another
