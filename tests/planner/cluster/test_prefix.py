@@ -9,7 +9,13 @@ from autopar.planner.cluster.prefix import first_devices, prefix_sizes
 from autopar.planner.errors import InputError
 
 NETWORK = '[network]\nlike = "infiniband-hdr"\n'
-RACKS = '[racks]\nnodes_per_rack = 2\nbandwidth = "200 Gb/s"\nlatency = "8 us"\ncards_per_device = 0.25\n'
+RACKS = """
+[racks]
+nodes_per_rack = 2
+bandwidth = "200 Gb/s"
+latency = "8 us"
+cards_per_device = 0.25
+"""
 
 
 def text(device: str, nodes: int, devices: int, more: str = "", tail: str = NETWORK) -> str:
