@@ -50,8 +50,8 @@ def page(tables: Sequence[tuple[str, str]]) -> str:
     """Return the whole page."""
     head = (
         "# How many devices BERT-large is worth\n\n"
-        "Batch 256 of 512 tokens in bf16, remade by `python benchmarks/device_curve.py`. Each table "
-        "is printed by\n\n"
+        "Batch 256 of 512 tokens in bf16, remade by `python benchmarks/device_curve.py`. "
+        "Each table is printed by\n\n"
         f"    autopar plan models_zoo/bert.py {' '.join(OPTIONS)} --cluster cluster.toml\n"
     )
     parts = (
