@@ -43,7 +43,7 @@ def plan_page(plan: Plan) -> Iterator[RenderableType]:
     """Yield the page from top to bottom."""
     yield _head(plan)
     yield _table(plan)
-    yield Text(proof_line(plan.proof))
+    yield Text(proof_line(plan))
 
 
 def _head(plan: Plan) -> Text:
@@ -96,7 +96,9 @@ def _rows(plan: Plan) -> Iterator[_Row]:
         idle_seconds=part_seconds(prediction, Part.BUBBLE),
         difference="",
     )
-    for other in plan.runners_up:
+    fastest = (plan.fastest,) if plan.fastest is not None else ()
+    for other in (*fastest, *plan.runners_up):
+        told = other.difference
         yield _Row(
             arrangement=other.arrangement,
             recompute=other.recompute,
@@ -105,7 +107,7 @@ def _rows(plan: Plan) -> Iterator[_Row]:
             device_bytes=other.device_bytes,
             communication_seconds=other.communication_seconds,
             idle_seconds=other.idle_seconds,
-            difference=other.difference,
+            difference=f"the fastest: {told}" if other in fastest else told,
         )
 
 

@@ -9,7 +9,12 @@ from textwrap import wrap
 from autopar.codegen.python_text import WIDTH, Source, prose
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, TERM_PARTS, Part
+from autopar.planner.plan.telling.explanation import (
+    MEMORY_CATEGORIES,
+    TERM_PARTS,
+    Part,
+    simpler_words,
+)
 from autopar.planner.plan.telling.meaning import meaning_notes
 from autopar.planner.plan.telling.words import (
     arrangement_words,
@@ -105,11 +110,16 @@ def _why(plan: Plan) -> Iterator[str]:
     for term in found.terms:
         parts[TERM_PARTS.get(term.name, Part.OVERHEAD)] += term.seconds
     most = max(parts, key=lambda part: parts[part])
-    certainty = "none is faster" if proof.gap <= 0 else f"none is faster by over {proof.gap:.2%}"
+    fastest = found.step_seconds if plan.fastest is None else plan.fastest.step_seconds
+    than = "" if plan.fastest is None else f" than {seconds_text(fastest)}"
+    by = "" if proof.gap <= 0 else f" by over {proof.gap:.2%}"
+    certainty = f"none is faster{than}{by}"
     yield from _wrapped(
         f"Why this plan: {_ways(proof.enumerated)} {certainty}; "
         f"{most} takes {parts[most] / found.step_seconds:.0%} of its step."
     )
+    if plan.fastest is not None:
+        yield from _wrapped(f"{simpler_words(plan)}.")
     for other in plan.runners_up[:1]:
         slower = other.step_seconds / found.step_seconds - 1
         yield from _wrapped(

@@ -108,6 +108,14 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     cluster: Cluster
     graph: Graph
+    fastest: RunnerUp | None = None  # where the plan is a simpler one within the tolerance of it
+
+    @property
+    def slower_by(self) -> float:
+        """How much longer a step is than that of the fastest plan, as a share of that."""
+        if self.fastest is None:
+            return 0.0
+        return self.prediction.step_seconds / self.fastest.step_seconds - 1
 
     @property
     def layer_modes(self) -> tuple[Recompute, ...]:

@@ -66,6 +66,7 @@ def constraints_of(name: str, kind: Kind) -> Constraints:
     """Return what makes the planner choose this kind of plan."""
     blocks = SUBJECTS[name].blocks
     return Constraints(
+        tolerance=0.0,
         pipeline=kind.pipeline,
         data=kind.data,
         tensor=kind.tensor,

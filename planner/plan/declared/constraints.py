@@ -95,10 +95,15 @@ class Constraints:
     max_tensor: int | None = None
     memory: MemoryLimit | None = None
     objective: Objective = Objective.STEP_TIME
+    tolerance: float = 0.03  # of the fastest step: within it, the simplest plan is chosen
     schedules: tuple[ScheduleKind, ...] = tuple(ScheduleKind)
     zero_levels: tuple[Zero, ...] = tuple(Zero)
     precision: Precision = Precision.BF16
     global_batch: int | None = None
+    samples: int | None = None  # rows of the whole training
+    tokens: int | None = None  # of the whole training
+    deadline_seconds: float | None = None
+    budget_usd: float | None = None
     compression: tuple[bool, ...] = (False,)  # of gradients, which costs precision: opt in
     bucket_bytes: tuple[int, ...] = ()
     splits: tuple[SplitRule, ...] = ()

@@ -46,6 +46,7 @@ class PlanDocument:
     crossing: tuple[ParameterLayout, ...]
     prediction: Prediction
     proof: Proof
+    fastest: RunnerUp | None = None
     runners_up: tuple[RunnerUp, ...]
     cluster: ClusterDocument
     graph: GraphDocument

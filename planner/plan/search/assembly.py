@@ -35,6 +35,7 @@ class Counts:
 
 def assemble(
     outcome: Outcome[Item, Candidate],
+    best: Candidate,
     *,
     costing: Costing,
     model: Model,
@@ -42,8 +43,8 @@ def assemble(
     limit_bytes: int,
     counts: Counts,
 ) -> Plan:
-    """Return the plan of the best candidate."""
-    best = outcome.found[0].leaf
+    """Return the plan of the chosen candidate, with the fastest beside it where that is another."""
+    fastest = outcome.found[0].leaf
     solution = costing.solutions(best.arrangement.tensor, best.arrangement.microbatch)[
         best.solution
     ]
@@ -61,7 +62,8 @@ def assemble(
         crossing=solution.crossing,
         prediction=best.prediction,
         proof=_proof(outcome, counts),
-        runners_up=tuple(runner_up(one, best) for one in _distinct(outcome)),
+        fastest=None if best is fastest else runner_up(fastest, best),
+        runners_up=tuple(runner_up(one, best) for one in _distinct(outcome, best)),
         cluster=costing.cluster,
         graph=costing.subject.graph,
     )
@@ -98,10 +100,10 @@ def _proof(outcome: Outcome[Item, Candidate], counts: Counts) -> Proof:
     )
 
 
-def _distinct(outcome: Outcome[Item, Candidate]) -> list[Candidate]:
-    """Return the best others that differ in more than the microbatch."""
-    chosen, *others = (found.leaf for found in outcome.found)
-    seen = {_kind(chosen)}
+def _distinct(outcome: Outcome[Item, Candidate], best: Candidate) -> list[Candidate]:
+    """Return the best others, behind the fastest, that differ in more than the microbatch."""
+    fastest, *others = (found.leaf for found in outcome.found)
+    seen = {_kind(best), _kind(fastest)}
     told: list[Candidate] = []
     for other in others:
         if _kind(other) not in seen and len(told) < MOST_TOLD:
@@ -131,10 +133,13 @@ def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
 
 
 def _difference(other: Prediction, best: Prediction) -> str:
-    """Return the term that makes a plan slower, or what it saves."""
+    """Return the term that makes a plan slower or faster, or what it saves."""
     ours = {term.name: term.seconds for term in best.terms}
     more = {term.name: term.seconds - ours.get(term.name, 0.0) for term in other.terms}
-    name = max(more, key=lambda term: more[term])
+    is_faster = other.step_seconds < best.step_seconds
+    name = (min if is_faster else max)(more, key=lambda term: more[term])
     saved = best.peak_memory.device_bytes - other.peak_memory.device_bytes
     memory = f", {bytes_text(saved)} less memory" if saved > 0 else ""
+    if is_faster:
+        return f"−{seconds_text(-more[name])} {name}{memory}"
     return f"+{seconds_text(more[name])} {name}{memory}" if more[name] > 0 else memory[2:]

@@ -7,7 +7,7 @@ of its stage; equal layers under equal circumstances share one price.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.planner.annotate import Precision, annotate
 from autopar.planner.axes.infer import Axes
@@ -55,6 +55,20 @@ class Inside:
     is_one_stage: bool  # tied parameters are held once
 
 
+_Place = tuple[int, int, GroupShape, Device, LayoutRules]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What was priced and laid out of one model so far, for searches on other machines to share."""
+
+    pricers: dict[tuple[int, Device], Pricer] = field(default_factory=dict)
+    programs: dict[_Place, LayoutProgram] = field(default_factory=dict)
+    fastest: dict[_Place, LayoutSolution] = field(default_factory=dict)
+    fronts: dict[_Place, tuple[LayoutSolution, ...]] = field(default_factory=dict)
+    rows: dict[tuple[_Place, Inside, Device], tuple[Modes, ...]] = field(default_factory=dict)
+
+
 class Costing:
     """The prices of the layers of one model."""
 
@@ -66,7 +80,9 @@ class Costing:
         precision: Precision,
         rules: LayoutRules,
         measured: Measurements | None = None,
+        prices: Prices | None = None,
     ) -> None:
+        self.prices = prices or Prices()
         self.subject = subject
         self.cluster = cluster
         self.precision = precision
@@ -74,17 +90,16 @@ class Costing:
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
         self.structure = structure_of(subject.graph, subject.axes, subject.layers)
-        self._pricers: dict[tuple[int, Device], Pricer] = {}
-        self._programs: dict[tuple[int, int], LayoutProgram] = {}
+        self._slowest = slowest_device(cluster)
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
         self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
         self._rows: dict[tuple[Inside, Device], tuple[Modes, ...]] = {}
 
     def pricer(self, microbatch: int, device: Device) -> Pricer:
         """Return the pricer of a microbatch on a device."""
-        key = microbatch, device
-        if key not in self._pricers:
-            self._pricers[key] = Pricer(
+        key, pricers = (microbatch, device), self.prices.pricers
+        if key not in pricers:
+            pricers[key] = Pricer(
                 self.subject.graph,
                 self.subject.axes,
                 batch=microbatch,
@@ -93,7 +108,7 @@ class Costing:
                 measured=self.measured,
                 layers=self.subject.layers,
             )
-        return self._pricers[key]
+        return pricers[key]
 
     def tensor_shape(self, tensor: int) -> GroupShape:
         """Return the shape of the groups of the tensor axis."""
@@ -103,14 +118,20 @@ class Costing:
         """Return the fastest layouts inside the layers, whatever they need."""
         key = tensor, microbatch
         if key not in self._fastest:
-            self._fastest[key] = self._program(tensor, microbatch).fastest()
+            place, known = self._place(tensor, microbatch), self.prices.fastest
+            if place not in known:
+                known[place] = self._program(tensor, microbatch).fastest()
+            self._fastest[key] = known[place]
         return self._fastest[key]
 
     def solutions(self, tensor: int, microbatch: int) -> tuple[LayoutSolution, ...]:
         """Return the layouts inside the layers that trade time for memory, the fastest first."""
         key = tensor, microbatch
         if key not in self._fronts:
-            self._fronts[key] = self._program(tensor, microbatch).front()
+            place, known = self._place(tensor, microbatch), self.prices.fronts
+            if place not in known:
+                known[place] = self._program(tensor, microbatch).front()
+            self._fronts[key] = known[place]
         return self._fronts[key]
 
     def solution(self, inside: Inside) -> LayoutSolution:
@@ -124,29 +145,36 @@ class Costing:
         fronts = {key: (one,) for key, one in self._fastest.items()} | self._fronts
         return sum((one.report for front in fronts.values() for one in front), NOTHING_SOLVED)
 
+    def _place(self, tensor: int, microbatch: int) -> _Place:
+        """Return all that layouts depend on: equal on other machines, they are not solved again."""
+        return tensor, microbatch, self.tensor_shape(tensor), self._slowest, self.rules
+
     def _program(self, tensor: int, microbatch: int) -> LayoutProgram:
         """Return the program on the slowest device of the cluster, which the others wait for."""
-        key = tensor, microbatch
-        if key not in self._programs:
+        key, programs = self._place(tensor, microbatch), self.prices.programs
+        if key not in programs:
             place = Place(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,
-                pricer=self.pricer(microbatch, slowest_device(self.cluster)),
+                pricer=self.pricer(microbatch, self._slowest),
                 degree=tensor,
                 shape=self.tensor_shape(tensor),
                 rules=self.rules,
                 microbatches=1,
                 structure=self.structure,
             )
-            self._programs[key] = LayoutProgram(place, _BUDGET)
-        return self._programs[key]
+            programs[key] = LayoutProgram(place, _BUDGET)
+        return programs[key]
 
     def rows(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
         """Return what each layer costs in each recompute mode, one object for equal layers."""
         key = inside, device
         if key not in self._rows:
-            self._rows[key] = self._priced(inside, device)
+            shared = self._place(inside.tensor, inside.microbatch), inside, device
+            if shared not in self.prices.rows:
+                self.prices.rows[shared] = self._priced(inside, device)
+            self._rows[key] = self.prices.rows[shared]
         return self._rows[key]
 
     def _priced(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
@@ -183,7 +211,7 @@ class Costing:
         layers = self.subject.layers.layers
         if len(layers) == 1:
             return 0
-        pricer = self.pricer(inside.microbatch, slowest_device(self.cluster))
+        pricer = self.pricer(inside.microbatch, self._slowest)
         tied = parameters_of(layers[0], parameters) & parameters_of(layers[-1], parameters)
         elements = (pricer.elements(name, parameters[name], inside.tensor) for name in tied)
         return GRADIENT_BYTES * sum(elements)
