@@ -57,8 +57,8 @@ def _table(curve: Curve, choice: Choice) -> Table:
     for trial in curve.trials:
         point = by_size.get(trial.devices)
         if point is None:
-            cells = {"devices": str(trial.devices), "plan": "none (see below)"}
-            table.add_row(*(cells.get(name, "") for name in columns))
+            bare = {"devices": str(trial.devices), "plan": "none (see below)"}
+            table.add_row(*(bare.get(name, "") for name in columns))
             continue
         cells = _cells(point, unit)
         marks = ", ".join(_marks(point, curve))
