@@ -1,6 +1,6 @@
 """Prices the layers of one model on one cluster, on demand, and remembers what it priced.
 
-What a layer costs depends on the tensor degree, the microbatch, the layout solution and the device
+What a layer costs depends on the tensor degree, the microbatch, the layout solution and the devices
 of its stage; equal layers under equal circumstances share one price.
 """
 
@@ -11,10 +11,12 @@ from dataclasses import dataclass
 
 from autopar.planner.annotate import Precision, annotate
 from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.blocks import Kind
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.shape import GroupShape, group_shape
 from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.slowest import slowest
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
@@ -79,6 +81,7 @@ class Costing:
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
         self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
         self._rows: dict[tuple[Inside, Device], tuple[Modes, ...]] = {}
+        self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, microbatch: int, device: Device) -> Pricer:
         """Return the pricer of a microbatch on a device."""
@@ -148,6 +151,13 @@ class Costing:
         if key not in self._rows:
             self._rows[key] = self._priced(inside, device)
         return self._rows[key]
+
+    def slowest_rows(self, inside: Inside, devices: Kind) -> tuple[Modes, ...]:
+        """Return what each layer costs ranks that wait for the slowest of some devices."""
+        key = inside, devices
+        if key not in self._slowest:
+            self._slowest[key] = slowest([self.rows(inside, device) for device in devices])
+        return self._slowest[key]
 
     def _priced(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
         solution = self.solution(inside)
