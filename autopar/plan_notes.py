@@ -21,7 +21,8 @@ def note_plan(plan: Plan) -> None:
             "they might share would take longer. Use fewer devices, pin dp, or require a split "
             "([[splits]] in a constraints file)."
         )
-    used, whole = plan.prediction.peak_memory.device_bytes, plan.machines.memory_bytes
+    rank, memory = plan.fullest
+    used, whole = memory.device_bytes, plan.memory_bytes(rank)
     if used > FULL * whole and plan.machines.backend != "gloo":
         tell_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "

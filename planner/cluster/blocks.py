@@ -18,8 +18,10 @@ def kinds_of_blocks(cluster: Cluster, blocks: int) -> tuple[Kind, ...]:
     known: dict[frozenset[Device], Kind] = {}
     kinds = []
     for start in starts:
-        devices = tuple(dict.fromkeys(cluster.devices[start : start + width]))
-        kinds.append(known.setdefault(frozenset(devices), devices))
+        devices = frozenset(cluster.devices[start : start + width])
+        if devices not in known:
+            known[devices] = tuple(sorted(devices, key=repr))
+        kinds.append(known[devices])
     return tuple(kinds)
 
 

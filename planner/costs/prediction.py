@@ -54,6 +54,7 @@ class Arrangement:
     bucket_bytes: int
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
+    order: int = 0  # of unlike nodes, among those that the search tries; a plan has its own
 
     @property
     def ranks(self) -> int:

@@ -121,7 +121,7 @@ class Bounds:
         facts = self.facts(arrangement, solution)
         if arrangement.pipeline == 1 or facts.block.count > _MOST_WHOLE * arrangement.pipeline:
             return False
-        groups = rank_groups(self.costing.cluster, arrangement)
+        groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
         step = StepBound(arrangement, groups, self.questions.constants, facts.totals)
         room = self._room(arrangement, facts, self._rooms(arrangement, solution))
         return not find_places(
@@ -135,7 +135,7 @@ class Bounds:
     def _bound(self, arrangement: Arrangement, facts: LayoutFacts, rooms: Rooms | None) -> float:
         """Return the bound of a step in some layouts, within the memory or, None, without it."""
         constants = self.questions.constants
-        groups = rank_groups(self.costing.cluster, arrangement)
+        groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
         step = StepBound(arrangement, groups, constants, facts.totals)
         pressed = self._pressed(arrangement, facts, step.shared(facts.block), rooms)
         return float("inf") if pressed is _NEVER else step.seconds(pressed, facts.block)

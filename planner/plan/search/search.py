@@ -50,6 +50,7 @@ from autopar.planner.plan.search.demands import (
     shared_buffers,
 )
 from autopar.planner.plan.search.nodes import Item, Point, Pressure, Variant, families, simplicity
+from autopar.planner.plan.search.placing import in_orders
 from autopar.planner.plan.search.refusal import nothing_runs, too_large, too_late
 from autopar.planner.plan.search.space import Choices, microbatches_of, simplest, variants
 from autopar.planner.plan.solving.candidate import Candidate, Judge, recomputes
@@ -94,7 +95,7 @@ def search(
         costing=explorer.costing,
         model=model,
         constraints=constraints,
-        limit_bytes=min(explorer.judge.demands.limit_bytes.values()),
+        limits=explorer.judge.demands.limit_bytes,
         counts=Counts(
             enumerated=explorer.enumerated(),
             solved=explorer.solved,
@@ -200,7 +201,7 @@ class Explorer:
             if self.objective is Objective.MEMORY:
                 sizes = sizes[:1]  # the smallest never holds more rows at once than another
             for size, count in sizes:
-                yield simplest(
+                point = simplest(
                     pipeline=pipeline,
                     data=data,
                     tensor=tensor,
@@ -208,6 +209,7 @@ class Explorer:
                     microbatches=count,
                     precision=constraints.precision,
                 )
+                yield from in_orders(point, self.costing.orders, self.choices)
 
     def most_tensor(self) -> int:
         """Return the greatest tensor degree: the devices of a node, unless more is asked for.

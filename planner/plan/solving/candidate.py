@@ -244,7 +244,7 @@ class Judge:
             prediction = predict(
                 costs,
                 own,
-                self.costing.cluster,
+                self.costing.cluster_of(own),
                 constants=self.constants,
                 model_flops=self.model_flops,
                 tied_gradient_bytes=tied,

@@ -14,12 +14,13 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.blocks import Kind
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.orders import half_peak, node_orders
 from autopar.planner.cluster.shape import GroupShape, group_shape
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.layers.slowest import slowest
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute
 from autopar.planner.crossing import Residence, residence
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
@@ -70,7 +71,8 @@ class Costing:
         measured: Measurements | None = None,
     ) -> None:
         self.subject = subject
-        self.cluster = cluster
+        self.orders = node_orders(cluster)
+        self.cluster = self.orders[0]
         self.precision = precision
         self.rules = rules
         self.measured = measured
@@ -97,6 +99,10 @@ class Costing:
                 layers=self.subject.layers,
             )
         return self._pricers[key]
+
+    def cluster_of(self, arrangement: Arrangement) -> Cluster:
+        """Return the cluster with its nodes in the order of an arrangement."""
+        return self.orders[arrangement.order]
 
     def tensor_shape(self, tensor: int) -> GroupShape:
         """Return the shape of the groups of the tensor axis."""
@@ -216,12 +222,7 @@ def parameters_of(layer: Layer, parameters: Mapping[str, Layout]) -> frozenset[s
 
 def slowest_device(cluster: Cluster) -> Device:
     """Return the device that the others wait for: the one of the lowest 16-bit peak."""
-    return min((node.device for node in cluster.nodes), key=_half_peak)
-
-
-def _half_peak(device: Device) -> float:
-    peaks = dict(device.peaks)
-    return next(peaks[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peaks)
+    return min((node.device for node in cluster.nodes), key=half_peak)
 
 
 def model_flops(subject: Subject, global_batch: int, precision: Precision) -> int:

@@ -93,13 +93,13 @@ class Questions:
 
     def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
         """Return the different groups of devices that pipeline ranks have."""
-        return different_kinds(self.costing.cluster, arrangement.pipeline)
+        return different_kinds(self.costing.cluster_of(arrangement), arrangement.pipeline)
 
     def _each(self, arrangement: Arrangement, known: Mapping[Kind, Item]) -> tuple[Item, ...]:
         """Return for each pipeline rank what is known of the group of its devices."""
         if len(known) == 1:
             return tuple(known.values()) * arrangement.pipeline
-        ranks = kinds_of_blocks(self.costing.cluster, arrangement.pipeline)
+        ranks = kinds_of_blocks(self.costing.cluster_of(arrangement), arrangement.pipeline)
         return tuple(known[own] for own in ranks)
 
     def choices(self, arrangement: Arrangement, solution: int, rows: Rows) -> LayerChoices:
@@ -113,7 +113,13 @@ class Questions:
         division = arrangement.zero, arrangement.shard if arrangement.zero else 1
         has_norms = any(modes[Recompute.NONE].statistics.norms for modes in rows[0])
         data = arrangement.data if has_norms else 1
-        key = inside_of(arrangement, solution), division, data, self.kinds(arrangement)
+        key = (
+            inside_of(arrangement, solution),
+            division,
+            data,
+            self.kinds(arrangement),
+            arrangement.order,
+        )
         if key not in self._known:
             self._known[key] = self._made_choices(arrangement, different(rows))
         return self._known[key]
@@ -146,7 +152,7 @@ class Questions:
         """Yield one option for each recompute mode, without those that equal a simpler one."""
         margin = 1.0 + self.constants.margin
         unsharded = layer_unsharded_bytes(modes[Recompute.NONE], arrangement)
-        group = rank_groups(self.costing.cluster, arrangement).data
+        group = rank_groups(self.costing.cluster_of(arrangement), arrangement).data
         seen: set[tuple[float, int, int]] = set()
         for mode in Recompute:
             cost = modes[mode]
@@ -171,7 +177,7 @@ class Questions:
     def _cuts(self, arrangement: Arrangement, row: Sequence[Modes]) -> tuple[Cut, ...]:
         if arrangement.pipeline == 1:
             return ()
-        groups = rank_groups(self.costing.cluster, arrangement)
+        groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
         known: dict[int, float] = {}
         cuts = []
         for modes, is_allowed in zip(row[:-1], self.demands.is_cuttable, strict=False):
