@@ -66,7 +66,7 @@ def task_of(
         arguments=tuple(f"{key}={value}" for key, value in plan.model.arguments),
         keys=tuple(name for name, value in keywords if isinstance(value, Ref)),
         plain=tuple((name, value) for name, value in keywords if not isinstance(value, Ref)),
-        block=arranged.microbatch * arranged.data,
+        block=arranged.block,
         blocks=arranged.microbatches,
         norms_blocks=has_batch_norm(plan.graph),
         runs_blocks=_norms_again(plan.graph) or _norms_across(plan.graph),

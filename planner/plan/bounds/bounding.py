@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.planner.annotate import state_of
-from autopar.planner.cluster.blocks import Kind
-from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.blocks import Kind, Share
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
 from autopar.planner.costs.steps.rank_groups import rank_groups
@@ -50,7 +49,7 @@ class Bounds:
         self.questions, self.costing, self.objective = questions, questions.costing, objective
         subject = self.costing.subject
         self.held = state_of(subject.graph.parameters, self.costing.precision)
-        self._least: dict[tuple[int, int, Device], LeastLayers] = {}
+        self._least: dict[tuple[int, Share], LeastLayers] = {}
         self._facts: dict[tuple[Inside, Kinds], LayoutFacts] = {}
         self._of_any: dict[tuple[Inside, Kinds], LayoutFacts] = {}
         self._bottlenecks: dict[tuple[Block, Room], float] = {}
@@ -60,18 +59,21 @@ class Bounds:
         """Return what no variant of a point beats, whatever the layouts."""
         if self.objective is Objective.MEMORY:
             return float(self.least_memory(replace(point, zero=Zero.PARAMETERS)))
-        least = [[self._least_on(point, one) for one in own] for own in self.questions.kinds(point)]
+        least = [
+            [self.least_on(point.tensor, one) for one in own] for own in self.questions.kinds(point)
+        ]
         slowest = min(max(one.bottleneck_seconds(point.pipeline) for one in own) for own in least)
         through = min(max(one.through_seconds for one in own) for own in least)
         return max(through, point.microbatches * slowest)
 
-    def _least_on(self, point: Arrangement, device: Device) -> LeastLayers:
-        key = point.tensor, point.microbatch, device
+    def least_on(self, tensor: int, share: Share) -> LeastLayers:
+        """Return what the layers take at least on a device, for its rows."""
+        key = tensor, share
         if key not in self._least:
             self._least[key] = least_layers(
-                self.costing.pricer(point.microbatch, device),
+                self.costing.pricer(share.rows, share.device),
                 self.costing.subject.layers,
-                tensor=point.tensor,
+                tensor=tensor,
                 rules=self.costing.rules,
             )
         return self._least[key]

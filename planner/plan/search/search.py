@@ -19,11 +19,13 @@ from copy import copy
 from dataclasses import replace
 
 from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.blocks import Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.steps.framework import framework_constants
 from autopar.planner.errors import AutoparError
+from autopar.planner.findings.uneven_rows import may_be_uneven
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.plan.bounds.bounding import Bounds
@@ -52,6 +54,7 @@ from autopar.planner.plan.search.demands import (
 from autopar.planner.plan.search.nodes import Item, Point, Pressure, Variant, families, simplicity
 from autopar.planner.plan.search.placing import in_orders
 from autopar.planner.plan.search.refusal import nothing_runs, too_large, too_late
+from autopar.planner.plan.search.shares import uneven
 from autopar.planner.plan.search.space import Choices, microbatches_of, simplest, variants
 from autopar.planner.plan.solving.candidate import Candidate, Judge, recomputes
 from autopar.planner.plan.solving.costing import Costing, Subject, model_flops
@@ -185,6 +188,11 @@ class Explorer:
         assert constraints.global_batch is not None
         fixed = graph.fixed_batch
         alone, together = least_rows(graph, data=1), least_rows(graph, data=2)
+        is_uneven = (
+            constraints.microbatch is None
+            and self.objective is not Objective.MEMORY
+            and may_be_uneven(graph)
+        )
         legal = check_degrees(
             self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
         )
@@ -210,6 +218,19 @@ class Explorer:
                     precision=constraints.precision,
                 )
                 yield from in_orders(point, self.costing.orders, self.choices)
+            if is_uneven and sizes:
+                yield from self._uneven(point, least=together)
+
+    def _uneven(self, point: Arrangement, *, least: int) -> Iterator[Arrangement]:
+        """Yield a point with rows that suit unlike devices."""
+        assert self.constraints.global_batch is not None
+        return uneven(
+            point,
+            self.costing.cluster,
+            global_batch=self.constraints.global_batch,
+            least=least,
+            seconds=lambda one, rows: self.bounds.least_on(1, Share(one, rows)).total_seconds,
+        )
 
     def most_tensor(self) -> int:
         """Return the greatest tensor degree: the devices of a node, unless more is asked for.

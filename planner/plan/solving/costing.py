@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from autopar.planner.annotate import Precision, annotate
 from autopar.planner.axes.infer import Axes
-from autopar.planner.cluster.blocks import Kind
+from autopar.planner.cluster.blocks import Kind, Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.orders import half_peak, node_orders
@@ -82,7 +82,7 @@ class Costing:
         self._programs: dict[tuple[int, int], LayoutProgram] = {}
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
         self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
-        self._rows: dict[tuple[Inside, Device], tuple[Modes, ...]] = {}
+        self._rows: dict[tuple[Inside, Share], tuple[Modes, ...]] = {}
         self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, microbatch: int, device: Device) -> Pricer:
@@ -151,25 +151,25 @@ class Costing:
             self._programs[key] = LayoutProgram(place, _BUDGET)
         return self._programs[key]
 
-    def rows(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
+    def rows(self, inside: Inside, share: Share) -> tuple[Modes, ...]:
         """Return what each layer costs in each recompute mode, one object for equal layers."""
-        key = inside, device
+        key = inside, share
         if key not in self._rows:
-            self._rows[key] = self._priced(inside, device)
+            self._rows[key] = self._priced(inside, share)
         return self._rows[key]
 
-    def slowest_rows(self, inside: Inside, devices: Kind) -> tuple[Modes, ...]:
-        """Return what each layer costs ranks that wait for the slowest of some devices."""
-        key = inside, devices
+    def slowest_rows(self, inside: Inside, kind: Kind) -> tuple[Modes, ...]:
+        """Return what each layer costs ranks that wait for the slowest device with its rows."""
+        key = inside, kind
         if key not in self._slowest:
-            self._slowest[key] = slowest([self.rows(inside, device) for device in devices])
+            self._slowest[key] = slowest([self.rows(inside, share) for share in kind])
         return self._slowest[key]
 
-    def _priced(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
+    def _priced(self, inside: Inside, share: Share) -> tuple[Modes, ...]:
         solution = self.solution(inside)
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
-        pricer = self.pricer(inside.microbatch, device)
+        pricer = self.pricer(share.rows, share.device)
         seen: set[str] = set()
         known: dict[object, Modes] = {}
         rows: list[Modes] = []

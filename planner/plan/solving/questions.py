@@ -8,7 +8,7 @@ from functools import lru_cache
 from itertools import groupby
 from typing import TypeVar
 
-from autopar.planner.cluster.blocks import Kind, different_kinds, kinds_of_blocks
+from autopar.planner.cluster.blocks import Kind, Share, different_kinds, kinds_of_blocks, shares_of
 from autopar.planner.costs.collectives.norm_statistics import synchronising
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.schedules.pipeline import rank_of
@@ -82,25 +82,31 @@ class Questions:
     def limit_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
         """Return what each pipeline rank may use: the least that any of its devices allows."""
         limits = self.demands.limit_bytes
-        least = {own: min(limits[one.name] for one in own) for own in self.kinds(arrangement)}
+        kinds = self.kinds(arrangement)
+        least = [min(limits[share.device.name] for share in own) for own in kinds]
         return self._each(arrangement, least)
 
     def rows(self, arrangement: Arrangement, solution: int) -> Rows:
         """Return what the layers cost each pipeline rank, which waits for its slowest device."""
         inside = inside_of(arrangement, solution)
-        known = {own: self.costing.slowest_rows(inside, own) for own in self.kinds(arrangement)}
-        return self._each(arrangement, known)
+        kinds = self.kinds(arrangement)
+        return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
     def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
-        """Return the different groups of devices that pipeline ranks have."""
-        return different_kinds(self.costing.cluster_of(arrangement), arrangement.pipeline)
+        """Return the different groups of devices, with their rows, that pipeline ranks have."""
+        cluster, rows = self.costing.cluster_of(arrangement), arrangement.microbatch
+        if arrangement.rows:  # of data ranks alone
+            return (shares_of(cluster.devices, arrangement.rows),)
+        kinds = different_kinds(cluster, arrangement.pipeline)
+        return tuple(tuple(Share(device, rows) for device in own) for own in kinds)
 
-    def _each(self, arrangement: Arrangement, known: Mapping[Kind, Item]) -> tuple[Item, ...]:
-        """Return for each pipeline rank what is known of the group of its devices."""
-        if len(known) == 1:
-            return tuple(known.values()) * arrangement.pipeline
-        ranks = kinds_of_blocks(self.costing.cluster_of(arrangement), arrangement.pipeline)
-        return tuple(known[own] for own in ranks)
+    def _each(self, arrangement: Arrangement, values: Sequence[Item]) -> tuple[Item, ...]:
+        """Return for each pipeline rank what is known of its kind."""
+        if len(values) == 1:
+            return (values[0],) * arrangement.pipeline
+        degrees = self.costing.cluster_of(arrangement), arrangement.pipeline
+        known = dict(zip(different_kinds(*degrees), values, strict=True))
+        return tuple(known[own] for own in kinds_of_blocks(*degrees))
 
     def choices(self, arrangement: Arrangement, solution: int, rows: Rows) -> LayerChoices:
         """Return the layers with their options, and what a cut between them costs."""

@@ -44,7 +44,8 @@ def sharding_words(arrangement: Arrangement) -> str:
 def batch_words(arrangement: Arrangement) -> str:
     """Return the microbatches of a data rank: "8 microbatches of 2 rows"."""
     count, rows = arrangement.microbatches, arrangement.microbatch
-    of = f"of {rows} row{'s' if rows > 1 else ''}"
+    least = f"{min(arrangement.rows)} to " if arrangement.rows else ""
+    of = f"of {least}{rows} row{'s' if rows > 1 else ''}"
     return f"{count} microbatches {of}" if count > 1 else f"1 microbatch {of}"
 
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from autopar.codegen.script.prose import docstring
+from autopar.planner.cluster.blocks import Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.costs.layers.slowest import slowest
@@ -163,7 +164,12 @@ def _priced(
     for stage, (first, stop) in enumerate(pairwise(cut)):
         rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)
         devices = dict.fromkeys(cluster.devices[rank * width : (rank + 1) * width])
-        row = slowest([explorer.costing.rows(inside, device) for device in devices])
+        row = slowest(
+            [
+                explorer.costing.rows(inside, Share(device, arrangement.microbatch))
+                for device in devices
+            ]
+        )
         costs.append([modes[Recompute.NONE] for modes in row[first:stop]])
     return predict(
         costs,
