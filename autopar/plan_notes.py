@@ -24,7 +24,8 @@ def note_plan(plan: Plan) -> None:
     for note in (statistics_apart(plan), shares_nothing(plan)):
         if note:
             tell_note(note)
-    used, whole = plan.prediction.peak_memory.device_bytes, plan.machines.memory_bytes
+    rank, memory = plan.fullest
+    used, whole = memory.device_bytes, plan.memory_bytes(rank)
     usual = USUAL_MEMORY.bytes_of(whole)
     if used > usual and plan.machines.backend != "gloo":
         tell_note(

@@ -18,6 +18,7 @@ from autopar.planner.plan.telling.explanation import (
 from autopar.planner.plan.telling.meaning import meaning_notes
 from autopar.planner.plan.telling.words import (
     arrangement_words,
+    nodes_words,
     other_words,
     recompute_words,
     unit_word,
@@ -63,10 +64,12 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
         places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
     elif plan.machines.nodes > 1:
-        yield f"Run it on each of {nodes} nodes, NODE from 0 as in the cluster file; HOST is the"
-        yield f"first one's address, DEVICES how many a node has, {ranks} on all together:"
+        yield f"Run it on each of {nodes} nodes, NODE from 0 as told below; HOST is the first"
+        yield f"one's address, DEVICES how many a node has, {ranks} on all together:"
         places = f"--nnodes {nodes} --nproc-per-node DEVICES --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
+    if not plan.cluster.has_equal_nodes:
+        yield from _wrapped(f"Nodes are unlike, and NODE says which is which: {nodes_words(plan)}.")
 
 
 def _predicted(plan: Plan) -> Iterator[str]:
@@ -87,7 +90,8 @@ def _predicted(plan: Plan) -> Iterator[str]:
         waits = f"waits {seconds_text(one.exposed_seconds)}" if one.exposed_seconds else "hidden"
         took = f"{size}{seconds_text(one.seconds)}, {waits}"
         yield from _wrapped(f"{one.reason}: {times}over {one.ranks} ranks, {took}", indent=4)
-    memory, limit = found.peak_memory, machines.limit_bytes
+    rank, memory = plan.fullest
+    limit = plan.limit_bytes(rank)
     yield (
         f"Memory of the fullest device: {bytes_text(memory.device_bytes)} "
         f"of {bytes_text(limit)} ({memory.device_bytes / limit:.0%})"

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -40,11 +41,12 @@ def assemble(
     costing: Costing,
     model: Model,
     constraints: Constraints,
-    limit_bytes: int,
+    limits: Mapping[str, int],
     counts: Counts,
 ) -> Plan:
     """Return the plan of the chosen candidate, with the fastest beside it where that is another."""
     fastest = outcome.found[0].leaf
+    cluster = costing.cluster_of(best.arrangement)
     solution = costing.solutions(best.arrangement.tensor, best.arrangement.microbatch)[
         best.solution
     ]
@@ -52,10 +54,10 @@ def assemble(
         format=FORMAT,
         autopar=version("autopar"),
         model=model,
-        machines=machines_of(costing.cluster, limit_bytes),
+        machines=machines_of(cluster, limits),
         objective=constraints.objective.value,
         constraints=constraints.declared,
-        arrangement=best.arrangement,
+        arrangement=replace(best.arrangement, order=0),
         stages=best.stages,
         layouts=solution.layouts,
         parameters=solution.parameters,
@@ -64,12 +66,12 @@ def assemble(
         proof=_proof(outcome, counts),
         fastest=None if best is fastest else runner_up(fastest, best),
         runners_up=tuple(runner_up(one, best) for one in _distinct(outcome, best)),
-        cluster=costing.cluster,
+        cluster=cluster,
         graph=costing.subject.graph,
     )
 
 
-def machines_of(cluster: Cluster, limit_bytes: int) -> Machines:
+def machines_of(cluster: Cluster, limits: Mapping[str, int]) -> Machines:
     """Return the summary of a cluster; of unequal devices, the one with least memory."""
     smallest = min((node.device for node in cluster.nodes), key=lambda one: one.memory_bytes)
     names = dict.fromkeys(node.device.name for node in cluster.nodes)
@@ -78,10 +80,11 @@ def machines_of(cluster: Cluster, limit_bytes: int) -> Machines:
         nodes=len(cluster.nodes),
         device=" + ".join(names),
         memory_bytes=smallest.memory_bytes,
-        limit_bytes=limit_bytes,
+        limit_bytes=min(limits.values()),
         usd_per_hour=cluster.usd_per_hour,
         backend=cluster.nodes[0].link.backend.value,
         content_hash=content_hash(cluster),
+        limits=tuple((name, limits[name]) for name in names) if len(names) > 1 else (),
     )
 
 
@@ -121,7 +124,7 @@ def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
     """Return another candidate as the plan tells of it."""
     prediction = candidate.prediction
     return RunnerUp(
-        arrangement=candidate.arrangement,
+        arrangement=replace(candidate.arrangement, order=0),
         recompute=recompute_words(candidate.stages),
         step_seconds=prediction.step_seconds,
         mfu=prediction.mfu,

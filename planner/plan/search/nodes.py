@@ -73,6 +73,7 @@ def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
         arrangement.data,
         arrangement.stages_per_rank,
         arrangement.microbatches,
+        len(set(arrangement.rows)),
         arrangement.data // arrangement.shard,
         list(ScheduleKind).index(arrangement.schedule),
     )

@@ -19,11 +19,13 @@ from copy import copy
 from dataclasses import replace
 
 from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.blocks import Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.steps.framework import framework_constants
 from autopar.planner.errors import AutoparError
+from autopar.planner.findings.uneven_rows import may_be_uneven
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.plan.bounds.bounding import Bounds
@@ -51,7 +53,9 @@ from autopar.planner.plan.search.demands import (
     shared_buffers,
 )
 from autopar.planner.plan.search.nodes import Item, Point, Pressure, Variant, families, simplicity
+from autopar.planner.plan.search.placing import in_orders
 from autopar.planner.plan.search.refusal import nothing_runs, too_large, too_late
+from autopar.planner.plan.search.shares import uneven
 from autopar.planner.plan.search.simpler import (
     Complexity,
     Known,
@@ -111,7 +115,7 @@ def search(
         costing=explorer.costing,
         model=model,
         constraints=constraints,
-        limit_bytes=min(explorer.judge.demands.limit_bytes.values()),
+        limits=explorer.judge.demands.limit_bytes,
         counts=Counts(
             enumerated=explorer.enumerated(),
             solved=explorer.solved,
@@ -247,6 +251,11 @@ class Explorer:
         assert constraints.global_batch is not None
         fixed = graph.fixed_batch
         alone, together = least_rows(graph, data=1), least_rows(graph, data=2)
+        is_uneven = (
+            constraints.microbatch is None
+            and self.objective is not Objective.MEMORY
+            and may_be_uneven(graph)
+        )
         legal = check_degrees(
             self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
         )
@@ -264,7 +273,7 @@ class Explorer:
             if self.objective is Objective.MEMORY:
                 sizes = sizes[:1]  # the smallest never holds more rows at once than another
             for size, count in sizes:
-                yield simplest(
+                point = simplest(
                     pipeline=pipeline,
                     data=data,
                     tensor=tensor,
@@ -272,6 +281,20 @@ class Explorer:
                     microbatches=count,
                     precision=constraints.precision,
                 )
+                yield from in_orders(point, self.costing.orders, self.choices)
+            if is_uneven and sizes:
+                yield from self._uneven(point, least=together)
+
+    def _uneven(self, point: Arrangement, *, least: int) -> Iterator[Arrangement]:
+        """Yield a point with rows that suit unlike devices."""
+        assert self.constraints.global_batch is not None
+        return uneven(
+            point,
+            self.costing.cluster,
+            global_batch=self.constraints.global_batch,
+            least=least,
+            seconds=lambda one, rows: self.bounds.least_on(1, Share(one, rows)).total_seconds,
+        )
 
     def most_tensor(self) -> int:
         """Return the greatest tensor degree: the devices of a node, unless more is asked for.

@@ -1,6 +1,6 @@
 """Prices the layers of one model on one cluster, on demand, and remembers what it priced.
 
-What a layer costs depends on the tensor degree, the microbatch, the layout solution and the device
+What a layer costs depends on the tensor degree, the microbatch, the layout solution and the devices
 of its stage; equal layers under equal circumstances share one price.
 """
 
@@ -11,13 +11,16 @@ from dataclasses import dataclass, field
 
 from autopar.planner.annotate import Precision, annotate
 from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.blocks import Kind, Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.orders import half_peak, node_orders
 from autopar.planner.cluster.shape import GroupShape, group_shape
 from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.slowest import slowest
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute
 from autopar.planner.crossing import Residence, residence
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
@@ -66,7 +69,7 @@ class Prices:
     programs: dict[_Place, LayoutProgram] = field(default_factory=dict)
     fastest: dict[_Place, LayoutSolution] = field(default_factory=dict)
     fronts: dict[_Place, tuple[LayoutSolution, ...]] = field(default_factory=dict)
-    rows: dict[tuple[_Place, Inside, Device], tuple[Modes, ...]] = field(default_factory=dict)
+    rows: dict[tuple[_Place, Inside, Share], tuple[Modes, ...]] = field(default_factory=dict)
 
 
 class Costing:
@@ -84,16 +87,18 @@ class Costing:
     ) -> None:
         self.prices = prices or Prices()
         self.subject = subject
-        self.cluster = cluster
+        self.orders = node_orders(cluster)
+        self.cluster = self.orders[0]
         self.precision = precision
         self.rules = rules
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
         self.structure = structure_of(subject.graph, subject.axes, subject.layers)
-        self._slowest = slowest_device(cluster)
+        self._slowest_device = slowest_device(cluster)
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
         self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
-        self._rows: dict[tuple[Inside, Device], tuple[Modes, ...]] = {}
+        self._rows: dict[tuple[Inside, Share], tuple[Modes, ...]] = {}
+        self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, microbatch: int, device: Device) -> Pricer:
         """Return the pricer of a microbatch on a device."""
@@ -109,6 +114,10 @@ class Costing:
                 layers=self.subject.layers,
             )
         return pricers[key]
+
+    def cluster_of(self, arrangement: Arrangement) -> Cluster:
+        """Return the cluster with its nodes in the order of an arrangement."""
+        return self.orders[arrangement.order]
 
     def tensor_shape(self, tensor: int) -> GroupShape:
         """Return the shape of the groups of the tensor axis."""
@@ -147,7 +156,7 @@ class Costing:
 
     def _place(self, tensor: int, microbatch: int) -> _Place:
         """Return all that layouts depend on: equal on other machines, they are not solved again."""
-        return tensor, microbatch, self.tensor_shape(tensor), self._slowest, self.rules
+        return tensor, microbatch, self.tensor_shape(tensor), self._slowest_device, self.rules
 
     def _program(self, tensor: int, microbatch: int) -> LayoutProgram:
         """Return the program on the slowest device of the cluster, which the others wait for."""
@@ -157,7 +166,7 @@ class Costing:
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,
-                pricer=self.pricer(microbatch, self._slowest),
+                pricer=self.pricer(microbatch, self._slowest_device),
                 degree=tensor,
                 shape=self.tensor_shape(tensor),
                 rules=self.rules,
@@ -167,21 +176,28 @@ class Costing:
             programs[key] = LayoutProgram(place, _BUDGET)
         return programs[key]
 
-    def rows(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
+    def rows(self, inside: Inside, share: Share) -> tuple[Modes, ...]:
         """Return what each layer costs in each recompute mode, one object for equal layers."""
-        key = inside, device
+        key = inside, share
         if key not in self._rows:
-            shared = self._place(inside.tensor, inside.microbatch), inside, device
+            shared = self._place(inside.tensor, inside.microbatch), inside, share
             if shared not in self.prices.rows:
-                self.prices.rows[shared] = self._priced(inside, device)
+                self.prices.rows[shared] = self._priced(inside, share)
             self._rows[key] = self.prices.rows[shared]
         return self._rows[key]
 
-    def _priced(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
+    def slowest_rows(self, inside: Inside, kind: Kind) -> tuple[Modes, ...]:
+        """Return what each layer costs ranks that wait for the slowest device with its rows."""
+        key = inside, kind
+        if key not in self._slowest:
+            self._slowest[key] = slowest([self.rows(inside, share) for share in kind])
+        return self._slowest[key]
+
+    def _priced(self, inside: Inside, share: Share) -> tuple[Modes, ...]:
         solution = self.solution(inside)
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
-        pricer = self.pricer(inside.microbatch, device)
+        pricer = self.pricer(share.rows, share.device)
         seen: set[str] = set()
         known: dict[object, Modes] = {}
         rows: list[Modes] = []
@@ -211,7 +227,7 @@ class Costing:
         layers = self.subject.layers.layers
         if len(layers) == 1:
             return 0
-        pricer = self.pricer(inside.microbatch, self._slowest)
+        pricer = self.pricer(inside.microbatch, self._slowest_device)
         tied = parameters_of(layers[0], parameters) & parameters_of(layers[-1], parameters)
         elements = (pricer.elements(name, parameters[name], inside.tensor) for name in tied)
         return GRADIENT_BYTES * sum(elements)
@@ -234,12 +250,7 @@ def parameters_of(layer: Layer, parameters: Mapping[str, Layout]) -> frozenset[s
 
 def slowest_device(cluster: Cluster) -> Device:
     """Return the device that the others wait for: the one of the lowest 16-bit peak."""
-    return min((node.device for node in cluster.nodes), key=_half_peak)
-
-
-def _half_peak(device: Device) -> float:
-    peaks = dict(device.peaks)
-    return next(peaks[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peaks)
+    return min((node.device for node in cluster.nodes), key=half_peak)
 
 
 def model_flops(subject: Subject, global_batch: int, precision: Precision) -> int:

@@ -94,7 +94,7 @@ def explain(plan: Plan, axes: Axes, layers: Layers) -> Explanation:
     """Return why a plan is what it is."""
     shares = shares_of(plan.prediction)
     memory = tuple(
-        _stage_memory(number, stage.memory, plan.machines.limit_bytes)
+        _stage_memory(number, stage.memory, plan.limit_bytes(plan.stages[number].rank))
         for number, stage in enumerate(plan.prediction.stages)
     )
     return Explanation(
@@ -149,8 +149,8 @@ def _stage_memory(number: int, memory: MemoryPrediction, limit_bytes: int) -> St
 
 def _reasons(plan: Plan, shares: tuple[Share, ...]) -> tuple[str, ...]:
     most = max(shares, key=lambda share: share.seconds)
-    used = plan.prediction.peak_memory.device_bytes
-    limit = plan.machines.limit_bytes
+    rank, memory = plan.fullest
+    used, limit = memory.device_bytes, plan.limit_bytes(rank)
     reasons = [f"{most.part} takes {most.share:.0%} of the step: {_HELP[most.part]}"]
     state = "so memory bounds the choice too" if used > _TIGHT * limit else "so memory is no limit"
     reasons.append(
