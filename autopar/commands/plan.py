@@ -30,6 +30,7 @@ from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.destination import refuse_named_as_file, refuse_replacing
 from autopar.planner.findings.half_range import check_constants, check_means
 from autopar.planner.findings.optimizer_probe import optimizer_traits
+from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file, model_path
 from autopar.planner.plan.declared.constraints import Constraints, Objective, without_recompute
@@ -226,7 +227,7 @@ def make_plans(
     check_memory(clusters[-1], constraints)
     prices = Prices()
     with reported("tracing the model") as report:
-        training = read_training(spec, arguments, clusters[-1], constraints, measured, report)
+        training = read_training(spec, arguments, clusters, constraints, measured, report)
         report("searching")
         curve = planned_curve(
             training,
@@ -248,24 +249,27 @@ def make_plans(
     return Planned(curve=curve, choice=choice, fewer=fewer)
 
 
-def _check_degrees(clusters: Sequence[Cluster], constraints: Constraints) -> None:
-    """Refuse constraints that leave no degrees on any of the clusters."""
+def _check_degrees(
+    clusters: Sequence[Cluster], constraints: Constraints, graph: Graph | None = None
+) -> None:
+    """Refuse constraints that leave no degrees on any of the clusters, as far as is known."""
+    fixed, at = (graph.fixed_batch, graph.fixed_at) if graph else (None, "")
     *fewer, last = (cluster.size for cluster in clusters)
-    if not any(leave_degrees(constraints.declared, size) for size in fewer):
-        check_degrees(last, constraints)
+    if not any(leave_degrees(constraints.declared, size, fixed_batch=fixed) for size in fewer):
+        check_degrees(last, constraints, fixed_batch=fixed, fixed_at=at)
 
 
 def read_training(
     spec: str,
     arguments: Sequence[str],
-    cluster: Cluster,
+    clusters: Sequence[Cluster],
     constraints: Constraints,
     measured: Measurements | None,
     report: Callable[[str], None],
 ) -> Training:
     """Return the traced model with what a search needs of it, and tell what a person should know.
 
-    The cluster is the largest that is planned for.
+    The last cluster is the largest that is planned for.
     """
     model_file = load_model_file(spec, arguments)
     graph = trace_for_rows(model_file, rows_at_once(constraints), constraints.precision)
@@ -277,8 +281,9 @@ def read_training(
     model = model_facts(model_file, graph, spec=spec, arguments=arguments)
     check_names(constraints, graph, axes, layers=len(layers.layers))
     check_tokens(constraints, tokens_per_row=model.tokens_per_row)
+    _check_degrees(clusters, constraints, graph)
     note_own_choices(graph)
-    note_devices(graph, cluster)
+    note_devices(graph, clusters[-1])
     note_rows(graph, constraints)
     note_unpriced(graph, axes)
     if constraints.precision is Precision.FP16:

@@ -242,7 +242,10 @@ def divided_share(plan: Plan, axes: Axes, layers: Layers) -> float | None:
     for layer in layers.layers:
         for op, layout in zip(layer.ops, plan.layouts[layer.layer_class], strict=True):
             shapes = LocalShapes(op, plan.graph, axes.ops[op.name], batch=batch)
-            flops = forward_flops(rule_of(op.target), shapes)
+            rule = rule_of(op.target)
+            if rule is not None and rule.computes is not None:
+                continue  # no product of letters: a transform, a factor, a recurrent cell
+            flops = forward_flops(rule, shapes)
             total += flops
             divided += flops if layout.letter else 0
     return divided / total if total else None
