@@ -3,11 +3,12 @@
 Step s takes rows s·G to (s+1)·G − 1 of one endless sequence, where G is the global batch: the rows
 of a step are the same under every plan. Within a step, microbatch m of all data ranks together is
 one block of it, so a plan with d data ranks trains on what one process would with d times the rows.
+Data ranks have as many rows each, or each its own number of them, as unlike devices do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -24,29 +25,25 @@ from autopar.runtime.slices import gather_along
 
 Batch = dict[str, Tensor]
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
+Rows: TypeAlias = int | Sequence[int]  # of a microbatch: on every data rank, or on each its own
 
 
 class RankRows(Sampler[list[Place]]):
     """The places of this data rank's microbatches, shuffled anew each time through the data.
 
-    The rows that are left at the end of one time through fill up a batch with the next. `own` are
-    the rows of a microbatch that this rank reads.
+    The rows that are left at the end of one time through fill up a batch with the next. Of each
+    block of so many rows `own` are those that this rank reads.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, own: slice, seed: int
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], *, block: int, own: slice, seed: int) -> None:
         self.length = len(dataset)  # type: ignore[arg-type]  # which is checked before
-        self.mesh, self.microbatch, self.own, self.seed = mesh, microbatch, own, seed
+        self.block, self.own, self.seed = block, own, seed
 
     def __iter__(self) -> Iterator[list[Place]]:
         """Yield the places of one microbatch after another, without end."""
-        data = self.mesh.data
         rows = self._all_rows()
         while True:
-            block = [next(rows) for _ in range(self.microbatch * data.size)]
-            first = data.rank * self.microbatch
-            yield block[first : first + self.microbatch][self.own]
+            yield [next(rows) for _ in range(self.block)][self.own]
 
     def _all_rows(self) -> Iterator[Place]:
         for epoch in count():
@@ -60,7 +57,7 @@ def dataset_batches(
     example_batch: Example,
     mesh: Mesh,
     *,
-    microbatch: int,
+    microbatch: Rows,
     seed: int,
     workers: int = 0,
     rows_over: Axis = ALONE,
@@ -72,10 +69,11 @@ def dataset_batches(
     """
     with seeded(seed):
         dataset = new_dataset()
-    example = _example(example_batch, microbatch, seed)
-    rows = rows_like(dataset, example, mesh, at_once=microbatch * mesh.data.size, seed=seed)
-    own = _own_rows(microbatch, rows_over)
-    places = RankRows(rows, mesh, microbatch=microbatch, own=own, seed=seed)
+    each = _each_rank(microbatch, mesh.data)
+    example = _example(example_batch, each[mesh.data.rank], seed)
+    rows = rows_like(dataset, example, mesh, at_once=sum(each), seed=seed)
+    own = _own_rows(each, mesh.data, rows_over)
+    places = RankRows(rows, block=sum(each), own=own, seed=seed)
     is_pinned = mesh.device.type == "cuda"
     loader = DataLoader(
         rows,
@@ -92,7 +90,7 @@ def synthetic_batches(
     example_batch: Example,
     mesh: Mesh,
     *,
-    rows: tuple[int, int],
+    rows: tuple[int, Rows],
     seed: int,
     rows_over: Axis = ALONE,
 ) -> Iterator[Batch]:
@@ -102,15 +100,14 @@ def synthetic_batches(
     `rows_over` have a share each. As those of a loader each is a tensor of its own: a model may
     write to it.
     """
-    data = mesh.data
     microbatches, microbatch = rows
-    whole = _example(example_batch, microbatch * microbatches * data.size, seed)
+    each = _each_rank(microbatch, mesh.data)
+    block, share = sum(each), _own_rows(each, mesh.data, rows_over)
+    whole = _example(example_batch, microbatches * block, seed)
     tensors = {key: value.contiguous() for key, value in whole.items()}  # as loaders lay rows out
-    starts = [(m * data.size + data.rank) * microbatch for m in range(microbatches)]
-    share = _own_rows(microbatch, rows_over)
     own = [
-        {key: value[start : start + microbatch][share] for key, value in tensors.items()}
-        for start in starts
+        {key: value[start : start + block][share] for key, value in tensors.items()}
+        for start in range(0, microbatches * block, block)
     ]
     while True:
         yield from ({key: value.clone() for key, value in one.items()} for one in own)
@@ -128,8 +125,16 @@ def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) 
     }
 
 
-def _own_rows(rows: int, axis: Axis) -> slice:
-    return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])
+def _each_rank(rows: Rows, data: Axis) -> Sequence[int]:
+    """Return the rows of a microbatch of each data rank."""
+    return [rows] * data.size if isinstance(rows, int) else rows
+
+
+def _own_rows(each: Sequence[int], data: Axis, axis: Axis) -> slice:
+    """Return which rows of a block this data rank reads, of which ranks of an axis share."""
+    before = sum(each[: data.rank])
+    first, stop = cut(((each[data.rank], 1),), axis.size).ranges[axis.rank][0]
+    return slice(before + first, before + stop)
 
 
 def _example(example_batch: Example, rows: int, seed: int) -> Batch:

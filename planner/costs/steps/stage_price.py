@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
+from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.data_parallel import DataGroups, DataSeconds, data_seconds
@@ -32,11 +33,11 @@ def stage_price(
     groups: RankGroups,
     constants: FrameworkConstants,
 ) -> StagePrice:
-    """Return the price of some layers as a stage; only whether it is the first one matters."""
+    """Return the price of some layers as a stage."""
     load = stage_load(layers)
     data = data_seconds(
         load.layers,
-        data_groups(groups, arrangement, constants),
+        data_groups(groups, arrangement, constants, stage=stage),
         microbatches=arrangement.microbatches,
     )
     splits = arrangement.pipeline > 1 and SCHEDULES[arrangement.schedule].splits_backward
@@ -55,9 +56,10 @@ def stage_price(
 
 
 def data_groups(
-    groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants
+    groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants, *, stage: int
 ) -> DataGroups:
     """Return how the ranks that share the data of a stage share its state."""
+    rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)
     return DataGroups(
         data=groups.data,
         shard=groups.shard if arrangement.zero is not Zero.NONE else groups.data,
@@ -66,7 +68,7 @@ def data_groups(
         bucket_bytes=arrangement.bucket_bytes,
         gradient_share=sent_share(arrangement),
         slowdown=constants.overlap_slowdown,
-        unit=constants.unit_on(groups.stage_rates[0]),
+        unit=constants.unit_on(groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
     )
 

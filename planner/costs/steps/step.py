@@ -4,7 +4,7 @@
          + optimizer + framework
 
 Stages are given in their order in the model; the schedule says which rank runs which. Each stage's
-layers are priced for the device of its rank, so unequal devices need nothing more.
+layers are priced for the slowest of its rank's devices (costs/layers/slowest.py).
 """
 
 from __future__ import annotations
@@ -188,13 +188,16 @@ def stage_optimizer_seconds(
 ) -> float:
     """Return the optimizer's seconds for one stage of a rank; those of a rank's stages add up."""
     share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
-    updated = optimizer_seconds(
-        load.trainable / share,
-        gradient_bytes=4,
-        copy_bytes=copy_bytes(arrangement.precision),
-        passes=constants.optimizer_passes,
-        rates=groups.stage_rates[rank],
-        element_seconds=constants.optimizer_element_seconds,
+    updated = max(
+        optimizer_seconds(
+            load.trainable / share,
+            gradient_bytes=4,
+            copy_bytes=copy_bytes(arrangement.precision),
+            passes=constants.optimizer_passes,
+            rates=rates,
+            element_seconds=constants.optimizer_element_seconds,
+        )
+        for rates in groups.stage_rates[rank]
     )
     return updated + load.trainable_tensors * constants.optimizer_tensor_seconds
 

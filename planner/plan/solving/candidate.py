@@ -138,7 +138,7 @@ class Judge:
         prediction = predict(
             costs,
             found.arrangement,
-            self.costing.cluster,
+            self.costing.cluster_of(found.arrangement),
             constants=self.questions.constants,
             model_flops=self.model_flops,
             tied_gradient_bytes=question.tied_gradient_bytes,

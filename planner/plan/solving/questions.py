@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
-from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.blocks import Kind, Share, different_kinds, kinds_of_blocks, shares_of
 from autopar.planner.costs.prediction import Arrangement, Modes, Recompute, Zero
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import context_bytes
@@ -13,6 +14,8 @@ from autopar.planner.costs.steps.rank_groups import rank_groups
 from autopar.planner.plan.solving.costing import Costing, Inside
 from autopar.planner.programs.stages.question import Pin, StageQuestion
 
+Item = TypeVar("Item")
+Rows = tuple[tuple[Modes, ...], ...]  # of each pipeline rank, one object for equal ranks
 CLOSE_BYTES = 2**20  # more than what a bound may round
 
 
@@ -42,7 +45,7 @@ class Questions:
         sizes = self.demands.bucket_bytes
         return StageQuestion(
             arrangement=arrangement,
-            groups=rank_groups(self.costing.cluster, arrangement),
+            groups=rank_groups(self.costing.cluster_of(arrangement), arrangement),
             constants=self.constants,
             rows=self.rows(arrangement, solution),
             allowed=self.demands.modes,
@@ -55,23 +58,41 @@ class Questions:
 
     def most_bytes(self, arrangement: Arrangement) -> int:
         """Return what any rank may hold beside what libraries take, a little more than allowed."""
-        most = max(self.demands.limit_bytes.values())
-        return most - context_bytes(arrangement, self.constants) + CLOSE_BYTES
+        return max(self.room_bytes(arrangement))
 
-    def rows(self, arrangement: Arrangement, solution: int) -> tuple[tuple[Modes, ...], ...]:
-        """Return what the layers cost on each rank of the pipeline."""
-        inside = inside_of(arrangement, solution)
-        return tuple(self.costing.rows(inside, one) for one in self.devices(arrangement))
+    def room_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
+        """Return what each pipeline rank may hold likewise."""
+        more = CLOSE_BYTES - context_bytes(arrangement, self.constants)
+        return tuple(limit + more for limit in self.limit_bytes(arrangement))
 
     def limit_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
-        """Return what each rank of the pipeline may use."""
-        return tuple(self.demands.limit_bytes[one.name] for one in self.devices(arrangement))
+        """Return what each pipeline rank may use: the least that any of its devices allows."""
+        limits = self.demands.limit_bytes
+        kinds = self.kinds(arrangement)
+        least = [min(limits[share.device.name] for share in own) for own in kinds]
+        return self._each(arrangement, least)
 
-    def devices(self, arrangement: Arrangement) -> tuple[Device, ...]:
-        """Return the device of each pipeline rank: the first of its ranks, as the prediction."""
-        devices = self.costing.cluster.devices
-        width = arrangement.tensor * arrangement.data
-        return tuple(devices[rank * width] for rank in range(arrangement.pipeline))
+    def rows(self, arrangement: Arrangement, solution: int) -> Rows:
+        """Return what the layers cost each pipeline rank, which waits for its slowest device."""
+        inside = inside_of(arrangement, solution)
+        kinds = self.kinds(arrangement)
+        return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
+
+    def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
+        """Return the different groups of devices, with their rows, that pipeline ranks have."""
+        cluster, rows = self.costing.cluster_of(arrangement), arrangement.microbatch
+        if arrangement.rows:  # of data ranks alone
+            return (shares_of(cluster.devices, arrangement.rows),)
+        kinds = different_kinds(cluster, arrangement.pipeline)
+        return tuple(tuple(Share(device, rows) for device in own) for own in kinds)
+
+    def _each(self, arrangement: Arrangement, values: Sequence[Item]) -> tuple[Item, ...]:
+        """Return for each pipeline rank what is known of its kind."""
+        if len(values) == 1:
+            return (values[0],) * arrangement.pipeline
+        degrees = self.costing.cluster_of(arrangement), arrangement.pipeline
+        known = dict(zip(different_kinds(*degrees), values, strict=True))
+        return tuple(known[own] for own in kinds_of_blocks(*degrees))
 
 
 def inside_of(arrangement: Arrangement, solution: int) -> Inside:

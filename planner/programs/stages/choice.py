@@ -12,8 +12,9 @@ not reached within the effort, the bound says how much better one might be.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 import numpy as np
 
@@ -28,6 +29,7 @@ from autopar.planner.programs.stages.modes import CutAnswer, PricedCut, price_cu
 from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
+_RELAXATIONS = 4  # of a program, each with what decides the cut that the one before rounds to
 _BETTER = 1.0 - 1e-9  # of the best cut: what is not below this is no better
 
 
@@ -42,7 +44,7 @@ class Effort:
 
 
 QUICK = Effort(cuts=0, program_seconds=0.0, gap=1.0, most_columns=0)
-THOROUGH = Effort(cuts=4, program_seconds=10.0, gap=5e-3, most_columns=20_000)
+THOROUGH = Effort(cuts=4, program_seconds=5.0, gap=5e-3, most_columns=2_000)
 EXACT = Effort(cuts=60, program_seconds=10.0, gap=1e-7, most_columns=400)
 
 
@@ -115,15 +117,17 @@ class _Chooser:
         if any(first > last for first, last in self.question.windows):
             return self._answer(math.inf)
         longest = self._first_longest()
+        if self.question.shape.stages_per_rank > 1:
+            self._improved_from(self._even_cut())
+            if not self.effort.most_columns:
+                return self._answer(0.0)
         while True:
             columns = self._columns(longest)
             floors = self._floors(columns)
             if floors is not None and floors.cut:
                 self._improved_from(floors.cut)
-            elif floors is None and columns:
-                self._improved_from(self._even_cut())
-                if self.aim == math.inf and len(columns) <= self.effort.most_columns:
-                    self._by_program(columns)
+            elif floors is None and self.aim == math.inf:
+                self._by_program(columns)
             needed = self._longest_that_matters(longest)
             if needed <= longest:
                 break
@@ -211,10 +215,15 @@ class _Chooser:
 
     def _even_cut(self) -> Cut:
         """Return a cut whose stages take about the same, where they may meet."""
-        question, stages = self.question, self.question.shape.stages
+        stages = self.question.shape.stages
         sums = np.concatenate([[0.0], np.cumsum(self._least_seconds())])
-        cut = [0]
-        for stage in range(1, stages):
+        wanted = sums[-1] * np.arange(1, stages) / stages
+        return self._nearest(np.interp(wanted, sums, np.arange(len(sums))).tolist())
+
+    def _nearest(self, borders: Sequence[float]) -> Cut:
+        """Return the cut whose borders lie nearest to some, where stages may meet; or none."""
+        question, cut = self.question, [0]
+        for stage, wanted in enumerate(borders, start=1):
             first, last = question.windows[stage]
             places = [
                 place
@@ -223,8 +232,7 @@ class _Chooser:
             ]
             if not places:
                 return ()
-            wanted = sums[-1] * stage / stages
-            cut.append(min(places, key=lambda place: abs(float(sums[place]) - wanted)))
+            cut.append(min(places, key=lambda place: abs(place - wanted)))
         return (*cut, len(question.classes))
 
     def _improved_from(self, cut: Cut) -> None:
@@ -264,7 +272,7 @@ class _Chooser:
             is_open = floors.of_columns < self.aim
             columns = [one for one, own in zip(columns, is_open.tolist(), strict=True) if own]
             bound = floors.seconds
-        if len(columns) > self.effort.most_columns:
+        if not self.effort.most_columns:
             return self._answer(bound)
         if len({one.stage for one in columns}) < self.question.shape.stages:
             return self._answer(self._top if self.aim < math.inf else math.inf)
@@ -292,10 +300,12 @@ class _Chooser:
         for cut, answer in self._priced.items():
             if answer.is_whole:
                 program.exclude(cut)
-        bound, doubtful = (
-            0.0,
-            math.inf,
-        )  # the bound of what was left out without comparing all modes
+        bound = self._by_relaxation(program)
+        if bound >= self.aim - self.effort.gap * self._top:
+            return min(bound, self._top)
+        if program.size > self.effort.most_columns:
+            return bound
+        doubtful = math.inf  # the least bound of cuts whose modes were not all compared
         for _ in range(self.effort.cuts):
             if self.aim < math.inf:
                 program.below(self.aim - self.once)
@@ -303,7 +313,7 @@ class _Chooser:
                 time_limit_seconds=self.effort.program_seconds, gap=self.effort.gap
             )
             self.report += decision.report
-            bound = decision.bound_seconds + self.once
+            bound = max(bound, decision.bound_seconds + self.once)
             if bound >= self.aim - self.effort.gap * self._top or not decision.columns:
                 return min(doubtful, self._top if bound >= self.aim else bound)
             cut = (*(one.first for one in decision.columns), len(question.classes))
@@ -314,6 +324,28 @@ class _Chooser:
                 doubtful = doubtful if answer.is_whole else min(doubtful, bound)
                 program.exclude(cut)
         return min(doubtful, bound, self._top)
+
+    def _by_relaxation(self, program: StageProgram) -> float:
+        """Return the bound of divisible stages; price what they round to, where ranks have several.
+
+        That takes little time, and often suffices: what has to be computed again hardly depends on
+        where stages meet.
+        """
+        bound = 0.0
+        for _ in range(_RELAXATIONS):
+            relaxed = program.relaxed(time_limit_seconds=self.effort.program_seconds)
+            bound = max(bound, relaxed.bound_seconds + self.once)
+            if not relaxed.lengths or self.question.shape.stages_per_rank == 1:
+                break
+            cut = self._rounded(relaxed.lengths)
+            if not cut or cut in self._priced:
+                break
+            self._tighten(program, self.price(cut))
+        return bound
+
+    def _rounded(self, lengths: Sequence[float]) -> Cut:
+        """Return the cut whose borders are nearest to those of divisible stages."""
+        return self._nearest([0.0, *accumulate(lengths)][1:-1])
 
     def _tighten(self, program: StageProgram, answer: CutAnswer) -> None:
         """Add what decides how long a cut takes."""

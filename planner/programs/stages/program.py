@@ -45,6 +45,7 @@ from autopar.planner.programs.solver import (
     branching_solver,
     default_solver,
     new_program,
+    relax,
     solve,
 )
 from autopar.planner.programs.stages.columns import Column
@@ -65,6 +66,17 @@ class Decision:
     columns: tuple[Column, ...]
     bound_seconds: float
     report: SolverReport
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Relaxed:
+    """How many layers each stage has, in parts, where stages are divisible; what no cut can beat.
+
+    No lengths: there is no such cut, or no time was left to find it.
+    """
+
+    lengths: tuple[float, ...]
+    bound_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -124,6 +136,20 @@ class _CutProgram:
         if isinstance(outcome, TimedOut) and outcome.objective is None:
             return Decision(columns=(), bound_seconds=bound, report=outcome.report)
         return Decision(columns=tuple(self._chosen()), bound_seconds=bound, report=outcome.report)
+
+    def relaxed(self, *, time_limit_seconds: float) -> Relaxed:
+        """Solve the program as if stages were divisible."""
+        bound = relax(self.program, time_limit_seconds=time_limit_seconds)
+        if bound is None or bound == float("inf"):
+            return Relaxed(lengths=(), bound_seconds=(bound or 0.0) * self.unit)
+        lengths = [
+            sum(
+                float(one.variable.varValue or 0.0) * (one.column.stop - one.column.first)
+                for one in own
+            )
+            for own in self.stages
+        ]
+        return Relaxed(lengths=tuple(lengths), bound_seconds=bound * self.unit)
 
     def _key(self, stage: int, first: int, stop: int) -> _Key:
         return stage, self._places[first], self._places[stop], self.question.classes[first:stop]

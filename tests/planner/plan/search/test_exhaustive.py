@@ -128,7 +128,6 @@ class Solved:
     within_memory: float
     of_variant: float
     value: float
-    is_excluded: bool  # its own value, as what cannot be
 
 
 @cache
@@ -142,9 +141,6 @@ def _solved(every: Explorer) -> Iterator[Solved]:
         for variant in every.allowed_variants(point):
             found = every.judge.solve(variant).candidate
             value = found.prediction.step_seconds if found else inf
-            is_excluded = found is not None and every.bounds.excludes(
-                variant, found.solution, value * ROUNDING
-            )
             yield Solved(
                 arrangement=variant,
                 of_point=every.bounds.of_point(point),
@@ -152,7 +148,6 @@ def _solved(every: Explorer) -> Iterator[Solved]:
                 within_memory=every.bounds.within_memory(variant),
                 of_variant=every.bounds.of_variant(variant),
                 value=value,
-                is_excluded=is_excluded,
             )
 
 
@@ -163,7 +158,6 @@ def test_no_bound_exceeds_what_an_arrangement_comes_to(case: Case) -> None:
         assert one.without_memory <= one.value * ROUNDING, one
         assert one.within_memory <= one.value * ROUNDING, one
         assert one.of_variant <= one.value * ROUNDING, one
-        assert not one.is_excluded, one
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
