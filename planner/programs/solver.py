@@ -181,7 +181,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         lower = [-inf if one.lowBound is None else one.lowBound for one in columns]
         upper = [inf if one.upBound is None else one.upBound for one in columns]
         model.addCols(len(columns), costs, lower, upper, 0, [], [], [])
-        integer = [one.index for one in columns if one.cat == pulp.LpInteger]
+        integer = [one.index for one in columns if self.mip and one.cat == pulp.LpInteger]
         model.changeColsIntegrality(len(integer), integer, [_INTEGER] * len(integer))
         entries = [[(v.index, c) for v, c in row.items() if c != 0] for row in rows]
         starts = [0, *accumulate(map(len, entries))]

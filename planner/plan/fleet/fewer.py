@@ -11,7 +11,7 @@ from autopar.planner.errors import InfeasibleError
 from autopar.planner.plan.fleet.curve import Fewer
 from autopar.planner.plan.fleet.training import Training
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search.best_first import Found, Node, best_first
+from autopar.planner.plan.search.best_first import Found, Node, Unproved, best_first
 from autopar.planner.plan.search.nodes import Item
 from autopar.planner.plan.search.search import Explorer, completed
 from autopar.planner.plan.solving.candidate import Candidate
@@ -21,7 +21,7 @@ _MOST_COUNTS = 4  # that are looked at
 _MOST_NODES = 100  # of the search on one of them
 _SHARE_OF_PEAK = 0.9  # that no training is above
 
-Entry = Node[Item] | Found[Candidate]
+Entry = Node[Item] | Found[Candidate] | Unproved
 
 
 def fewer_as_fast(

@@ -29,7 +29,7 @@ from autopar.planner.programs.stages.modes import CutAnswer, PricedCut, price_cu
 from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
-_RELAXATIONS = 4  # of a program, each with what decides the cut that the one before rounds to
+_RELAXATIONS = 3  # of a program, each with what decides the cut that the one before rounds to
 _BETTER = 1.0 - 1e-9  # of the best cut: what is not below this is no better
 
 
@@ -303,8 +303,9 @@ class _Chooser:
         bound = self._by_relaxation(program)
         if bound >= self.aim - self.effort.gap * self._top:
             return min(bound, self._top)
-        if program.size > self.effort.most_columns:
-            return bound
+        share = 5 if question.shape.stages_per_rank > 1 else 1  # memory rows make it branch early
+        if share * program.size > self.effort.most_columns:
+            return min(bound, self._top)
         doubtful = math.inf  # the least bound of cuts whose modes were not all compared
         for _ in range(self.effort.cuts):
             if self.aim < math.inf:

@@ -16,6 +16,7 @@ from math import prod
 import numpy as np
 
 from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.schedules.paths import Floats
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_price import StagePrice
 from autopar.planner.costs.steps.step import step_of
@@ -25,6 +26,7 @@ from autopar.planner.programs.stages.question import Cut, StageQuestion
 from autopar.planner.programs.stages.rank_memory import RankMemory
 
 _MOST_WAYS = 512  # of one rank, or of all together
+_MOST_TRIES = 4  # to fill a rank's memory, which sums see a little smaller than prices
 _MOST_KEPT = 8  # ways of one rank, where it has many
 
 Way = tuple[Offer, ...]  # the offers of a rank's stages
@@ -94,13 +96,18 @@ def _ways(
 
 
 def _fits(question: StageQuestion, rank: int, way: Way) -> bool:
+    return _excess_bytes(question, rank, way) <= 0
+
+
+def _excess_bytes(question: StageQuestion, rank: int, way: Way) -> int:
+    """Return by how much a way exceeds what its rank may use."""
     memory = memory_of(
         [one.price.load for one in way],
         question.moments[rank],
         question.arrangement,
         question.constants,
     )
-    return memory.device_bytes <= question.limit_bytes[rank]
+    return memory.device_bytes - question.limit_bytes[rank]
 
 
 def _unbeaten(ways: Sequence[Way]) -> list[Way]:
@@ -130,25 +137,57 @@ def _amounts(way: Way) -> list[float]:
 def _filled(question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]) -> Way | None:
     """Return one way that fits: the lightest, made faster where that takes least memory."""
     memory = RankMemory(question, rank, offers)
+    limit = memory.limit_bytes
+    for _ in range(_MOST_TRIES):
+        way = _filled_to(limit, memory, offers)
+        if not way:
+            return None
+        found = tuple(own[number] for own, number in zip(offers, way, strict=True))
+        over = _excess_bytes(question, rank, found)
+        if over <= 0:
+            return found
+        limit -= over
+    return None
+
+
+def _filled_to(
+    limit_bytes: float, memory: RankMemory, offers: Sequence[Sequence[Offer]]
+) -> list[int]:
+    """Return the place of each stage's offer, none where not even the lightest fit."""
     seconds = [np.array([one.seconds for one in own]) for own in offers]
-    saved = [np.array([one.price.load.saved_bytes for one in own]) for own in offers]
+    saved = [np.array([one.saved_bytes for one in own]) for own in offers]
     way = [int(np.lexsort((seconds[place], own))[0]) for place, own in enumerate(saved)]
     now = memory.needed_bytes(way)
-    while now <= memory.limit_bytes:
-        best: tuple[float, int, int, float] | None = None
-        for place, own in enumerate(seconds):
-            needed = memory.needed_with(way, place)
-            gain = own[way[place]] - own
-            for number in np.flatnonzero((gain > 0) & (needed <= memory.limit_bytes)).tolist():
-                worth = float(gain[number] / max(1.0, needed[number] - now))
-                if best is None or worth > best[0]:
-                    best = worth, place, number, float(needed[number])
+    if now > limit_bytes:
+        return []
+    while True:
+        steps = (
+            one
+            for place in range(len(way))
+            for one in _steps(memory, way, place, seconds, now)
+            if one[3] <= limit_bytes
+        )
+        best = max(steps, default=None)
         if best is None:
-            break
+            return way
         _, place, number, now = best
         way[place] = number
-    found = tuple(own[number] for own, number in zip(offers, way, strict=True))
-    return found if _fits(question, rank, found) else None
+
+
+def _steps(
+    memory: RankMemory,
+    way: Sequence[int],
+    place: int,
+    seconds: Sequence[Floats],
+    now_bytes: float,
+) -> Iterator[tuple[float, int, int, float]]:
+    """Yield what one stage may change to: seconds gained for a byte, stage, offer, bytes then."""
+    own = seconds[place]
+    gain = own[way[place]] - own
+    needed = memory.needed_with(way, place)
+    for number in np.flatnonzero(gain > 0).tolist():
+        more = max(1.0, needed[number] - now_bytes)
+        yield float(gain[number] / more), place, number, float(needed[number])
 
 
 def _best_together(

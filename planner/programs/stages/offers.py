@@ -7,14 +7,16 @@ A stage whose layers fit as they are computes none of them again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property, partial
 
 import numpy as np
 
 from autopar.planner.costs.prediction import LayerCost, Recompute, Zero
 from autopar.planner.costs.schedules.moments import Moments
 from autopar.planner.costs.schedules.paths import Floats, times_of
+from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.memory import memory_of, state_bytes, work_bytes
 from autopar.planner.costs.steps.stage_price import StagePrice, stage_price
 from autopar.planner.costs.steps.step import stage_optimizer_seconds
@@ -28,28 +30,37 @@ _ROUNDING = 1e-9
 _ENDLESS_SECONDS = 1e3  # a backward beside which every reduction but the last is hidden
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+@dataclass(frozen=True, kw_only=True, eq=False)  # no slots: a cached property needs a place
 class Offer:
-    """One way to run some layers as a stage.
+    """One way to run some layers as a stage: what the program has to know of it.
 
-    `times` are what a schedule counts, but for the transfer. `least_times` and `least_reduction`
-    are no more than those of any mix of these layers that takes as long or longer and is not
-    offered.
+    `times` are what a schedule counts, but for the transfer. `least_times` and
+    `least_reduction_seconds` are no more than those of any mix of these layers that takes as long
+    or longer and is not offered. The exact price is worked out when it is asked for.
     """
 
     modes: tuple[Recompute, ...]
-    prices: tuple[StagePrice, ...]  # by bucket size
     times: Floats
     least_times: Floats
     least_reduction_seconds: float
+    first_gather_seconds: float
     optimizer_seconds: float
     state_bytes: float
+    saved_bytes: float
+    deferred_bytes: float
     work_bytes: float  # of the layer that needs most while it runs
+    splits_backward: bool
+    worked_out: Callable[[], tuple[StagePrice, ...]]
     is_whole: bool = True  # whether every mix of these layers that is not offered is worse
+
+    @cached_property
+    def prices(self) -> tuple[StagePrice, ...]:
+        """The exact price by size of buckets."""
+        return self.worked_out()
 
     @property
     def price(self) -> StagePrice:
-        """The price with the first bucket size: others differ in the reduction alone."""
+        """The price with the first size of buckets: others differ in the reduction alone."""
         return self.prices[0]
 
     @property
@@ -59,11 +70,10 @@ class Offer:
 
     def held_bytes(self, moments: Moments, place: int) -> Floats:
         """Return the bytes of this stage at each moment of its rank, the running layer's aside."""
-        load = self.price.load
-        if not load.splits_backward:
-            return self.state_bytes + load.saved_bytes * moments.unanswered[:, place].astype(float)
-        held = load.saved_bytes * moments.forwarded[:, place].astype(float)
-        return self.state_bytes + held + load.deferred_bytes * moments.halfway[:, place]
+        if not self.splits_backward:
+            return self.state_bytes + self.saved_bytes * moments.unanswered[:, place].astype(float)
+        held = self.saved_bytes * moments.forwarded[:, place].astype(float)
+        return self.state_bytes + held + self.deferred_bytes * moments.halfway[:, place]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -151,9 +161,7 @@ class Offers:
         is_whole = len(mixes) <= _MOST_PRICED
         if not is_whole:
             mixes = mixes.taken(np.array(hull(mixes.seconds.tolist(), mixes.saved.tolist())))
-        for place in range(len(mixes)):
-            offer = self._offer(stage, content, mixes, place)
-            yield offer if is_whole else replace(offer, is_whole=False)
+        yield from self._summed(stage, content, mixes, is_whole=is_whole)
 
     def every(self, stage: int, content: Content) -> tuple[Offer, ...]:
         """Return offers in between as well, as many as may be told apart."""
@@ -161,9 +169,51 @@ class Offers:
         if key not in self._known:
             mixes = self.mixes(stage, content)
             step = -(-len(mixes) // _MOST_BETWEEN)
-            places = sorted({*range(0, len(mixes), step), len(mixes) - 1})
-            self._known[key] = tuple(self._offer(stage, content, mixes, place) for place in places)
+            places = np.array(sorted({*range(0, len(mixes), step), len(mixes) - 1}))
+            self._known[key] = tuple(
+                self._summed(stage, content, mixes.taken(places), is_whole=False)
+            )
         return self._known[key]
+
+    def _summed(
+        self, stage: int, content: Content, mixes: Mixes, *, is_whole: bool
+    ) -> Iterator[Offer]:
+        """Yield offers by the sums of their layers; their prices follow if they are chosen."""
+        plain = self._plain(stage, content)
+        own = plain.price.load
+        again = self.question.constants.action_on(self.question.arrangement)
+        for place in range(len(mixes)):
+            modes = mixes.modes(place, content)
+            times = plain.times.copy()
+            times[1] += mixes.seconds[place] - own.backward_seconds
+            if mixes.again[place]:
+                times[2] = times[1]
+                times[3] = again if self.splits(stage) else 0.0
+            yield replace(
+                plain,
+                modes=modes,
+                times=times,
+                least_times=times,
+                saved_bytes=float(mixes.saved[place]),
+                deferred_bytes=0.0 if mixes.again[place] else plain.deferred_bytes,
+                work_bytes=float(mixes.work[place]),
+                splits_backward=not mixes.again[place],
+                worked_out=partial(self._prices_of, stage, content, modes),
+                is_whole=is_whole,
+            )
+
+    def splits(self, stage: int) -> bool:
+        """Whether the schedule calls for both halves of a stage's backward."""
+        return stage > 0 and SCHEDULES[self.question.arrangement.schedule].splits_backward
+
+    def _plain(self, stage: int, content: Content) -> Offer:
+        """Return the stage that computes nothing again, with the least reductions of any mix."""
+        key = "plain", self.question.kinds[stage], stage == 0, content
+        if key not in self._known:
+            plain = self.exact(stage, content, (Recompute.NONE,) * len(content))
+            hidden = self._hidden(stage, content)
+            self._known[key] = (replace(plain, least_reduction_seconds=hidden.reduction_seconds),)
+        return self._known[key][0]
 
     def mixes(self, stage: int, content: Content) -> Mixes:
         """Return the mixes of some layers on a stage."""
@@ -173,39 +223,43 @@ class Offers:
         return self._mixes[key]
 
     def exact(self, stage: int, content: Content, modes: Sequence[Recompute]) -> Offer:
-        """Return an offer of given modes, whether or not it fits."""
-        kind = self.question.kinds[stage]
-        layers = [
-            self.question.layer(kind, number)[mode]
-            for number, mode in zip(content, modes, strict=True)
-        ]
-        return self._priced(stage, layers, tuple(modes))
+        """Return an offer of given modes, whether or not it fits, with its price."""
+        prices = self._prices_of(stage, content, modes)
+        return self._priced(stage, tuple(modes), prices)
 
     def _offer(self, stage: int, content: Content, mixes: Mixes, place: int) -> Offer:
         return self.exact(stage, content, mixes.modes(place, content))
 
-    def _priced(
-        self, stage: int, layers: Sequence[LayerCost], modes: tuple[Recompute, ...]
-    ) -> Offer:
-        question = self.question
-        prices = tuple(
+    def _prices_of(
+        self, stage: int, content: Content, modes: Sequence[Recompute]
+    ) -> tuple[StagePrice, ...]:
+        kind = self.question.kinds[stage]
+        pairs = zip(content, modes, strict=True)
+        return self._prices(stage, [self.question.layer(kind, one)[mode] for one, mode in pairs])
+
+    def _prices(self, stage: int, layers: Sequence[LayerCost]) -> tuple[StagePrice, ...]:
+        return tuple(
             stage_price(
                 layers,
                 stage,
                 arrangement=arrangement,
-                groups=question.groups,
-                constants=question.constants,
+                groups=self.question.groups,
+                constants=self.question.constants,
             )
             for arrangement in self._buckets
         )
-        load = prices[0].load
+
+    def _priced(
+        self, stage: int, modes: tuple[Recompute, ...], prices: tuple[StagePrice, ...]
+    ) -> Offer:
+        question, load = self.question, prices[0].load
         times = times_of([prices[0].seconds], [])[0]
         return Offer(
             modes=modes,
-            prices=prices,
             times=times,
             least_times=times,
             least_reduction_seconds=min(one.reduction_seconds for one in prices),
+            first_gather_seconds=prices[0].data.first_forward,
             optimizer_seconds=stage_optimizer_seconds(
                 load,
                 question.ranks[stage],
@@ -214,7 +268,11 @@ class Offers:
                 question.constants,
             ),
             state_bytes=float(state_bytes(load, question.arrangement)),
+            saved_bytes=float(load.saved_bytes),
+            deferred_bytes=float(load.deferred_bytes),
             work_bytes=float(work_bytes(load, question.arrangement)),
+            splits_backward=load.splits_backward,
+            worked_out=lambda: prices,
         )
 
     def _fits(self, stage: int, offer: Offer) -> bool:
@@ -237,10 +295,10 @@ class Offers:
             )
             for number in content
         ]
-        offer = self._priced(stage, layers, (Recompute.NONE,) * len(layers))
+        prices = self._prices(stage, layers)
         return _Hidden(
-            wait_seconds=offer.price.data.backward_wait,
-            reduction_seconds=offer.least_reduction_seconds,
+            wait_seconds=prices[0].data.backward_wait,
+            reduction_seconds=min(one.reduction_seconds for one in prices),
         )
 
     def _least_backward(self, plain: Offer, mixes: Mixes, place: int, hidden: _Hidden) -> float:

@@ -336,7 +336,7 @@ class StageProgram(_CutProgram):
     def _gathers_come_first(self) -> None:
         starts: list[Term] = []
         for stage, own in enumerate(self.stages):
-            gathers = [(one, one.column.offer.price.data.first_forward) for one in own]
+            gathers = [(one, one.column.offer.first_gather_seconds) for one in own]
             if any(seconds for _, seconds in gathers):
                 before = [(time, -weight) for time, weight in starts]
                 rank = self.question.ranks[stage]
