@@ -158,18 +158,19 @@ def _cuts(explorer: Explorer, arrangement: Arrangement) -> Iterator[tuple[int, .
 def _priced(
     explorer: Explorer, arrangement: Arrangement, cut: Sequence[int], cluster: Cluster
 ) -> float:
+    if arrangement.rows:  # which are those of the ranks in the planner's order
+        cluster = explorer.costing.cluster_of(arrangement)
     width = arrangement.data * arrangement.tensor
+    each = arrangement.rows or (arrangement.microbatch,) * arrangement.data
     inside = inside_of(arrangement, 0)
     costs = []
     for stage, (first, stop) in enumerate(pairwise(cut)):
         rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)
-        devices = dict.fromkeys(cluster.devices[rank * width : (rank + 1) * width])
-        row = slowest(
-            [
-                explorer.costing.rows(inside, Share(device, arrangement.microbatch))
-                for device in devices
-            ]
+        devices = cluster.devices[rank * width : (rank + 1) * width]
+        shares = dict.fromkeys(
+            Share(device, each[place // arrangement.tensor]) for place, device in enumerate(devices)
         )
+        row = slowest([explorer.costing.rows(inside, share) for share in shares])
         costs.append([modes[Recompute.NONE] for modes in row[first:stop]])
     return predict(
         costs,
