@@ -144,17 +144,6 @@ def solve(
     return _outcome(program, name, report=report, limit_seconds=time_limit_seconds, gap=gap)
 
 
-def relax(program: pulp.LpProblem, *, time_limit_seconds: float) -> float | None:
-    """Return what no assignment beats, integer or not; None: there is none, or no time for it.
-
-    The variables hold the optimum of the relaxed program.
-    """
-    program.solve(_Highs(msg=False, mip=False, timeLimit=time_limit_seconds, threads=1))
-    if program.sol_status == pulp.LpSolutionOptimal:
-        return float(pulp.value(program.objective))
-    return float("inf") if program.sol_status == pulp.LpSolutionInfeasible else None
-
-
 def is_chosen(variable: pulp.LpVariable) -> bool:
     """Return whether a binary variable of a solved program is one, up to the solver's tolerance."""
     return bool(variable.varValue > 0.5)
@@ -181,7 +170,7 @@ class _Highs(pulp.HiGHS):  # type: ignore[misc]
         lower = [-inf if one.lowBound is None else one.lowBound for one in columns]
         upper = [inf if one.upBound is None else one.upBound for one in columns]
         model.addCols(len(columns), costs, lower, upper, 0, [], [], [])
-        integer = [one.index for one in columns if self.mip and one.cat == pulp.LpInteger]
+        integer = [one.index for one in columns if one.cat == pulp.LpInteger]
         model.changeColsIntegrality(len(integer), integer, [_INTEGER] * len(integer))
         entries = [[(v.index, c) for v, c in row.items() if c != 0] for row in rows]
         starts = [0, *accumulate(map(len, entries))]

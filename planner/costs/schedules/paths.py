@@ -13,7 +13,7 @@ begins when the last backward of its rank ends: a chain to there has this rank's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate
@@ -69,6 +69,38 @@ def times_of(stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]) 
         )
     times[: len(transfer_seconds), TRANSFER] = transfer_seconds
     return times
+
+
+class Chains:
+    """The chains of a schedule that are known: the first ones, and what was found since."""
+
+    def __init__(self, first: Iterable[Chain]) -> None:
+        self._every: dict[object, Chain] = {}
+        self._counts: Floats | None = None  # of all of them, a row for each
+        self.add(first)
+
+    def __iter__(self) -> Iterator[Chain]:
+        return iter(tuple(self._every.values()))
+
+    def add(self, chains: Iterable[Chain]) -> None:
+        """Add what is not known yet."""
+        for one in chains:
+            if one.key not in self._every:
+                self._every[one.key] = one
+                self._counts = None
+
+    def lengths(self, times: Floats) -> Floats:
+        """Return how long each of them is; none is longer than the schedule."""
+        if self._counts is None:
+            self._counts = np.array([one.counts.ravel() for one in self._every.values()])
+        found: Floats = self._counts @ times.ravel()
+        return found
+
+
+@lru_cache(maxsize=256)
+def chains_of(kind: ScheduleKind, shape: PipelineShape) -> Chains:
+    """Return the chains of a schedule; those that are found later stay for who asks next."""
+    return Chains(first_chains(kind, shape))
 
 
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:

@@ -31,7 +31,7 @@ from autopar.planner.costs.schedules.table import (
 )
 
 ROUNDS = 3  # simulated: warm-up, and one round more than it takes to settle
-_MOST_ACTIONS = 4096  # of all ranks: a schedule with no more is simulated whole
+_MOST_ACTIONS = 1 << 15  # of all ranks: a schedule with no more is simulated whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

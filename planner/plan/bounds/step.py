@@ -11,11 +11,11 @@ from dataclasses import dataclass, replace
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.bounds import least_step_seconds
+from autopar.planner.costs.steps.data_bound import DataBound, Shared
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.optimizer import optimizer_seconds
 from autopar.planner.costs.steps.rank_groups import RankGroups, norm_seconds
 from autopar.planner.plan.bounds.bottleneck import Block, Places
-from autopar.planner.plan.bounds.data import DataBound, Shared
 from autopar.planner.precision import copy_bytes
 
 _HALVINGS = 8  # of the interval in which the time of the slowest rank lies

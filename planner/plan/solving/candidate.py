@@ -12,7 +12,8 @@ from autopar.planner.plan.plan import Stage
 from autopar.planner.plan.solving.costing import Costing
 from autopar.planner.plan.solving.questions import Demands, Questions, inside_of
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
-from autopar.planner.programs.stages.choice import EXACT, Effort, choose_stages
+from autopar.planner.programs.stages.choice import EXACT, choose_stages
+from autopar.planner.programs.stages.chooser import Effort
 from autopar.planner.programs.stages.modes import PricedCut
 from autopar.planner.programs.stages.question import StageQuestion
 from autopar.planner.programs.stages.smallest import smallest_stages

@@ -8,6 +8,7 @@ the step becomes shorter.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
@@ -16,16 +17,17 @@ from math import prod
 import numpy as np
 
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.costs.schedules.paths import Floats
+from autopar.planner.costs.schedules.paths import Chains, Floats
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_price import StagePrice
 from autopar.planner.costs.steps.step import step_of
-from autopar.planner.programs.stages.columns import Columns
+from autopar.planner.programs.stages.columns import Columns, with_transfer
 from autopar.planner.programs.stages.offers import Offer
-from autopar.planner.programs.stages.question import Cut, StageQuestion
+from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
 from autopar.planner.programs.stages.rank_memory import RankMemory
 
-_MOST_WAYS = 512  # of one rank, or of all together
+_MOST_WAYS = 64  # of one rank
+_MOST_ACTIONS = 1 << 15  # simulated for one cut, forwards and backwards of all its ways
 _MOST_TRIES = 4  # to fill a rank's memory, which sums see a little smaller than prices
 _MOST_KEPT = 8  # ways of one rank, where it has many
 
@@ -50,46 +52,76 @@ class CutAnswer:
     is_whole: bool
 
 
-def price_cut(columns: Columns, cut: Cut) -> CutAnswer:
-    """Return the best way to run a cut."""
-    question = columns.question
-    offers = [
-        columns.offers.of(stage, question.classes[cut[stage] : cut[stage + 1]])
-        for stage in range(question.shape.stages)
-    ]
-    is_whole = all(one.is_whole for own in offers for one in own)
-    ranks: list[list[Way]] = []
-    for rank, stages in enumerate(question.stages_of):
-        own = [offers[stage] for stage in stages]
-        ways, is_all = _ways(columns, rank, stages, cut, own)
-        is_whole = is_whole and is_all
-        if not ways:
-            return CutAnswer(best=None, is_whole=is_whole)
-        ranks.append(ways)
-    best, is_all = _best_together(question, cut, ranks)
-    return CutAnswer(best=best, is_whole=is_whole and is_all)
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Floor:
+    """What a cut has to be below, and the chains that show at once if it is not."""
+
+    chains: Chains
+    below_seconds: float  # a whole step
+    once_seconds: float  # of it, beside the pipeline, at least
+
+    def least_seconds(self, columns: Columns, cut: Cut, offers: Sequence[Offer]) -> float:
+        """Return what a step takes at least."""
+        times = [
+            with_transfer(offer.least_times, columns.transfers[stop - 1])
+            for offer, stop in zip(offers, cut[1:], strict=True)
+        ]
+        return float(self.chains.lengths(np.array(times)).max()) + self.once_seconds
+
+
+class Pricer:
+    """Prices the cuts of one question; what ranks can do is remembered from cut to cut."""
+
+    def __init__(self, columns: Columns) -> None:
+        self.columns, self.question = columns, columns.question
+        self._known: dict[tuple[int, tuple[Content, ...]], tuple[list[Way], bool]] = {}
+
+    def price(self, cut: Cut, floor: Floor) -> CutAnswer | None:
+        """Return the best way to run a cut, None where it is ruled out."""
+        is_whole = True
+        ranks: list[list[Way]] = []
+        for rank in range(self.question.shape.ranks):
+            ways, is_all = self._ways(rank, cut)
+            is_whole = is_whole and is_all
+            if not ways:
+                return CutAnswer(best=None, is_whole=is_whole)
+            ranks.append(ways)
+        best, is_all = _best_together(self.columns, cut, ranks, floor)
+        return CutAnswer(best=best, is_whole=is_whole and is_all) if best else None
+
+    def _ways(self, rank: int, cut: Cut) -> tuple[list[Way], bool]:
+        """Return the ways of a rank, and whether these and worse ones are all."""
+        question, stages = self.question, self.question.stages_of[rank]
+        contents = tuple(question.classes[cut[stage] : cut[stage + 1]] for stage in stages)
+        if (rank, contents) not in self._known:
+            offers = [
+                self.columns.offers.of(stage, content)
+                for stage, content in zip(stages, contents, strict=True)
+            ]
+            ways, is_all = _ways(self.columns, rank, contents, offers)
+            is_whole = is_all and all(one.is_whole for own in offers for one in own)
+            self._known[rank, contents] = ways, is_whole
+        return self._known[rank, contents]
 
 
 def _ways(
     columns: Columns,
     rank: int,
-    stages: Sequence[int],
-    cut: Cut,
+    contents: Sequence[Content],
     offers: Sequence[Sequence[Offer]],
 ) -> tuple[list[Way], bool]:
     """Return the ways of a rank that fit and that no other betters, and whether these are all."""
     question = columns.question
-    if len(stages) == 1:
+    if len(contents) == 1:
         return [(one,) for one in offers[0]], True
     if all(one.is_whole for own in offers for one in own):
         if prod(map(len, offers)) <= _MOST_WAYS:
             fitting = [way for way in product(*offers) if _fits(question, rank, way)]
             return _unbeaten(fitting), True
     else:
-        contents = [question.classes[cut[stage] : cut[stage + 1]] for stage in stages]
         offers = [
             columns.offers.every(stage, content)
-            for stage, content in zip(stages, contents, strict=True)
+            for stage, content in zip(question.stages_of[rank], contents, strict=True)
         ]
     found = _filled(question, rank, offers)
     return ([found] if found else []), False
@@ -191,28 +223,47 @@ def _steps(
 
 
 def _best_together(
-    question: StageQuestion, cut: Cut, ranks: Sequence[Sequence[Way]]
-) -> tuple[PricedCut, bool]:
-    """Return the best of all ways together, and whether all were compared."""
-    if prod(map(len, ranks)) <= _MOST_WAYS:
-        every = (_of_ways(question, cut, chosen) for chosen in product(*ranks))
-        return min(every, key=lambda one: one.seconds), True
-    chosen = [own[0] for own in ranks]
-    best = _of_ways(question, cut, chosen)
-    for rank, own in enumerate(ranks):
-        for way in own[1:_MOST_KEPT]:
-            other = _of_ways(question, cut, [*chosen[:rank], way, *chosen[rank + 1 :]])
-            if other.seconds < best.seconds:
-                best, chosen[rank] = other, way
+    columns: Columns, cut: Cut, ranks: Sequence[Sequence[Way]], floor: Floor
+) -> tuple[PricedCut | None, bool]:
+    """Return the best of all ways together that is not ruled out, and whether all were compared."""
+    question = columns.question
+    actions = question.shape.stages * question.shape.microbatches
+    if prod(map(len, ranks)) <= max(1, _MOST_ACTIONS // actions):
+        best: PricedCut | None = None
+        for chosen in product(*ranks):
+            best = _better(columns, cut, chosen, floor, best)
+        return best, True
+    together = [own[0] for own in ranks]
+    best = _better(columns, cut, together, floor, None)
+    kept = _MOST_KEPT if actions <= _MOST_ACTIONS // _MOST_KEPT else 1
+    for rank, own in enumerate(ranks if best else []):
+        for way in own[1:kept]:
+            other = _better(
+                columns, cut, [*together[:rank], way, *together[rank + 1 :]], floor, best
+            )
+            if other is not best:
+                best, together[rank] = other, way
     return best, False
 
 
-def _of_ways(question: StageQuestion, cut: Cut, ways: Sequence[Way]) -> PricedCut:
-    """Return the step of a way of each rank."""
-    by_stage: dict[int, Offer] = {}
+def _better(
+    columns: Columns, cut: Cut, ways: Sequence[Way], floor: Floor, best: PricedCut | None
+) -> PricedCut | None:
+    """Return the step of a way of each rank, or the best one where that is no shorter."""
+    question = columns.question
+    by_stage = _by_stage(question, ways)
+    below = min(floor.below_seconds, best.seconds if best else math.inf)
+    if floor.least_seconds(columns, cut, by_stage) >= below:
+        return best
+    found = priced(question, cut, by_stage)
+    return found if best is None or found.seconds < best.seconds else best
+
+
+def _by_stage(question: StageQuestion, ways: Sequence[Way]) -> tuple[Offer, ...]:
+    found: dict[int, Offer] = {}
     for stages, way in zip(question.stages_of, ways, strict=True):
-        by_stage.update(zip(stages, way, strict=True))
-    return priced(question, cut, tuple(by_stage[stage] for stage in range(len(by_stage))))
+        found.update(zip(stages, way, strict=True))
+    return tuple(found[stage] for stage in range(len(found)))
 
 
 def priced(question: StageQuestion, cut: Cut, offers: tuple[Offer, ...]) -> PricedCut:

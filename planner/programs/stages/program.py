@@ -32,7 +32,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import groupby, pairwise
+from itertools import groupby
 
 import pulp
 
@@ -45,17 +45,15 @@ from autopar.planner.programs.solver import (
     branching_solver,
     default_solver,
     new_program,
-    relax,
     solve,
 )
 from autopar.planner.programs.stages.columns import Column
-from autopar.planner.programs.stages.question import Content, Cut, StageQuestion
+from autopar.planner.programs.stages.question import Content, Cut, Place, StageQuestion
 from autopar.planner.programs.stages.rank_memory import fullest
 
 _FEW_COLUMNS = 400  # a program with no more is solved at once
 _CLOSE = 1e-7  # of the objective: what is nearer to the optimum than that is as good
 Term = tuple[pulp.LpVariable, float]
-Place = tuple[bool, int]  # whether inside a run, and which run, or which border
 _Key = tuple[int, Place, Place, Content]  # an interval on a stage
 
 
@@ -66,17 +64,6 @@ class Decision:
     columns: tuple[Column, ...]
     bound_seconds: float
     report: SolverReport
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Relaxed:
-    """How many layers each stage has, in parts, where stages are divisible; what no cut can beat.
-
-    No lengths: there is no such cut, or no time was left to find it.
-    """
-
-    lengths: tuple[float, ...]
-    bound_seconds: float
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -103,12 +90,10 @@ class _CutProgram:
 
     unit = 1.0  # of the objective
 
-    def __init__(
-        self, question: StageQuestion, columns: Sequence[Column], *, merges_runs: bool
-    ) -> None:
+    def __init__(self, question: StageQuestion, columns: Sequence[Column]) -> None:
         self.question = question
         self.program = new_program("stages")
-        self._places = _places(question, merges_runs)
+        self._places = question.places
         self.stages: list[list[_Choice]] = [[] for _ in range(question.shape.stages)]
         self._intervals: dict[_Key, pulp.LpVariable] = {}
         for number, column in enumerate(self._different(columns)):
@@ -116,7 +101,7 @@ class _CutProgram:
         self.size = sum(map(len, self.stages))
         self._one_column_per_stage()
         self._stages_follow_each_other()
-        if merges_runs:
+        if question.merges_runs:
             self._runs_are_used_up()
         self._intervals_are_whole()
 
@@ -136,20 +121,6 @@ class _CutProgram:
         if isinstance(outcome, TimedOut) and outcome.objective is None:
             return Decision(columns=(), bound_seconds=bound, report=outcome.report)
         return Decision(columns=tuple(self._chosen()), bound_seconds=bound, report=outcome.report)
-
-    def relaxed(self, *, time_limit_seconds: float) -> Relaxed:
-        """Solve the program as if stages were divisible."""
-        bound = relax(self.program, time_limit_seconds=time_limit_seconds)
-        if bound is None or bound == float("inf"):
-            return Relaxed(lengths=(), bound_seconds=(bound or 0.0) * self.unit)
-        lengths = [
-            sum(
-                float(one.variable.varValue or 0.0) * (one.column.stop - one.column.first)
-                for one in own
-            )
-            for own in self.stages
-        ]
-        return Relaxed(lengths=tuple(lengths), bound_seconds=bound * self.unit)
 
     def _key(self, stage: int, first: int, stop: int) -> _Key:
         return stage, self._places[first], self._places[stop], self.question.classes[first:stop]
@@ -179,7 +150,7 @@ class _CutProgram:
     def _runs_are_used_up(self) -> None:
         runs: defaultdict[int, list[Term]] = defaultdict(list)
         sizes: defaultdict[int, int] = defaultdict(int)
-        numbers = _run_numbers(self.question)
+        numbers = self.question.run_numbers
         for number in numbers:
             sizes[number] += 1
         for own in self.stages:
@@ -268,9 +239,8 @@ class StageProgram(_CutProgram):
         columns: Sequence[Column],
         *,
         unit_seconds: float,
-        merges_runs: bool,
     ) -> None:
-        super().__init__(question, columns, merges_runs=merges_runs)
+        super().__init__(question, columns)
         self.unit = unit_seconds
         self._chains: set[object] = set()
         self._excluded = self._asked = 0
@@ -372,31 +342,9 @@ class StageProgram(_CutProgram):
 class MemoryProgram(_CutProgram):
     """The program of the least memory: M ≥ bytes of each rank at each moment, as shares."""
 
-    def __init__(
-        self, question: StageQuestion, columns: Sequence[Column], *, merges_runs: bool
-    ) -> None:
-        super().__init__(question, columns, merges_runs=merges_runs)
+    def __init__(self, question: StageQuestion, columns: Sequence[Column]) -> None:
+        super().__init__(question, columns)
         most = pulp.LpVariable("M", 0)
         self.program.setObjective(pulp.LpAffineExpression([(most, 1)]))
         for rank, moment, terms in self._memory_rows():
             self._add([*terms, (most, -1.0)], "<=", 0.0, f"memory_of_{rank}_at_{moment}")
-
-
-def _run_numbers(question: StageQuestion) -> list[int]:
-    """Return for each layer which run of equal layers it is in; stages may meet anywhere inside."""
-    numbers, run = [], -1
-    for place, own in enumerate(question.classes):
-        if place == 0 or own != question.classes[place - 1] or not question.is_border[place]:
-            run += 1
-        numbers.append(run)
-    return numbers
-
-
-def _places(question: StageQuestion, merges_runs: bool) -> list[Place]:
-    """Return the place of each border between layers, the ends included."""
-    runs = _run_numbers(question)
-    inside = [False, *(one == other for one, other in pairwise(runs)), False]
-    return [
-        (True, runs[border]) if is_inside and merges_runs else (False, border)
-        for border, is_inside in enumerate(inside)
-    ]

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
 from autopar.planner.costs.schedules.moments import Moments, rank_moments
@@ -22,6 +22,7 @@ from autopar.planner.costs.steps.step import pipeline_shape
 
 Cut = tuple[int, ...]  # the first layer of each stage, and the number of layers behind them
 Content = tuple[int, ...]  # the classes of a stage's layers
+Place = tuple[bool, int]  # whether inside a run of equal layers, and which run, or which border
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -130,6 +131,55 @@ class StageQuestion:
     def is_border(self) -> tuple[bool, ...]:
         """Whether stages may meet before each layer; all layers lie between the first and last."""
         return (True, *self.is_cuttable[:-1], True)
+
+    @property
+    def merges_runs(self) -> bool:
+        """Whether all places inside a run of equal layers are one; pins tell them apart.
+
+        One stage per rank needs no such help: most intervals are closed before.
+        """
+        return self.shape.stages_per_rank > 1 and not self.pins
+
+    @cached_property
+    def run_numbers(self) -> tuple[int, ...]:
+        """Which run of equal layers each layer is in; stages may meet anywhere inside one."""
+        numbers, run = [], -1
+        for place, own in enumerate(self.classes):
+            if place == 0 or own != self.classes[place - 1] or not self.is_border[place]:
+                run += 1
+            numbers.append(run)
+        return tuple(numbers)
+
+    @cached_property
+    def places(self) -> tuple[Place, ...]:
+        """The place of each border between layers, the ends included."""
+        inside = (False, *(one == other for one, other in pairwise(self.run_numbers)), False)
+        return tuple(
+            (True, self.run_numbers[border]) if is_inside and self.merges_runs else (False, border)
+            for border, is_inside in enumerate(inside)
+        )
+
+    def different_intervals(self, longest: int) -> Iterator[tuple[int, int, int]]:
+        """Yield a stage and where it begins and ends, one interval of those that are the same."""
+        alike: dict[object, list[tuple[int, int]]] = {}
+        for first, stop in self._everywhere(longest):
+            key = self.places[first], self.places[stop], self.classes[first:stop]
+            alike.setdefault(key, []).append((first, stop))
+        for stage in range(self.shape.stages):
+            (begin, until), (end, last) = self.windows[stage], self.windows[stage + 1]
+            for same in alike.values():
+                for first, stop in same:
+                    if begin <= first <= until and end <= stop <= last:
+                        yield stage, first, stop
+                        break
+
+    def _everywhere(self, longest: int) -> Iterator[tuple[int, int]]:
+        count = len(self.classes)
+        for first in range(count):
+            if self.is_border[first]:
+                for stop in range(first + 1, min(count, first + longest) + 1):
+                    if self.is_border[stop]:
+                        yield first, stop
 
     def intervals(self, stage: int, longest: int) -> Iterator[tuple[int, int]]:
         """Yield the layers that may be a stage, as where they begin and end."""

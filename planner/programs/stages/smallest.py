@@ -103,13 +103,9 @@ def _by_program(columns: Columns) -> PricedCut | None:
     count, stages = len(question.classes), question.shape.stages
     longest = min(count - stages + 1, 2 + -(-count // stages))
     while True:
-        every = columns.of_all(
-            (stage, first, stop)
-            for stage in range(stages)
-            for first, stop in question.intervals(stage, longest)
-        )
+        every = columns.of_all(question.different_intervals(longest))
         if len({one.stage for one in every}) == stages:
-            program = MemoryProgram(question, every, merges_runs=not question.pins)
+            program = MemoryProgram(question, every)
             decision = program.solve(time_limit_seconds=_PROGRAM_SECONDS)
             if decision.columns:
                 cut = (*(one.first for one in decision.columns), count)

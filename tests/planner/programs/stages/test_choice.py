@@ -14,9 +14,9 @@ from autopar.planner.programs.stages.choice import (
     EXACT,
     QUICK,
     THOROUGH,
-    StageAnswer,
     choose_stages,
 )
+from autopar.planner.programs.stages.chooser import StageAnswer
 from autopar.planner.programs.stages.smallest import smallest_stages
 from tests.planner.programs.stages.stage_cases import (
     StageCase,

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import Collective, least_seconds
-from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
 from autopar.planner.costs.steps.data_parallel import manner_of
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.rank_groups import RankGroups
@@ -94,6 +94,21 @@ class DataBound:
             self._gathers(shared) + scatters,
             alone=shared.borders * (gather + scatter),
         )
+
+    def each_forward_more(self, cost: LayerCost) -> float:
+        """Return what one layer adds to a forward by sharing data; these add up to a stage's."""
+        if not self._gathers_always:
+            return 0.0
+        gather = self._gather(cost.parameter_bytes)
+        return self._copied_out(cost.parameter_bytes) + self.slowing * gather
+
+    def each_backward_more(self, cost: LayerCost) -> float:
+        """Return the same for a backward."""
+        if not self.is_in_every_pass:
+            return 0.0
+        copied = self._sent(cost.gradient_bytes) * self.unit.scatter_byte_seconds
+        reduced = self.slowing * self._reduced(cost.gradient_bytes)
+        return copied + reduced + self.each_forward_more(cost)
 
     def bordering(self, parameter_bytes: int, gradient_bytes: int) -> float:
         """Return what a stage of equal layers that compute for longer than they communicate adds.
