@@ -69,7 +69,9 @@ def _several(chooser: Chooser) -> StageAnswer:
     if effort is EXACT and not asks:
         return chooser.answer(0.0)  # nothing is left to do
     divided = Divisible(question, chooser.columns.transfers).solve(
-        enough_seconds=chooser.aim - chooser.once, time_limit_seconds=effort.program_seconds
+        enough_seconds=chooser.aim - chooser.once,
+        time_limit_seconds=effort.program_seconds,
+        hasty=not effort.moves,
     )
     bound = divided.bound_seconds + chooser.once
     if bound == math.inf or bound >= chooser.aim:

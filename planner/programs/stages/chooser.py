@@ -102,7 +102,7 @@ class Chooser:
 
     def improve(self, cut: Cut, *, most_moves: int) -> None:
         """Price a cut, then move one border at a time while that makes the step shorter."""
-        here = self.price(cut).best if cut else None
+        here = self.price(cut, below_seconds=_NEAR * self.top).best if cut else None
         for _ in range(most_moves):
             if here is None or here.seconds > _NEAR * self.top:
                 return

@@ -87,8 +87,13 @@ class Divisible:
         self.times = self._stages_take()
         self._memory_is_kept()
 
-    def solve(self, *, enough_seconds: float, time_limit_seconds: float) -> Divided:
-        """Return the optimum, or a bound of it that is enough."""
+    def solve(
+        self, *, enough_seconds: float, time_limit_seconds: float, hasty: bool = False
+    ) -> Divided:
+        """Return the optimum, or a bound of it that is enough.
+
+        In haste, it ends where the bound rises too slowly to be enough in the end.
+        """
         for chain in first_chains(self.question.arrangement.schedule, self.question.shape):
             self._add_chain(chain)
         lengths: tuple[float, ...] = ()
@@ -99,12 +104,15 @@ class Divisible:
                 break
             if found == float("inf"):
                 return Divided(lengths=(), bound_seconds=found)
+            raised = found * self.unit - bound
             bound = max(bound, found * self.unit)
             lengths = tuple(
                 float(self.program.values([part.column for part in own]).sum())
                 for own in self.parts
             )
-            if bound >= enough_seconds or not self._tighten():
+            left = _MOST_SIMULATED - self._simulated
+            is_far = hasty and self._simulated and bound + left * raised < enough_seconds
+            if bound >= enough_seconds or is_far or not self._tighten():
                 break
         return Divided(lengths=lengths, bound_seconds=bound)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 
 import numpy as np
 
@@ -13,6 +14,7 @@ from autopar.planner.programs.stages.offers import Offer
 from autopar.planner.programs.stages.question import StageQuestion
 
 
+@lru_cache(maxsize=4096)
 def fullest(moments: Moments) -> list[int]:
     """Return the moments at which no other one, of the same running stage, holds as much of all."""
     held = np.concatenate([moments.forwarded, moments.unanswered, moments.halfway], axis=1)
