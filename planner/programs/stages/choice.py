@@ -19,13 +19,13 @@ from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.programs.stages.borders import even_cut, least_seconds, nearest_cut
 from autopar.planner.programs.stages.chooser import Chooser, Effort, StageAnswer
 from autopar.planner.programs.stages.columns import Column
-from autopar.planner.programs.stages.divisible import Divisible
+from autopar.planner.programs.stages.divisible import Divided, Divisible
 from autopar.planner.programs.stages.floors import Floors, floors_of
 from autopar.planner.programs.stages.question import StageQuestion
 
 QUICK = Effort(moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0)
-THOROUGH = Effort(moves=8, cuts=4, program_seconds=5.0, gap=5e-3, most_columns=2_000)
-EXACT = Effort(moves=8, cuts=60, program_seconds=10.0, gap=1e-7, most_columns=400)
+THOROUGH = Effort(moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1_000)
+EXACT = Effort(moves=8, cuts=60, program_seconds=5.0, gap=1e-7, most_columns=400)
 
 _MOST_SHARED = 100  # intervals: a program of more, with rows for memory, branches for long
 _IN_TURN = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
@@ -68,11 +68,7 @@ def _several(chooser: Chooser) -> StageAnswer:
     asks = effort.cuts > 0 and len(intervals) <= _MOST_SHARED
     if effort is EXACT and not asks:
         return chooser.answer(0.0)  # nothing is left to do
-    divided = Divisible(question, chooser.columns.transfers).solve(
-        enough_seconds=chooser.aim - chooser.once,
-        time_limit_seconds=effort.program_seconds,
-        hasty=not effort.moves,
-    )
+    divided = _divided(chooser)
     bound = divided.bound_seconds + chooser.once
     if bound == math.inf or bound >= chooser.aim:
         return chooser.answer(min(bound, chooser.top))
@@ -86,9 +82,23 @@ def _several(chooser: Chooser) -> StageAnswer:
     return chooser.answer(min(bound, chooser.top))
 
 
+def _divided(chooser: Chooser) -> Divided:
+    """Return what no cut beats where layers are divisible."""
+    return Divisible(chooser.question, chooser.columns.transfers).solve(
+        enough_seconds=chooser.aim - chooser.once,
+        time_limit_seconds=chooser.effort.program_seconds,
+        hasty=not chooser.effort.moves,
+    )
+
+
 def _one_per_rank(chooser: Chooser) -> StageAnswer:
     """Return the best cut where each rank has one stage and its memory for itself."""
     question = chooser.question
+    divided = 0.0
+    if question.arrangement.schedule not in _IN_TURN and chooser.aim < math.inf:
+        divided = _divided(chooser).bound_seconds + chooser.once
+        if divided >= chooser.aim:
+            return chooser.answer(min(divided, chooser.top))
     count, stages = len(question.classes), question.shape.stages
     longest = min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
     while True:
@@ -106,12 +116,12 @@ def _one_per_rank(chooser: Chooser) -> StageAnswer:
     if floors.seconds >= chooser.aim:
         return chooser.answer(chooser.top)
     if not chooser.effort.most_columns:
-        return chooser.answer(floors.seconds)
+        return chooser.answer(max(divided, floors.seconds))
     is_open = (floors.of_columns < chooser.aim).tolist()
     columns = [one for one, own in zip(columns, is_open, strict=True) if own]
     if len({one.stage for one in columns}) < stages:
         return chooser.answer(chooser.top)
-    return chooser.answer(max(floors.seconds, chooser.by_program(columns)))
+    return chooser.answer(max(divided, floors.seconds, chooser.by_program(columns)))
 
 
 def _floors(chooser: Chooser, columns: list[Column]) -> Floors:

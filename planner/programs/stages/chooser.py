@@ -22,6 +22,7 @@ from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
 _BETTER = 1.0 - 1e-9  # of the best cut: what is not below this is no better
+_LEAST_SECONDS = 0.1  # for one program
 _NEAR = 1.1  # times the best: moves of one layer do not make a longer step the best one
 
 
@@ -31,7 +32,7 @@ class Effort:
 
     moves: int  # of borders, one layer each, while ranks have several stages
     cuts: int  # priced after the program has chosen them
-    program_seconds: float
+    program_seconds: float  # for all programs of it
     gap: float  # as a share: bound and best need not meet closer than that
     most_columns: int  # of a program; a larger one is not asked
 
@@ -128,15 +129,17 @@ class Chooser:
         for chain in self.chains:
             program.add_chain(chain)
         bound, doubtful = 0.0, math.inf  # the least bound of cuts whose modes were not all compared
+        left_seconds = self.effort.program_seconds
         for _ in range(self.effort.cuts if program.size <= self.effort.most_columns else 0):
             if self.aim < math.inf:
                 program.below(self.aim - self.once)
             decision = program.solve(
-                time_limit_seconds=self.effort.program_seconds, gap=self.effort.gap
+                time_limit_seconds=max(left_seconds, _LEAST_SECONDS), gap=self.effort.gap
             )
             self.report += decision.report
+            left_seconds -= decision.report.seconds
             bound = max(bound, decision.bound_seconds + self.once)
-            if bound >= self.enough or not decision.columns:
+            if bound >= self.enough or not decision.columns or left_seconds < 0:
                 return min(doubtful, self.top if bound >= self.aim else bound)
             cut = (*(one.first for one in decision.columns), len(question.classes))
             is_known = cut in self._priced

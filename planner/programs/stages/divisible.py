@@ -6,20 +6,19 @@
     chains_are_no_longer   Σ count · t  ≤  L
     memory_is_kept         Σ (state + held · saved) · x  ≤  the rank's limit, at its full moments
 
-The least L. Chains come one by one: the schedule is simulated with what stages take in the
-optimum, and its longest chain becomes a row, until that is hardly longer than L. Chains hold
-whatever the stages take, so those that other questions have found come first.
+The least L. Rows come one by one: the moment at which a rank holds too much in the optimum; and the
+longest chain of the schedule, simulated with what stages take there, until that is hardly longer
+than L. Chains hold whatever the stages take, so those that other questions have found come first.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.planner.costs.prediction import LayerCost
 from autopar.planner.costs.schedules.actions import ActionKind
 from autopar.planner.costs.schedules.paths import (
     KINDS,
@@ -33,19 +32,13 @@ from autopar.planner.costs.schedules.paths import (
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.data_bound import DataBound
-from autopar.planner.costs.steps.memory import (
-    layer_state_bytes,
-    layer_unsharded_bytes,
-    most_tensor_bytes,
-)
 from autopar.planner.programs.growing import GrowingProgram, Term
+from autopar.planner.programs.stages.parts import MemoryRow, Part, RankMoments, parts_of
 from autopar.planner.programs.stages.question import StageQuestion
-from autopar.planner.programs.stages.rank_memory import fullest
 
 _MOST_PROGRAMS = 40
 _MOST_SIMULATED = 12  # to find chains that no other question has found
 _CLOSE = 2e-3  # of the optimum: a chain that is longer by no more is as good as there
-_SLACK = 1e-6  # of a rank's memory: what is rounded up
 _WEIGHTS = KINDS.index(ActionKind.WEIGHT_GRADIENT)
 
 
@@ -57,17 +50,6 @@ class Divided:
     bound_seconds: float
 
 
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Part:
-    """Layers of a class on a stage, in one mode; `is_split`: with their backward in two halves."""
-
-    stage: int
-    number: int
-    cost: LayerCost
-    is_split: bool
-    column: int
-
-
 class Divisible:
     """The program of one question."""
 
@@ -77,7 +59,7 @@ class Divisible:
         self._data = DataBound(arrangement, groups, question.constants)
         self._action = question.constants.action_on(arrangement)
         self.program = GrowingProgram()
-        self.parts = [list(self._parts(stage)) for stage in range(question.shape.stages)]
+        self.parts = parts_of(question, self.program)
         self.unit = self._unit()
         self._sending = min(transfers[:-1], default=0.0) / self.unit
         self.chains = chains_of(arrangement.schedule, question.shape)
@@ -85,7 +67,10 @@ class Divisible:
         self._added: set[object] = set()
         self._layers_are_used_up()
         self.times = self._stages_take()
-        self._memory_is_kept()
+        self._memories = [
+            RankMoments(question, rank, self.parts) for rank in range(question.shape.ranks)
+        ]
+        self._keep_memory(one.row_at(one.likely) for one in self._memories)
 
     def solve(
         self, *, enough_seconds: float, time_limit_seconds: float, hasty: bool = False
@@ -117,7 +102,9 @@ class Divisible:
         return Divided(lengths=lengths, bound_seconds=bound)
 
     def _tighten(self) -> bool:
-        """Add a chain that is longer in the optimum than was known; whether there is one."""
+        """Add what the optimum does not keep: memory, else a longer chain; whether there is any."""
+        if self._keep_memory(row for one in self._memories for row in one.exceeded(self.program)):
+            return True
         times = np.array([[*self.program.values(row), self._sending] for row in self.times])
         longest = self._longest(times)
         if longest is None and self._simulated < _MOST_SIMULATED:
@@ -146,32 +133,8 @@ class Divisible:
             )
         )
 
-    def _parts(self, stage: int) -> Iterator[_Part]:
-        """Yield the layers that a stage may have: layer i is on no later stage than i."""
-        question = self.question
-        kind, left = question.kinds[stage], question.shape.stages - 1 - stage
-        last = len(question.classes) - 1
-        own = dict.fromkeys(
-            number
-            for place, number in enumerate(question.classes)
-            if stage <= place and left <= last - place
-        )
-        splits = stage > 0 and SCHEDULES[question.arrangement.schedule].splits_backward
-        for number in own:
-            for mode in question.modes_of(kind, number):
-                cost = question.layer(kind, number)[mode]
-                halves = (True, False) if splits and not cost.recompute_seconds else (False,)
-                for is_split in halves:
-                    yield _Part(
-                        stage=stage,
-                        number=number,
-                        cost=cost,
-                        is_split=is_split,
-                        column=self.program.column(),
-                    )
-
     @property
-    def _every(self) -> Iterator[_Part]:
+    def _every(self) -> Iterator[Part]:
         return (one for own in self.parts for one in own)
 
     def _unit(self) -> float:
@@ -205,7 +168,7 @@ class Divisible:
             table.append(row)
         return table
 
-    def _layer_seconds(self, part: _Part) -> tuple[float, float, float, float]:
+    def _layer_seconds(self, part: Part) -> tuple[float, float, float, float]:
         """Return what a layer adds to its stage's passes, at least: as chains count them."""
         cost = part.cost
         forward = cost.forward_seconds + self._data.each_forward_more(cost)
@@ -216,36 +179,12 @@ class Divisible:
         inputs = backward - weights + cost.split_input_seconds
         return forward, backward, inputs, weights + cost.split_weight_seconds
 
-    def _memory_is_kept(self) -> None:
-        question = self.question
-        for rank, stages in enumerate(question.stages_of):
-            limit = most_tensor_bytes(
-                question.limit_bytes[rank], question.arrangement, question.constants
-            )
-            moments = question.moments[rank]
-            for moment in fullest(moments):
-                running = stages[int(moments.running[moment])]
-                needed = min(self._work_bytes(one.cost) for one in self.parts[running])
-                terms = []
-                for place, stage in enumerate(stages):
-                    held = (
-                        int(moments.forwarded[moment, place]),
-                        int(moments.halfway[moment, place]),
-                        int(moments.unanswered[moment, place]),
-                    )
-                    for one in self.parts[stage]:
-                        size = layer_state_bytes(one.cost, question.arrangement)
-                        size += self._held_bytes(one, *held)
-                        terms.append((one.column, size / limit))
-                self.program.add(terms, most=1.0 - needed / limit + _SLACK)
-
-    def _held_bytes(self, part: _Part, forwarded: int, halfway: int, unanswered: int) -> int:
-        if part.is_split:
-            return part.cost.saved_bytes * forwarded + part.cost.deferred_bytes * halfway
-        return part.cost.saved_bytes * unanswered
-
-    def _work_bytes(self, cost: LayerCost) -> int:
-        return cost.transient_bytes + layer_unsharded_bytes(cost, self.question.arrangement)
+    def _keep_memory(self, rows: Iterable[MemoryRow]) -> bool:
+        """Add what ranks hold at some moments; whether there were any."""
+        every = list(rows)
+        for row in every:
+            self.program.add(row.terms, most=row.most)
+        return bool(every)
 
     def _add_chain(self, chain: Chain) -> bool:
         """Add L ≥ Σ count · t, unless it is known."""
