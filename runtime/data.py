@@ -8,6 +8,7 @@ one block of it, so a plan with d data ranks trains on what one process would wi
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -16,11 +17,21 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autopar.runtime.agreement import agreed
+from autopar.runtime.collated import Collate, Collated, stacked
 from autopar.runtime.cuts import cut
-from autopar.runtime.dataset_rows import Place, batch_of, rows_like
+from autopar.runtime.dataset_rows import (
+    Place,
+    RawRows,
+    columns_of,
+    few,
+    is_streamed,
+    rows_like,
+    tell,
+)
 from autopar.runtime.mesh import ALONE, Axis, Mesh
 from autopar.runtime.randomness import mixed_seed, seeded
 from autopar.runtime.slices import gather_along
+from autopar.runtime.streamed_rows import Alike, StreamedRows
 
 Batch = dict[str, Tensor]
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
@@ -56,7 +67,7 @@ class RankRows(Sampler[list[Place]]):
 
 
 def dataset_batches(
-    new_dataset: Callable[[], Dataset[Any]],
+    new_dataset: Callable[[], Any],
     example_batch: Example,
     mesh: Mesh,
     *,
@@ -64,28 +75,69 @@ def dataset_batches(
     seed: int,
     workers: int = 0,
     rows_over: Axis = ALONE,
+    new_collate: Callable[[], Collate] | None = None,
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of a dataset, without end, with the keys of the example.
 
     `workers` are processes that read ahead; without any, rows are read when they are needed. Ranks
-    of `rows_over` read a share of the rows each.
+    of `rows_over` read a share of the rows each, or share what a collate has made of all of them.
     """
     with seeded(seed):
         dataset = new_dataset()
-    example = _example(example_batch, microbatch, seed)
-    rows = rows_like(dataset, example, mesh, at_once=microbatch * mesh.data.size, seed=seed)
+        collate = new_collate() if new_collate is not None else None
+    rows = _OwnRows(dataset, _example(example_batch, microbatch, seed), mesh, microbatch, seed)
     own = _own_rows(microbatch, rows_over)
-    places = RankRows(rows, mesh, microbatch=microbatch, own=own, seed=seed)
-    is_pinned = mesh.device.type == "cuda"
-    loader = DataLoader(
-        rows,
-        batch_sampler=places,
-        collate_fn=batch_of,
-        num_workers=workers,
-        pin_memory=is_pinned,
-    )
+    read = _streamed if is_streamed(dataset) else _listed
+    loader = read(rows, collate, own, workers)
     sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
     return agreed(iter(loader), sharers, mesh.device)
+
+
+@dataclass(frozen=True, slots=True)
+class _OwnRows:
+    """What a loader is made of: a dataset, and which of its rows are this rank's."""
+
+    dataset: Any
+    example: Batch
+    mesh: Mesh
+    microbatch: int
+    seed: int
+
+
+def _listed(of: _OwnRows, collate: Collate | None, own: slice, workers: int) -> DataLoader[Any]:
+    """Read rows by their numbers."""
+    at_once = of.microbatch * of.mesh.data.size
+    listed: RawRows
+    batch_of: Callable[[list[Any]], Batch]
+    if collate is None:
+        listed = rows_like(of.dataset, of.example, of.mesh, at_once=at_once, seed=of.seed)
+        read, batch_of = own, stacked
+    else:  # rows are as long as the longest of their microbatch: a share of them has to be, too
+        tell(few(of.dataset, at_once), of.mesh)
+        listed, read = RawRows(of.dataset, seed=of.seed), slice(None)
+        batch_of = Collated(collate, columns_of(of.example), own, seed=of.seed)
+    return DataLoader(
+        listed,
+        batch_sampler=RankRows(
+            of.dataset, of.mesh, microbatch=of.microbatch, own=read, seed=of.seed
+        ),
+        collate_fn=batch_of,
+        num_workers=workers,
+        pin_memory=of.mesh.device.type == "cuda",
+    )
+
+
+def _streamed(of: _OwnRows, collate: Collate | None, own: slice, workers: int) -> DataLoader[Any]:
+    """Read rows in the order in which they come; one process alone can do so ahead."""
+    columns = columns_of(of.example)
+    batch_of = (
+        Alike(of.dataset, of.example, own)
+        if collate is None
+        else Collated(collate, columns, own, seed=of.seed)
+    )
+    rows = StreamedRows(of.dataset, batch_of, of.mesh.data, microbatch=of.microbatch, seed=of.seed)
+    is_pinned = of.mesh.device.type == "cuda"
+    return DataLoader(rows, batch_size=None, num_workers=min(workers, 1), pin_memory=is_pinned)
 
 
 def synthetic_batches(

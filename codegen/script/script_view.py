@@ -48,6 +48,7 @@ class ScriptView:
     dtypes: Source
     waits_for_last: Source  # microbatch: a remark that says what does
     has_dataset: bool
+    has_collate: bool
     gathers_rows: bool  # which tensor ranks have read each for itself
     has_optimizer: bool
     has_scheduler: bool

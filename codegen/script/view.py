@@ -95,6 +95,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         dtypes=dtypes(plan),
         waits_for_last=Source(_waits_for_last(plan.arrangement)),
         has_dataset=plan.model.has_dataset,
+        has_collate=subject.file.build_collate is not None,
         gathers_rows=bool(opened.own_rows),
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,

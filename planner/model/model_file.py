@@ -18,7 +18,7 @@ from autopar.planner.model.importing import import_file
 from autopar.planner.model.remedies import INSTEAD, instead_of, nearest_file
 
 REQUIRED = ("example_batch",)
-OPTIONAL = ("loss", "build_dataset", "build_optimizer", "build_scheduler")
+OPTIONAL = ("loss", "build_dataset", "build_collate", "build_optimizer", "build_scheduler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class ModelFile:
     build_dataset: Callable[[], Any] | None
     build_optimizer: Callable[..., Any] | None
     build_scheduler: Callable[..., Any] | None
+    build_collate: Callable[[], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -64,6 +65,7 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
         build_dataset=bound.get("build_dataset"),
         build_optimizer=bound.get("build_optimizer"),
         build_scheduler=bound.get("build_scheduler"),
+        build_collate=bound.get("build_collate"),
     )
 
 
