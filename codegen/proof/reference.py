@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import islice
 from typing import Any
 from unittest.mock import patch
@@ -99,8 +99,15 @@ def train_alone(task: Task) -> Trained:
     model = build(file.build_model, seed=SEED).to(dtype)
     mesh = start(pipeline=1, data=1, tensor=1)
     if file.build_dataset is not None and task.uses_dataset:
+        if file.build_collate is not None:  # rows are padded to the longest of the global batch
+            task = replace(task, block=task.block * task.blocks, blocks=1)
         batches = dataset_batches(
-            file.build_dataset, file.example_batch, mesh, microbatch=task.block, seed=SEED
+            file.build_dataset,
+            file.example_batch,
+            mesh,
+            microbatch=task.block,
+            seed=SEED,
+            new_collate=file.build_collate,
         )
     else:
         batches = synthetic_batches(

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from autopar.codegen.forward.crossings import CROSSING
 from autopar.codegen.forward.opened import Opened, OpenedClass
 from autopar.codegen.forward.reading.imported import LOSS_STAGE, Imported
 from autopar.codegen.python_text import (
@@ -36,7 +37,7 @@ from autopar.codegen.script.settings_lines import (
     settings_of,
     synchronises_batch_norms,
 )
-from autopar.codegen.script.stage_tables import StageTables, stage_tables
+from autopar.codegen.script.stage_tables import StageTables, crossing_names, stage_tables
 from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
@@ -203,6 +204,8 @@ def _classes(plan: Plan, opened: Opened, calls: ModelCalls) -> Source:
     has_own_arguments = _is_pipelined(plan) or _returns_loss(opened)
     sources += map(_overriding, stages) if has_own_arguments else stages
     sources += [opened.loss] if opened.loss is not None else []
+    names = crossing_names(opened)
+    sources += [source.replace(CROSSING, name, 1) for source, name in names.items()]
     if _is_pipelined(plan) and not opened.stages[-1].returns_loss:
         sources.append(_loss_stage(opened.stages[-1].cls.name, _loss(opened, calls)))
     return Source("\n\n\n".join(source.strip("\n") for source in sources))

@@ -24,7 +24,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.73 s (+2.6%): +1.27 s recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: cc846ea23c5c7106.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 23e971803e071d85.
 
 from __future__ import annotations
 
@@ -126,7 +126,7 @@ class TensorParallelAttention(Attention):
         seq2 = x.shape[1]
         y = gather(x, 1, self.tensor)  # shards of seq gathered: split along kv_heads from here on
         batch, seq, _ = y.shape
-        q = self.q_proj(y).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        q = self.q_proj(y).view(batch, cos.shape[0], -1, self.head_dim).transpose(1, 2)
         # from shards of seq to shards of kv_heads
         k = exchange(self.k_proj(x).view(batch, seq2, -1, self.head_dim), 1, 2, self.tensor)
         k = k.transpose(1, 2)
