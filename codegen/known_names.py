@@ -27,7 +27,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.loss_scaling": "LossScale",
         "autopar.runtime.mesh": "Axis Mesh start stop",
         "autopar.runtime.model_parts": "Crossing StagePart freeze names_of submodules take_classes",
-        "autopar.runtime.model_source": "note_changes",
+        "autopar.runtime.model_source": "note_changes note_device refuse_changes",
         "autopar.runtime.optimizer": "build_optimizer",
         "autopar.runtime.pipeline": "Pipeline Stage build_schedule stage_at stage_indices",
         "autopar.runtime.progress": "Progress",

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.runtime.layer_names import named
 from autopar.runtime.lengths import begin_anew
 from autopar.runtime.mesh import Axis
-from autopar.runtime.shards import Split, local_size, places
+from autopar.runtime.shards import Split, local_size, note_ties, places
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,6 +95,7 @@ def keep_only(model: nn.Module, held: Collection[str]) -> None:
     stands in several places is held where one of them is.
     """
     found = list(places(model))
+    note_ties(model, found)
     kept = {(place.module, place.attribute) for place in found if is_held(place.name, held)}
     for place in found:
         if (place.module, place.attribute) not in kept:

@@ -26,6 +26,7 @@ from autopar.runtime.data import dataset_batches, placed, synthetic_batches
 from autopar.runtime.initial_weights import build
 from autopar.runtime.loss import loss_in
 from autopar.runtime.mesh import start, stop
+from autopar.runtime.optimizer_arguments import made_optimizer
 
 SEED, CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY = 0, 1.0, 3e-4, 0.1  # as scripts have them
 
@@ -113,8 +114,8 @@ def train_alone(task: Task) -> Trained:
         batches = synthetic_batches(
             file.example_batch, mesh, rows=(task.blocks, task.block), seed=SEED
         )
-    make = file.build_optimizer or _adamw
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = made_optimizer(file.build_optimizer or _adamw, [model], learning)
     scheduler = file.build_scheduler(optimizer) if file.build_scheduler else None
     losses, gradients = [], dict[str, Tensor]()
     for _ in range(task.steps):

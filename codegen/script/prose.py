@@ -9,6 +9,7 @@ from textwrap import wrap
 from autopar.codegen.python_text import WIDTH, Source, prose
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.chosen import chosen
 from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, TERM_PARTS, Part
 from autopar.planner.plan.telling.words import (
     arrangement_words,
@@ -23,7 +24,13 @@ _LEAST_SHARE = 0.01  # of a step or a device: less is left out
 
 def docstring(plan: Plan, file_name: str) -> Source:
     """Return the docstring of a script."""
-    paragraphs = (_title(plan), _how_to_run(plan, file_name), _predicted(plan), _why(plan))
+    paragraphs = (
+        _title(plan),
+        _how_to_run(plan, file_name),
+        _chosen(plan),
+        _predicted(plan),
+        _why(plan),
+    )
     lines = [line for paragraph in paragraphs for line in [*paragraph, ""]]
     text = "\n".join(prose(line) for line in lines[:-1])
     return Source(f'"""{text}\n"""')
@@ -55,6 +62,10 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
         yield f"first one's address, DEVICES how many a node has, {ranks} on all together:"
         places = f"--nnodes {nodes} --nproc-per-node DEVICES --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
+
+
+def _chosen(plan: Plan) -> Iterator[str]:
+    yield from _wrapped(f"Chosen here, as nobody said: {'; '.join(chosen(plan))}.")
 
 
 def _predicted(plan: Plan) -> Iterator[str]:

@@ -47,6 +47,8 @@ class ScriptView:
     clipping: Source
     dtypes: Source
     waits_for_last: Source  # microbatch: a remark that says what does
+    for_gpus: bool
+    prints_forwards: bool  # of the model's classes
     has_dataset: bool
     has_collate: bool
     gathers_rows: bool  # which tensor ranks have read each for itself

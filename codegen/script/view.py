@@ -31,6 +31,7 @@ from autopar.codegen.script.prose import docstring
 from autopar.codegen.script.script_view import ScriptView
 from autopar.codegen.script.settings_lines import (
     dtypes,
+    is_for_gpus,
     lines,
     planned,
     scales_loss,
@@ -95,6 +96,8 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
         dtypes=dtypes(plan),
         waits_for_last=Source(_waits_for_last(plan.arrangement)),
+        for_gpus=is_for_gpus(plan),
+        prints_forwards=bool(opened.classes or opened.stages or opened.loss),
         has_dataset=plan.model.has_dataset,
         has_collate=subject.file.build_collate is not None,
         gathers_rows=bool(opened.own_rows),
@@ -252,7 +255,7 @@ def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
     parts = "model.parts" if _is_pipelined(plan) else "[model]"
     split = "split" if has_splits or _is_pipelined(plan) else "frozenset()"
     tied = ", tied=tied.not_owned" if has_ties else ""
-    return Source(f"clip_by_global_norm({parts}, CLIP_NORM, mesh, split={split}{tied})")
+    return Source(f"clip_by_global_norm({parts}, clip_norm, mesh, split={split}{tied})")
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:

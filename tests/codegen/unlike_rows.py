@@ -36,6 +36,8 @@ _NOT_DROPPED = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 class Block(nn.Module):
     """A block as many write it, with the length of the rows as a number."""
 
+    mask: Tensor
+
     def __init__(self, width: int = 32, heads: int = 4) -> None:
         super().__init__()
         self.heads = heads
@@ -53,7 +55,8 @@ class Block(nn.Module):
         scores = scores.masked_fill(self.mask[:, :, :t, :t] == 0, float("-inf"))
         y = (functional.softmax(scores, dim=-1) @ v).transpose(1, 2).contiguous().view(b, t, c)
         x = x + self.out(y)
-        return x + self.down(functional.gelu(self.up(x)))
+        made: Tensor = x + self.down(functional.gelu(self.up(x)))
+        return made
 
 
 class NanoGPT(nn.Module):
@@ -85,7 +88,8 @@ def _captioner() -> nn.Module:
     both = VisionEncoderDecoderConfig.from_encoder_decoder_configs(seen, said)
     both.decoder_start_token_id, both.pad_token_id = 1, 0
     both.use_cache = False
-    return VisionEncoderDecoderModel(config=both)
+    model: nn.Module = VisionEncoderDecoderModel(config=both)
+    return model
 
 
 _KINDS: dict[str, Callable[[], nn.Module]] = {

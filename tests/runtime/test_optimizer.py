@@ -37,6 +37,10 @@ OPTIMIZERS = {
     "adagrad": lambda p: Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "hooks of the user's": clamping,
+    "named parameters": lambda named_parameters: SGD(
+        [one for _, one in sorted(named_parameters)], lr=0.1, momentum=0.9
+    ),
+    "the model": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
 }
 
 SGD_OF_TENTHS = partial(SGD, lr=0.1)

@@ -55,9 +55,9 @@ from autopar.planner.plan.search.space import Choices, microbatches_of, simplest
 from autopar.planner.plan.solving.candidate import Candidate, Judge, recomputes
 from autopar.planner.plan.solving.costing import Costing, Subject, model_flops
 from autopar.planner.plan.solving.questions import Questions
+from autopar.planner.plan.telling.chosen import ROWS_PER_DEVICE
 from autopar.planner.plan.telling.words import arrangement_words, degrees_words
 
-ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
 MOST_RUNNERS_UP = 4
 _ENDLESS_BYTES = 1 << 60
 EXTRA_NODES = 18  # to look at for runners-up, once the best is proved
