@@ -256,9 +256,7 @@ def train_step(
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
     if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(
-            new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed
-        )
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed)
     else:
         data = dataset_batches(
             new_dataset,

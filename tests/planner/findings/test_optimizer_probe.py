@@ -195,7 +195,7 @@ def test_one_that_cannot_be_tried_here_is_left_to_the_script() -> None:
 def without_decay_of_norms(named_parameters: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
     norms = [one for name, one in named_parameters if "ln" in name]
     others = [one for name, one in named_parameters if "ln" not in name]
-    groups = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
+    groups: list[dict[str, Any]] = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
     return optim.AdamW([group for group in groups if group["params"]])
 
 
@@ -205,7 +205,7 @@ def by_modules(model: nn.Module) -> optim.Optimizer:
     ]
     known = set(map(id, norms))
     others = [one for one in model.parameters() if id(one) not in known]
-    groups = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
+    groups: list[dict[str, Any]] = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
     return optim.AdamW([group for group in groups if group["params"]])
 
 
