@@ -14,7 +14,11 @@ def chosen(plan: Plan) -> Iterator[str]:
     """Yield each choice, and how to make another."""
     rows, devices = plan.arrangement.global_batch, plan.machines.devices
     is_declared = any(one.field == "global_batch" for one in plan.constraints)
-    if not is_declared and plan.graph.fixed_batch is None and rows % devices == 0:
+    if (
+        not is_declared
+        and plan.graph.fixed_batch is None
+        and not rows % (ROWS_PER_DEVICE * devices)
+    ):
         yield f"{rows // devices} rows for each device (--global-batch)"
     if not plan.model.has_optimizer:
         yield (

@@ -28,7 +28,7 @@ Memory of the fullest device: 10.86 GiB of 76 GiB (14%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: f474b433e7308f2a.
+# Written by autopar 0.1.0, which never overwrites changes by hand: f0c99d0613499290.
 
 from __future__ import annotations
 
@@ -256,7 +256,9 @@ def train_step(
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
     if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed)
+        data = synthetic_batches(
+            new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed
+        )
     else:
         data = dataset_batches(
             new_dataset,
@@ -319,7 +321,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
-    parser.add_argument("--clip", type=float, default=CLIP_NORM, help="the largest gradient norm")
+    parser.add_argument("--clip", type=float, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")

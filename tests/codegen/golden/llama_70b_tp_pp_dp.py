@@ -5,8 +5,8 @@ The plan: pp 4 · dp 2 · tp 8, ZeRO-1, 1f1b, 64 microbatches of 1 row.
 Run it on each of 8 nodes; HOST is the first one's address, NODE 0 to 7:
     torchrun --nnodes 8 --nproc-per-node 8 --node-rank NODE --master-addr HOST llama_70b_tp_pp_dp.py
 
-Chosen here, as nobody said: 2 rows for each device (--global-batch); AdamW at a rate of 0.0003 with
-a decay of 0.1 (build_optimizer); gradients clipped to a norm of 1 (CLIP_NORM).
+Chosen here, as nobody said: AdamW at a rate of 0.0003 with a decay of 0.1 (build_optimizer);
+gradients clipped to a norm of 1 (CLIP_NORM).
 
 Predicted on 64 × h100-sxm: 18.26 s per step, 57,431 tokens/s, 44.7% of the peak FLOPs
     compute 12.94 s, tensor communication 4.344 s, pipeline bubble 842 ms
@@ -27,7 +27,7 @@ Memory of the fullest device: 75.57 GiB of 76 GiB (99%)
 Why this plan: of 15 ways to arrange the training none is faster; compute takes 71% of its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.73 s (+2.6%): +1.27 s recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: e61255f4ebf2a0df.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 3cf2afeea280f8b3.
 
 from __future__ import annotations
 
@@ -316,7 +316,9 @@ def train_step(
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
     if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed)
+        data = synthetic_batches(
+            new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed
+        )
     else:
         data = dataset_batches(
             new_dataset,
@@ -377,7 +379,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
-    parser.add_argument("--clip", type=float, default=CLIP_NORM, help="the largest gradient norm")
+    parser.add_argument("--clip", type=float, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")

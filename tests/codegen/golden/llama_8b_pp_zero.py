@@ -25,7 +25,7 @@ Memory of the fullest device: 71.11 GiB of 76 GiB (94%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 3e23386babbb98a8.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 6c031d1231389e53.
 
 from __future__ import annotations
 
@@ -201,7 +201,9 @@ def train_step(
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
     if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed)
+        data = synthetic_batches(
+            new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed
+        )
     else:
         data = dataset_batches(
             new_dataset,
@@ -262,7 +264,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
     parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
-    parser.add_argument("--clip", type=float, default=CLIP_NORM, help="the largest gradient norm")
+    parser.add_argument("--clip", type=float, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
