@@ -138,3 +138,8 @@ def _remarks(inspection: Inspection) -> Iterator[Text]:
         yield Text("Every op has a rule.")
     for op in inspection.ops_without_rule:
         yield Text(f"No rule for {op.target} ({op.count} ×, {op.location}): split by batch alone.")
+    for one in inspection.unpriced:
+        yield Text(
+            f"No formula for {one.target} ({one.count} ×, {one.location}): its FLOPs count "
+            f"nowhere, {one.share:.1%} of all bytes moved."
+        )

@@ -3,30 +3,46 @@
 from __future__ import annotations
 
 from autopar.console import tell_note
+from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.units import bytes_text
+from autopar.planner.cluster.units import bytes_text, seconds_text
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.findings.recomputable import objects_given
+from autopar.planner.findings.unpriced import unpriced
+from autopar.planner.graph import Graph
+from autopar.planner.layers import Layers
+from autopar.planner.plan.declared.constraints import USUAL_MEMORY
+from autopar.planner.plan.fleet.curve import Fewer
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.meaning import shares_nothing, statistics_apart
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
-FULL = 0.92  # of a device: predictions of memory are less sure than the rest is large
-
 
 def note_plan(plan: Plan) -> None:
-    """Say where tensor ranks share nothing, and where memory leaves no room for an error."""
-    splits = any(layout.axis for layouts in plan.layouts for layout in layouts)
-    if plan.arrangement.tensor > 1 and not splits:
-        tell_note(
-            f"as pinned, {plan.arrangement.tensor} tensor ranks compute all of it each: whatever "
-            "they might share would take longer. Use fewer devices, pin dp, or require a split "
-            "([[splits]] in a constraints file)."
-        )
-    used, whole = plan.prediction.peak_memory.device_bytes, plan.machines.memory_bytes
-    if used > FULL * whole and plan.machines.backend != "gloo":
+    """Say what the plan means where that may surprise, and where memory leaves no room."""
+    for note in (statistics_apart(plan), shares_nothing(plan)):
+        if note:
+            tell_note(note)
+    rank, memory = plan.fullest
+    used, whole = memory.device_bytes, plan.memory_bytes(rank)
+    usual = USUAL_MEMORY.bytes_of(whole)
+    if used > usual and plan.machines.backend != "gloo":
         tell_note(
             f"the fullest device holds {bytes_text(used)} of its {bytes_text(whole)} by "
-            "prediction, which was too low in most runs that were measured (docs/accuracy.md). "
-            'Should it not fit, plan with more to spare: --memory "85%".'
+            f"prediction. Up to {bytes_text(usual)}, 95% of the runs that were measured would have "
+            "fit (docs/accuracy.md). Should it not fit, leave --memory out."
+        )
+
+
+def note_unpriced(graph: Graph, axes: Axes) -> None:
+    """Name the ops that weigh and have no formula: their FLOPs are in no figure of the plan."""
+    for one in unpriced(graph, axes):
+        tell_note(
+            f"what {one.target} computes ({one.count} ×, {one.location}) is not known, so its "
+            f"FLOPs count nowhere: it is priced by the bytes that it moves, {one.share:.1%} of all "
+            "that a step moves. If it multiplies matrices, the step takes longer than predicted; "
+            "autopar profile measures it."
         )
 
 
@@ -41,4 +57,59 @@ def note_profile(measured: MeasuredFile, cluster: Cluster, precision: Precision)
         f"the profile has ops on {' and '.join(kinds) or 'no device'}, the plan is for "
         f"{' and '.join(devices)} in {precision}: formulas price its ops. Profile on such a "
         "device, with such a --precision (docs/profile.md)."
+    )
+
+
+def note_objects_kept(plan: Plan, layers: Layers) -> None:
+    """Say that layers which run again are given objects, whose contents no prediction counts."""
+    again = (
+        layer
+        for layer, mode in zip(layers.layers, plan.layer_modes, strict=True)
+        if mode is not Recompute.NONE
+    )
+    given = objects_given(again, plan.graph)
+    if given:
+        tell_note(
+            f"layers that are recomputed are given a {' and a '.join(given)}. What it holds stays "
+            "in memory until the backward, and no prediction counts it: build the model without "
+            "it where training does not need it (Hugging Face: use_cache=False)."
+        )
+
+
+def note_devices(graph: Graph, cluster: Cluster) -> None:
+    """Say where a model that runs on CPUs alone would fail on other devices."""
+    if graph.devices_meet_at and not all(node.device.is_cpu for node in cluster.nodes):
+        tell_note(
+            f"the model creates a tensor on the CPU that others meet at {graph.devices_meet_at}, "
+            "which fails on a GPU: create it on the device of an input, as in "
+            "torch.arange(n, device=x.device)."
+        )
+
+
+def note_own_choices(graph: Graph) -> None:
+    """Say that a model chooses what a plan chooses: what to compute again, and how precisely."""
+    if graph.autocast_at:
+        tell_note(
+            f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
+            "The plan neither prices that nor has it in code that it prints: better leave it out, "
+            "and choose with --precision."
+        )
+    if graph.recomputed_at:
+        tell_note(
+            f"the model computes activations again by itself, by torch.utils.checkpoint at "
+            f"{graph.recomputed_at}. The plan counts neither what that saves nor what it takes, "
+            "and chooses layers of its own to compute again: better leave it out (Hugging Face: "
+            "gradient_checkpointing_disable())."
+        )
+
+
+def note_fewer(plan: Plan, fewer: Fewer) -> None:
+    """Say that fewer of the devices are as fast."""
+    ours, theirs = plan.prediction.step_seconds, fewer.step_seconds
+    all_of_them = plan.machines.devices
+    how = f"{ours / theirs:.2f} × as fast" if theirs < ours else "as fast within the tolerance"
+    tell_note(
+        f"{fewer.devices} of these {all_of_them} devices need {seconds_text(theirs)} or less for "
+        f"the same step, which takes {seconds_text(ours)} on all of them ({how}): "
+        f"--gpus 1..{all_of_them} compares them."
     )

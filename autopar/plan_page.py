@@ -17,6 +17,7 @@ from autopar.planner.plan.telling.explanation import Part, part_seconds, proof_l
 from autopar.planner.plan.telling.words import (
     batch_words,
     degrees_words,
+    nodes_words,
     recompute_words,
     schedule_words,
     sharding_words,
@@ -44,7 +45,7 @@ def plan_page(plan: Plan) -> Iterator[RenderableType]:
     """Yield the page from top to bottom."""
     yield _head(plan)
     yield _table(plan)
-    yield Text(proof_line(plan.proof))
+    yield Text(proof_line(plan))
 
 
 def _head(plan: Plan) -> Text:
@@ -54,14 +55,28 @@ def _head(plan: Plan) -> Text:
     nodes = f"{machines.nodes} nodes" if machines.nodes > 1 else "1 node"
     lines = [
         f"{machines.devices} × {machines.device} on {nodes}, "
-        f"{bytes_text(machines.limit_bytes)} of {bytes_text(machines.memory_bytes)} to use on each"
+        f"{_limits(plan)}"
         + (f", {machines.usd_per_hour:.4g} USD an hour" if machines.usd_per_hour else ""),
+        *([] if plan.cluster.has_equal_nodes else [f"node ranks: {nodes_words(plan)}"]),
         f"global batch {plan.arrangement.global_batch:,}, {plan.arrangement.precision}, "
         f"least {plan.objective}",
         *(f"declared: {one}" for one in plan.constraints),
         f"chosen: {'; '.join(chosen(plan))}",
     ]
     return Text.assemble((model, "bold"), "\n", "\n".join(lines), "\n")
+
+
+def _limits(plan: Plan) -> str:
+    """Return what a rank may use of its device, of each kind where devices are unlike."""
+    machines, devices = plan.machines, {one.name: one for one in plan.cluster.devices}
+    if not machines.limits:
+        limit, memory = bytes_text(machines.limit_bytes), bytes_text(machines.memory_bytes)
+        return f"{limit} of {memory} to use on each"
+    each = (
+        f"{bytes_text(limit)} of {bytes_text(devices[name].memory_bytes)} of {name}"
+        for name, limit in machines.limits
+    )
+    return f"{', '.join(each)} to use"
 
 
 def _table(plan: Plan) -> Table:
@@ -98,7 +113,9 @@ def _rows(plan: Plan) -> Iterator[_Row]:
         idle_seconds=part_seconds(prediction, Part.BUBBLE),
         difference="",
     )
-    for other in plan.runners_up:
+    fastest = (plan.fastest,) if plan.fastest is not None else ()
+    for other in (*fastest, *plan.runners_up):
+        told = other.difference
         yield _Row(
             arrangement=other.arrangement,
             recompute=other.recompute,
@@ -107,7 +124,7 @@ def _rows(plan: Plan) -> Iterator[_Row]:
             device_bytes=other.device_bytes,
             communication_seconds=other.communication_seconds,
             idle_seconds=other.idle_seconds,
-            difference=other.difference,
+            difference=f"the fastest: {told}" if other in fastest else told,
         )
 
 

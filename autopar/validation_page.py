@@ -30,7 +30,7 @@ def page(report: Report) -> Iterator[Table]:
 
 
 def _scores(title: str, rows: Sequence[tuple[str, Score | None]]) -> Table:
-    table = plain_table(title, "table", "rows", "median", "90th", "mean", "bias")
+    table = plain_table(title, "table", "rows", "median", "90th", "mean", "bias", "95 % below")
     for name, found in rows:
         if found is not None:
             table.add_row(
@@ -40,6 +40,7 @@ def _scores(title: str, rows: Sequence[tuple[str, Score | None]]) -> Table:
                 f"{found.ninetieth:.1%}",
                 f"{found.mean:.1%}",
                 f"{found.bias:+.1%}",
+                f"{found.reach:.2f} ×",
             )
     return table
 

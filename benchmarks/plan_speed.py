@@ -1,6 +1,6 @@
 """Measures the seconds and the memory of `autopar plan`, from a cold start, on models of all sizes.
 
-    python benchmarks/plan_speed.py [gpt2-8 llama8b-64 llama70b-512 llama405b-16384] [-o FILE]
+    python benchmarks/plan_speed.py [gpt2-8 llama8b-64 … chain-1000] [-o FILE]
 
 Every case is a process of its own, with nothing of it remembered from before: imports, trace,
 search, plan.json and train.py. Beside the wall stands the processor's time, which a busy machine
@@ -26,11 +26,11 @@ MOST_BYTES = int(1.5 * 2**30)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
-    """A model of the zoo on some devices, and how long its plan may take."""
+    """A model on some devices, and how long its plan may take."""
 
     name: str
-    model: str
-    size: str
+    model: str  # its file
+    arguments: tuple[str, ...]
     gpus: int
     global_batch: int
     most_seconds: float
@@ -54,30 +54,53 @@ class Taken:
 
 
 CASES = (
-    Case(name="gpt2-8", model="gpt2.py", size="124m", gpus=8, global_batch=64, most_seconds=8.0),
+    Case(
+        name="gpt2-8",
+        model="models_zoo/gpt2.py",
+        arguments=("size=124m",),
+        gpus=8,
+        global_batch=64,
+        most_seconds=8.0,
+    ),
     Case(
         name="llama8b-64",
-        model="llama.py",
-        size="8b",
+        model="models_zoo/llama.py",
+        arguments=("size=8b",),
         gpus=64,
         global_batch=512,
         most_seconds=12.0,
     ),
     Case(
         name="llama70b-512",
-        model="llama.py",
-        size="70b",
+        model="models_zoo/llama.py",
+        arguments=("size=70b",),
         gpus=512,
         global_batch=2048,
         most_seconds=25.0,
     ),
     Case(
         name="llama405b-16384",
-        model="llama.py",
-        size="405b",
+        model="models_zoo/llama.py",
+        arguments=("size=405b",),
         gpus=16384,
         global_batch=16384,
         most_seconds=45.0,
+    ),
+    Case(
+        name="chain-250",
+        model="benchmarks/chain.py",
+        arguments=("layers=250",),
+        gpus=2,
+        global_batch=16,
+        most_seconds=7.0,
+    ),
+    Case(
+        name="chain-1000",
+        model="benchmarks/chain.py",
+        arguments=("layers=1000",),
+        gpus=2,
+        global_batch=16,
+        most_seconds=12.0,
     ),
 )
 
@@ -86,8 +109,8 @@ def measured(case: Case) -> Taken:
     """Plan a case in a new process."""
     with tempfile.TemporaryDirectory() as folder:
         command = [
-            sys.executable, "-m", "autopar", "plan", str(ROOT / "models_zoo" / case.model),
-            "--arg", f"size={case.size}", "--gpus", str(case.gpus),
+            sys.executable, "-m", "autopar", "plan", str(ROOT / case.model),
+            *(part for one in case.arguments for part in ("--arg", one)), "--gpus", str(case.gpus),
             "--global-batch", str(case.global_batch), "-o", folder,
         ]  # fmt: skip
         output = Path(folder) / "output.txt"

@@ -8,6 +8,7 @@ from math import prod
 from types import MappingProxyType
 
 from autopar.planner.axes.infer import Axes
+from autopar.planner.costs.ops.flops import backward_flops, forward_flops
 from autopar.planner.costs.ops.kept import (
     Memory,
     is_differentiable,
@@ -16,7 +17,7 @@ from autopar.planner.costs.ops.kept import (
     names_kept,
 )
 from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.graph import Graph, Op, Origin, Parameter, Tensor, refs
+from autopar.planner.graph import Graph, Op, Origin, Parameter, Tensor
 from autopar.planner.precision import (
     FUSED,
     GRADIENT_BYTES,
@@ -130,31 +131,18 @@ class _Annotator:
         """Return the work of one op; tensors that it keeps are marked as kept."""
         rule = rule_of(op.target)
         shapes = LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch)
-        flops = forward_flops(rule, shapes)
         differentiable = is_differentiable(op, self.graph)
         moved = 0 if self.memory.takes_none(op) else self._moved(rule, op)
         return Work(
-            forward_flops=flops,
-            backward_flops=int(flops * self._backward_share(rule, op)) if differentiable else 0,
+            forward_flops=forward_flops(rule, shapes),
+            backward_flops=backward_flops(rule, shapes),
             forward_bytes=moved,
             backward_bytes=self._moved_backward(rule, op, moved) if differentiable else 0,
             saved_bytes=self._made(rule, op, shapes) + self._newly_kept(rule, op),
         )
 
-    def _backward_share(self, rule: Rule, op: Op) -> float:
-        """One product for each operand that needs a gradient; flash attention computes 5 for 2."""
-        if len(rule.contracts) > 1:
-            return 2.5
-        return sum(self.graph.tensors[name].requires_grad for name in self._factors(op))
-
-    def _factors(self, op: Op) -> tuple[str, ...]:
-        """Return the two tensors that a contraction multiplies (not a bias)."""
-        named = [n for key, value in op.arguments if key not in ("bias", "self") or
-                 op.target in _SELF_IS_FACTOR for n in refs(value)]  # fmt: skip
-        return tuple(named)
-
     def _bytes(self, tensor: Tensor) -> int:
-        return tensor.numel.at(self.batch) * item_bytes(tensor.dtype, self.precision)
+        return tensor.expected_numel(self.batch) * item_bytes(tensor.dtype, self.precision)
 
     def _moved(self, rule: Rule, op: Op) -> int:
         written = sum(self._bytes(self.graph.tensors[out]) for out in op.outputs)
@@ -185,12 +173,3 @@ class _Annotator:
         self.kept.update(new)
         tensors = [self.graph.tensors[root] for root in new]
         return sum(self._bytes(t) for t in tensors if t.origin in (Origin.OP, Origin.INPUT))
-
-
-def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
-    """Return two for each multiply and add: 2·∏ of the letters, for each group of the rule."""
-    return sum(2 * shapes.letters(group.split()) for group in rule.contracts)
-
-
-_SELF_IS_FACTOR = frozenset({"aten.matmul.default", "aten.mm.default", "aten.bmm.default",
-                             "aten.outer.default"})  # fmt: skip

@@ -64,7 +64,8 @@ class Tensor:
 
     Where its size depends on numbers (`x[mask]`), its shape is the largest that it may have, and
     `counted_by` names the mask of which it has the true entries; where that is no mask, the first
-    op that made such a size.
+    op that made such a size. Of these entries, so many as `expected` are priced: one share of all
+    where masks part them, as in a loop over experts.
     """
 
     name: str
@@ -74,11 +75,16 @@ class Tensor:
     origin: Origin
     requires_grad: bool
     counted_by: str = ""
+    expected: float = 1.0
 
     @property
     def numel(self) -> Extent:
-        """The number of elements."""
+        """The number of elements, of what is counted the most that there may be."""
         return numel(self.shape)
+
+    def expected_numel(self, batch: int) -> int:
+        """Return the number of elements that a price is for."""
+        return round(self.numel.at(batch) * self.expected)
 
     @property
     def is_whole_numbered(self) -> bool:

@@ -9,6 +9,7 @@ from math import prod
 from autopar.planner.annotate import Annotation, State, Work, annotate, state_of
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.axes.terms import leaves
+from autopar.planner.findings.unpriced import Unpriced, unpriced
 from autopar.planner.graph import Graph, Parameter
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.precision import Precision
@@ -61,7 +62,7 @@ class ParameterLine:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpLine:
-    """An op that the table has no line for."""
+    """An op of whose dims the table says nothing."""
 
     target: str
     count: int
@@ -104,6 +105,7 @@ class Inspection:
     states: tuple[StateLine, ...]
     ops: int
     ops_without_rule: tuple[OpLine, ...]
+    unpriced: tuple[Unpriced, ...]
 
 
 def inspect_graph(graph: Graph, *, model: str, batch: int, optimizer: str) -> Inspection:
@@ -138,6 +140,7 @@ def inspect_graph(graph: Graph, *, model: str, batch: int, optimizer: str) -> In
         states=tuple(_state(graph, precision) for precision in SHOWN),
         ops=len(graph.ops),
         ops_without_rule=_without_rule(graph),
+        unpriced=tuple(unpriced(graph, axes)),
     )
 
 

@@ -3,11 +3,12 @@
 Step s takes rows s·G to (s+1)·G − 1 of one endless sequence, where G is the global batch: the rows
 of a step are the same under every plan. Within a step, microbatch m of all data ranks together is
 one block of it, so a plan with d data ranks trains on what one process would with d times the rows.
+Data ranks have as many rows each, or each its own number of them, as unlike devices do.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
@@ -35,29 +36,25 @@ from autopar.runtime.streamed_rows import Alike, StreamedRows
 
 Batch = dict[str, Tensor]
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
+Rows: TypeAlias = int | Sequence[int]  # of a microbatch: on every data rank, or on each its own
 
 
 class RankRows(Sampler[list[Place]]):
     """The places of this data rank's microbatches, shuffled anew each time through the data.
 
-    The rows that are left at the end of one time through fill up a batch with the next. `own` are
-    the rows of a microbatch that this rank reads.
+    The rows that are left at the end of one time through fill up a batch with the next. Of each
+    block of so many rows `own` are those that this rank reads.
     """
 
-    def __init__(
-        self, dataset: Dataset[Any], mesh: Mesh, *, microbatch: int, own: slice, seed: int
-    ) -> None:
+    def __init__(self, dataset: Dataset[Any], *, block: int, own: slice, seed: int) -> None:
         self.length = len(dataset)  # type: ignore[arg-type]  # which is checked before
-        self.mesh, self.microbatch, self.own, self.seed = mesh, microbatch, own, seed
+        self.block, self.own, self.seed = block, own, seed
 
     def __iter__(self) -> Iterator[list[Place]]:
         """Yield the places of one microbatch after another, without end."""
-        data = self.mesh.data
         rows = self._all_rows()
         while True:
-            block = [next(rows) for _ in range(self.microbatch * data.size)]
-            first = data.rank * self.microbatch
-            yield block[first : first + self.microbatch][self.own]
+            yield [next(rows) for _ in range(self.block)][self.own]
 
     def _all_rows(self) -> Iterator[Place]:
         for epoch in count():
@@ -71,7 +68,7 @@ def dataset_batches(
     example_batch: Example,
     mesh: Mesh,
     *,
-    microbatch: int,
+    microbatch: Rows,
     seed: int,
     workers: int = 0,
     rows_over: Axis = ALONE,
@@ -85,57 +82,70 @@ def dataset_batches(
     with seeded(seed):
         dataset = new_dataset()
         collate = new_collate() if new_collate is not None else None
-    rows = _OwnRows(dataset, _example(example_batch, microbatch, seed), mesh, microbatch, seed)
-    own = _own_rows(microbatch, rows_over)
+    each = _each_rank(microbatch, mesh.data)
+    share = _share(each[mesh.data.rank], rows_over)
+    rows = _OwnRows(
+        dataset=dataset,
+        example=_example(example_batch, each[mesh.data.rank], seed),
+        mesh=mesh,
+        block=sum(each),
+        of_rank=_of_rank(each, mesh.data),
+        share=share,
+        seed=seed,
+    )
     read = _streamed if is_streamed(dataset) else _listed
-    loader = read(rows, collate, own, workers)
+    loader = read(rows, collate, workers)
     sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
     return agreed(iter(loader), sharers, mesh.device)
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, kw_only=True)
 class _OwnRows:
     """What a loader is made of: a dataset, and which of its rows are this rank's."""
 
     dataset: Any
     example: Batch
     mesh: Mesh
-    microbatch: int
+    block: int  # rows of all data ranks together
+    of_rank: slice  # the rows of a block that this data rank trains on
+    share: slice  # the rows of those that this rank reads
     seed: int
 
+    @property
+    def read(self) -> slice:
+        """The rows of a block that this rank reads."""
+        first = self.of_rank.start
+        return slice(first + self.share.start, first + self.share.stop)
 
-def _listed(of: _OwnRows, collate: Collate | None, own: slice, workers: int) -> DataLoader[Any]:
+
+def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
     """Read rows by their numbers."""
-    at_once = of.microbatch * of.mesh.data.size
     listed: RawRows
     batch_of: Callable[[list[Any]], Batch]
     if collate is None:
-        listed = rows_like(of.dataset, of.example, of.mesh, at_once=at_once, seed=of.seed)
-        read, batch_of = own, stacked
+        listed = rows_like(of.dataset, of.example, of.mesh, at_once=of.block, seed=of.seed)
+        read, batch_of = of.read, stacked
     else:  # rows are as long as the longest of their microbatch: a share of them has to be, too
-        tell(few(of.dataset, at_once), of.mesh)
-        listed, read = RawRows(of.dataset, seed=of.seed), slice(None)
-        batch_of = Collated(collate, columns_of(of.example), own, seed=of.seed)
+        tell(few(of.dataset, of.block), of.mesh)
+        listed, read = RawRows(of.dataset, seed=of.seed), of.of_rank
+        batch_of = Collated(collate, columns_of(of.example), of.share, seed=of.seed)
     return DataLoader(
         listed,
-        batch_sampler=RankRows(
-            of.dataset, of.mesh, microbatch=of.microbatch, own=read, seed=of.seed
-        ),
+        batch_sampler=RankRows(of.dataset, block=of.block, own=read, seed=of.seed),
         collate_fn=batch_of,
         num_workers=workers,
         pin_memory=of.mesh.device.type == "cuda",
     )
 
 
-def _streamed(of: _OwnRows, collate: Collate | None, own: slice, workers: int) -> DataLoader[Any]:
+def _streamed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
     """Read rows in the order in which they come; one process alone can do so ahead."""
-    columns = columns_of(of.example)
     batch_of = (
-        Alike(of.dataset, of.example, own)
+        Alike(of.dataset, of.example, of.share)
         if collate is None
-        else Collated(collate, columns, own, seed=of.seed)
+        else Collated(collate, columns_of(of.example), of.share, seed=of.seed)
     )
-    rows = StreamedRows(of.dataset, batch_of, of.mesh.data, microbatch=of.microbatch, seed=of.seed)
+    rows = StreamedRows(of.dataset, batch_of, block=of.block, own=of.of_rank, seed=of.seed)
     is_pinned = of.mesh.device.type == "cuda"
     return DataLoader(rows, batch_size=None, num_workers=min(workers, 1), pin_memory=is_pinned)
 
@@ -144,7 +154,7 @@ def synthetic_batches(
     example_batch: Example,
     mesh: Mesh,
     *,
-    rows: tuple[int, int],
+    rows: tuple[int, Rows],
     seed: int,
     rows_over: Axis = ALONE,
 ) -> Iterator[Batch]:
@@ -154,15 +164,14 @@ def synthetic_batches(
     `rows_over` have a share each. As those of a loader each is a tensor of its own: a model may
     write to it.
     """
-    data = mesh.data
     microbatches, microbatch = rows
-    whole = _example(example_batch, microbatch * microbatches * data.size, seed)
+    each = _each_rank(microbatch, mesh.data)
+    block, share = sum(each), _own_rows(each, mesh.data, rows_over)
+    whole = _example(example_batch, microbatches * block, seed)
     tensors = {key: value.contiguous() for key, value in whole.items()}  # as loaders lay rows out
-    starts = [(m * data.size + data.rank) * microbatch for m in range(microbatches)]
-    share = _own_rows(microbatch, rows_over)
     own = [
-        {key: value[start : start + microbatch][share] for key, value in tensors.items()}
-        for start in starts
+        {key: value[start : start + block][share] for key, value in tensors.items()}
+        for start in range(0, microbatches * block, block)
     ]
     while True:
         yield from ({key: value.clone() for key, value in one.items()} for one in own)
@@ -180,7 +189,25 @@ def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) 
     }
 
 
-def _own_rows(rows: int, axis: Axis) -> slice:
+def _each_rank(rows: Rows, data: Axis) -> Sequence[int]:
+    """Return the rows of a microbatch of each data rank."""
+    return [rows] * data.size if isinstance(rows, int) else rows
+
+
+def _own_rows(each: Sequence[int], data: Axis, axis: Axis) -> slice:
+    """Return which rows of a block this data rank reads, of which ranks of an axis share."""
+    before, share = _of_rank(each, data).start, _share(each[data.rank], axis)
+    return slice(before + share.start, before + share.stop)
+
+
+def _of_rank(each: Sequence[int], data: Axis) -> slice:
+    """Return which rows of a block are of this data rank."""
+    before = sum(each[: data.rank])
+    return slice(before, before + each[data.rank])
+
+
+def _share(rows: int, axis: Axis) -> slice:
+    """Return which of so many rows this rank of an axis has."""
     return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])
 
 

@@ -25,6 +25,7 @@ from torch.utils._pytree import tree_leaves
 from autopar.runtime.data_parallel import buckets_of
 from autopar.runtime.dryrun_kernels import cuda_kernels
 from autopar.runtime.dryrun_memory import LiveMemory
+from autopar.runtime.dryrun_numbers import sizes_of_numbers
 from autopar.runtime.dryrun_owners import owners_of
 
 
@@ -79,7 +80,7 @@ def recording() -> Iterator[Recording]:
     memory = LiveMemory()
     record = Recording(memory)
     fake = FakeTensorMode(allow_non_fake_inputs=True)
-    with memory.watching_resizes(), cuda_kernels(), fake, record:
+    with memory.watching_resizes(), cuda_kernels(), sizes_of_numbers(), fake, record:
         yield record
 
 

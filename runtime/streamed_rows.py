@@ -11,7 +11,6 @@ from torch.utils.data import IterableDataset
 
 from autopar.runtime.collated import Row, stacked
 from autopar.runtime.dataset_rows import check_row, columns_of, row_of
-from autopar.runtime.mesh import Axis
 from autopar.runtime.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.refusal import refuse
 
@@ -29,21 +28,20 @@ class StreamedRows(IterableDataset[Row]):
         self,
         dataset: Any,
         batch_of: Callable[[list[Placed]], Row],
-        data: Axis,
         *,
-        microbatch: int,
+        block: int,
+        own: slice,
         seed: int,
     ) -> None:
         self.dataset, self.batch_of, self.seed = dataset, batch_of, seed
-        self.block = microbatch * data.size
-        self.own = range(microbatch * data.rank, microbatch * (data.rank + 1))
+        self.block, self.own = block, own
 
     def __iter__(self) -> Iterator[Row]:
         """Yield this rank's batches without end."""
         rows = self._all_rows()
         while True:
             block = [next(rows) for _ in range(self.block)]
-            yield self.batch_of([block[place] for place in self.own])
+            yield self.batch_of(block[self.own])
 
     def _all_rows(self) -> Iterator[Placed]:
         for epoch in count():

@@ -46,6 +46,13 @@ def _tell(report: DryRun) -> None:
     memory.add_row("in all", bytes_text(report.peak_bytes))
     memory.add_row("predicted", f"{bytes_text(report.predicted_bytes)} ({report.error:+.1%})")
     results().print(memory)
+    beside = report.predicted_device_bytes - report.predicted_bytes
+    results().print(
+        f"These are tensors. The plan's {bytes_text(report.predicted_device_bytes)} for this "
+        f"rank's stage have {bytes_text(beside)} more that no dry run sees: what the allocator "
+        "loses between tensors, the device's context and communication libraries.",
+        soft_wrap=True,
+    )
     sent = plain_table("Collectives of one step", "", "ranks", "bytes", "count", left=1)
     for one in report.collectives:
         figures = (str(one["ranks"]), bytes_text(one["bytes"]), f"{one['count']:,}")

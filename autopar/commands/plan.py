@@ -4,35 +4,48 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.emit import emit, refuse_overwriting, write_text
 from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.commands import plan_options as options
+from autopar.commands.machine_options import clusters_of
 from autopar.console import results, tell_note
-from autopar.plan_notes import note_plan, note_profile
+from autopar.curve_page import curve_json, curve_page, work_text
+from autopar.plan_notes import (
+    note_devices,
+    note_fewer,
+    note_objects_kept,
+    note_own_choices,
+    note_plan,
+    note_profile,
+    note_unpriced,
+)
 from autopar.plan_page import plan_page
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.ops.measurements import Measurements
-from autopar.planner.costs.prediction import Recompute
 from autopar.planner.destination import refuse_named_as_file, refuse_replacing
 from autopar.planner.findings.half_range import check_constants, check_means
 from autopar.planner.findings.optimizer_probe import optimizer_traits
-from autopar.planner.findings.recomputable import objects_given
 from autopar.planner.graph import Graph
-from autopar.planner.layers import Layers, find_layers
+from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file, model_path
-from autopar.planner.plan.declared.constraints import Constraints, without_recompute
+from autopar.planner.plan.declared.constraints import Constraints, Objective, without_recompute
 from autopar.planner.plan.declared.names import check_names
 from autopar.planner.plan.declared.optimizer_limits import with_moments, with_optimizer
 from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planner.plan.declared.whole_batch import rows_at_once
+from autopar.planner.plan.declared.work import check_tokens, check_work
 from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, summary, write_plan
+from autopar.planner.plan.fleet.choosing import Choice, choose
+from autopar.planner.plan.fleet.curve import Curve, Fewer
+from autopar.planner.plan.fleet.training import Training
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search.degrees import check_degrees
+from autopar.planner.plan.search.degrees import check_degrees, leave_degrees
 from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.precision import Precision
 from autopar.planner.profile.file import read_measurements
@@ -56,6 +69,11 @@ def plan(
     max_dp: options.MAX_DP = None,
     memory: options.MEMORY = None,
     objective: options.OBJECTIVE = None,
+    samples: options.SAMPLES = None,
+    tokens: options.TOKENS = None,
+    deadline: options.DEADLINE = None,
+    budget: options.BUDGET = None,
+    tolerance: options.TOLERANCE = None,
     constraints: options.CONSTRAINTS = None,
     time_limit: options.TIME_LIMIT = None,
     profile: options.PROFILE = None,
@@ -65,7 +83,8 @@ def plan(
 ) -> None:
     """Plan how to split the training of a model, prove the choice, and write the script.
 
-    The script, train.py, runs under torchrun. Without --gpus, --cluster says the machines.
+    The script, train.py, runs under torchrun. Without --gpus, --cluster says the machines. Several
+    numbers of devices (--gpus 1,2,4,8) are compared, and one is chosen.
 
     Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
     """
@@ -75,40 +94,66 @@ def plan(
         "limits.dp": max_dp,
         "limits.memory": memory,
         "objective": objective,
+        "samples": samples,
+        "tokens": tokens,
+        "deadline": deadline,
+        "budget": budget,
+        "tolerance": tolerance,
         "global_batch": global_batch,
         "precision": precision,
     }
     declared = gathered_constraints(pin or (), demands, constraints)
-    machines = options.cluster_of(gpus, device, nodes, cluster)
+    check_work(declared)
+    clusters = clusters_of(gpus, device, nodes, cluster)
     measured = read_measurements(profile) if profile else None
     if measured is not None:
-        note_profile(measured, machines, declared.precision)
+        note_profile(measured, clusters[-1], declared.precision)
+        clusters = tuple(map(measured.on, clusters))
     refuse_named_as_file(output)
     refuse_foreign(output / FILE_NAME)
     refuse_replacing(output / SCRIPT_NAME, model_path(model))
     if not force:
         refuse_overwriting(output / SCRIPT_NAME)
+    made: list[Planned] = []
 
     def plan_with(constraints: Constraints) -> Plan:
-        return make_plan(
-            model,
-            arg or (),
-            measured.on(machines) if measured else machines,
-            constraints,
-            time_limit_seconds=time_limit,
-            measured=measured,
+        made.append(
+            make_plans(
+                model,
+                arg or (),
+                clusters,
+                constraints,
+                time_limit_seconds=time_limit,
+                measured=measured,
+            )
         )
+        return made[-1].choice.point.plan
 
     found, text = scripted_plan(plan_with, declared, output / SCRIPT_NAME)
     write_plan(found, output / FILE_NAME)
     # Both files are there before the page, which may not be read to its end.
     script = write_text(text, output, force=force)
+    tell(made[-1], as_json=as_json)
+    if not as_json:
+        results().print(f"Written: {output / FILE_NAME}, {script}", markup=False, soft_wrap=True)
+
+
+def tell(planned: Planned, *, as_json: bool) -> None:
+    """Print the plan, behind the numbers of devices it was chosen among where these are several."""
+    curve, point = planned.curve, planned.choice.point
+    is_compared = len(curve.trials) > 1
     if as_json:
-        print(json.dumps(summary(found), indent=2))
+        counts = {"counts": curve_json(curve)} if is_compared else {}
+        print(json.dumps({**summary(point.plan), **counts}, indent=2))
         return
-    for part in plan_page(found):
+    for part in curve_page(curve, planned.choice) if is_compared else ():
         results().print(part)
-    results().print(f"Written: {output / FILE_NAME}, {script}", markup=False, soft_wrap=True)
+    for part in plan_page(point.plan):
+        results().print(part)
+    if work := work_text(point):
+        results().print(work, markup=False, soft_wrap=True)
+    if planned.fewer is not None:
+        note_fewer(point.plan, planned.fewer)
 
 
 def scripted_plan(
@@ -131,6 +176,15 @@ def scripted_plan(
     return scripted_plan(plan_with, rest, destination)
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Planned:
+    """The plans for all numbers of devices, the chosen one, and whether fewer would do."""
+
+    curve: Curve
+    choice: Choice
+    fewer: Fewer | None = None
+
+
 def make_plan(
     spec: str,
     arguments: Sequence[str],
@@ -141,85 +195,110 @@ def make_plan(
     measured: Measurements | None = None,
 ) -> Plan:
     """Trace a model and search its best plan; what cannot be is refused as early as it shows."""
-    from autopar.planner.plan.search.search import (
-        search,  # here alone: other commands need no solver
+    planned = make_plans(
+        spec,
+        arguments,
+        (cluster,),
+        constraints,
+        time_limit_seconds=time_limit_seconds,
+        measured=measured,
+        looks_at_fewer=False,
     )
+    return planned.choice.point.plan
 
-    check_degrees(cluster.size, constraints)
-    check_memory(cluster, constraints)
-    model_file = load_model_file(spec, arguments)
+
+def make_plans(
+    spec: str,
+    arguments: Sequence[str],
+    clusters: Sequence[Cluster],
+    constraints: Constraints,
+    *,
+    time_limit_seconds: float | None,
+    measured: Measurements | None = None,
+    looks_at_fewer: bool = True,
+) -> Planned:
+    """Trace a model once, search its best plan on each cluster, and choose one of them."""
+    # here alone: other commands need no solver
+    from autopar.planner.plan.fleet.fewer import fewer_as_fast
+    from autopar.planner.plan.fleet.trials import planned_curve
+    from autopar.planner.plan.solving.costing import Prices
+
+    _check_degrees(clusters, constraints)
+    check_memory(clusters[-1], constraints)
+    prices = Prices()
     with reported("tracing the model") as report:
-        graph = trace_for_rows(model_file, rows_at_once(constraints), constraints.precision)
-        optimizer = optimizer_traits(model_file, graph)
-        graph, constraints = with_moments(graph, optimizer), with_optimizer(constraints, optimizer)
-        report("finding its axes and layers")
-        axes = infer_axes(graph)
-        layers = find_layers(graph, axes)
-        fixed, fixed_at = graph.fixed_batch, graph.fixed_at
-        check_degrees(cluster.size, constraints, fixed_batch=fixed, fixed_at=fixed_at)
-        check_names(constraints, graph, axes, layers=len(layers.layers))
-        _note_own_choices(graph)
-        _note_devices(graph, cluster)
-        note_rows(graph, constraints)
-        if constraints.precision is Precision.FP16:
-            check_constants(graph)
+        training = read_training(spec, arguments, clusters, constraints, measured, report)
         report("searching")
-        found = search(
-            graph,
-            axes,
-            layers,
-            model_facts(model_file, graph, spec=spec, arguments=arguments),
-            cluster,
-            constraints,
+        curve = planned_curve(
+            training,
+            clusters,
             time_limit_seconds=time_limit_seconds,
             report=report,
-            measured=measured,
+            prices=prices,
         )
+        choice = choose(curve, constraints)
+        found = choice.point.plan
+        fewer = None
+        if looks_at_fewer and len(clusters) == 1 and _is_rented(clusters[0], constraints):
+            report("looking at fewer devices")
+            fewer = fewer_as_fast(training, clusters[0], found, prices=prices)
     if constraints.precision is Precision.FP16:
-        check_means(graph, microbatch=found.arrangement.microbatch)
-    _note_objects_kept(found, layers)
+        check_means(training.graph, microbatch=found.arrangement.microbatch)
+    note_objects_kept(found, training.layers)
     note_plan(found)
-    return found
+    return Planned(curve=curve, choice=choice, fewer=fewer)
 
 
-def _note_objects_kept(plan: Plan, layers: Layers) -> None:
-    """Say that layers which run again are given objects, whose contents no prediction counts."""
-    again = (
-        layer
-        for layer, mode in zip(layers.layers, plan.layer_modes, strict=True)
-        if mode is not Recompute.NONE
+def _check_degrees(
+    clusters: Sequence[Cluster], constraints: Constraints, graph: Graph | None = None
+) -> None:
+    """Refuse constraints that leave no degrees on any of the clusters, as far as is known."""
+    fixed, at = (graph.fixed_batch, graph.fixed_at) if graph else (None, "")
+    *fewer, last = (cluster.size for cluster in clusters)
+    if not any(leave_degrees(constraints.declared, size, fixed_batch=fixed) for size in fewer):
+        check_degrees(last, constraints, fixed_batch=fixed, fixed_at=at)
+
+
+def read_training(
+    spec: str,
+    arguments: Sequence[str],
+    clusters: Sequence[Cluster],
+    constraints: Constraints,
+    measured: Measurements | None,
+    report: Callable[[str], None],
+) -> Training:
+    """Return the traced model with what a search needs of it, and tell what a person should know.
+
+    The last cluster is the largest that is planned for.
+    """
+    model_file = load_model_file(spec, arguments)
+    graph = trace_for_rows(model_file, rows_at_once(constraints), constraints.precision)
+    optimizer = optimizer_traits(model_file, graph)
+    graph, constraints = with_moments(graph, optimizer), with_optimizer(constraints, optimizer)
+    report("finding its axes and layers")
+    axes = infer_axes(graph)
+    layers = find_layers(graph, axes)
+    model = model_facts(model_file, graph, spec=spec, arguments=arguments)
+    check_names(constraints, graph, axes, layers=len(layers.layers))
+    check_tokens(constraints, tokens_per_row=model.tokens_per_row)
+    _check_degrees(clusters, constraints, graph)
+    note_own_choices(graph)
+    note_devices(graph, clusters[-1])
+    note_rows(graph, constraints)
+    note_unpriced(graph, axes)
+    if constraints.precision is Precision.FP16:
+        check_constants(graph)
+    return Training(
+        graph=graph,
+        axes=axes,
+        layers=layers,
+        model=model,
+        constraints=constraints,
+        measured=measured,
     )
-    given = objects_given(again, plan.graph)
-    if given:
-        tell_note(
-            f"layers that are recomputed are given a {' and a '.join(given)}. What it holds stays "
-            "in memory until the backward, and no prediction counts it: build the model without "
-            "it where training does not need it (Hugging Face: use_cache=False)."
-        )
 
 
-def _note_devices(graph: Graph, cluster: Cluster) -> None:
-    """Say where a model that runs on CPUs alone would fail on other devices."""
-    if graph.devices_meet_at and not all(node.device.is_cpu for node in cluster.nodes):
-        tell_note(
-            f"the model creates a tensor on the CPU that others meet at {graph.devices_meet_at}, "
-            "which fails on a GPU: create it on the device of an input, as in "
-            "torch.arange(n, device=x.device)."
-        )
-
-
-def _note_own_choices(graph: Graph) -> None:
-    """Say that a model chooses what a plan chooses: what to compute again, and how precisely."""
-    if graph.autocast_at:
-        tell_note(
-            f"the model chooses a precision of its own, by torch.autocast at {graph.autocast_at}. "
-            "The plan neither prices that nor has it in code that it prints: better leave it out, "
-            "and choose with --precision."
-        )
-    if graph.recomputed_at:
-        tell_note(
-            f"the model computes activations again by itself, by torch.utils.checkpoint at "
-            f"{graph.recomputed_at}. The plan counts neither what that saves nor what it takes, "
-            "and chooses layers of its own to compute again: better leave it out (Hugging Face: "
-            "gradient_checkpointing_disable())."
-        )
+def _is_rented(cluster: Cluster, constraints: Constraints) -> bool:
+    """Whether fewer devices are worth a look: CPUs are where scripts are proved."""
+    is_cpu = any(node.device.is_cpu for node in cluster.nodes)
+    return not is_cpu and constraints.objective is not Objective.MEMORY

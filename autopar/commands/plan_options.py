@@ -1,18 +1,13 @@
-"""The options of `autopar plan`, and the cluster and constraints that they describe."""
+"""The options of `autopar plan`."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from autopar.number_options import seconds
-from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.file import read_cluster
-from autopar.planner.errors import InputError
 
 MODEL = Annotated[str, typer.Argument(metavar="MODEL", help="path.py or path.py:factory")]
 ARG = Annotated[
@@ -23,7 +18,12 @@ ARG = Annotated[
         help="An argument for functions of the model file; several may be given.",
     ),
 ]
-GPUS = Annotated[str | None, typer.Option("--gpus", metavar="N", help="Devices in all.")]
+GPUS = Annotated[
+    str | None,
+    typer.Option(
+        "--gpus", metavar="N", help="Devices in all; several to compare: 1,2,4,8 or 1..64."
+    ),
+]
 DEVICE = Annotated[
     str | None,
     typer.Option(
@@ -59,14 +59,38 @@ MAX_PP = Annotated[str | None, typer.Option("--max-pp", metavar="N", help="Most 
 MAX_DP = Annotated[str | None, typer.Option("--max-dp", metavar="N", help="Most data ranks.")]
 MEMORY = Annotated[
     str | None,
-    typer.Option("--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "90%".'),
+    typer.Option(
+        "--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "95%"; 84% as usual.'
+    ),
 ]
 OBJECTIVE = Annotated[
     str | None,
     typer.Option(
         "--objective",
         metavar="WHAT",
-        help="Least step-time (as usual), memory, or cost: on given machines, that of least time.",
+        help="Least step-time (as usual), memory, or cost, which also chooses among --gpus 1,2,4.",
+    ),
+]
+SAMPLES = Annotated[
+    str | None, typer.Option("--samples", metavar="N", help="Rows of the whole training: 500M.")
+]
+TOKENS = Annotated[
+    str | None, typer.Option("--tokens", metavar="N", help="Tokens of the whole training: 10B.")
+]
+DEADLINE = Annotated[
+    str | None,
+    typer.Option("--deadline", metavar="TIME", help="Of the whole training: 24h, 3d."),
+]
+BUDGET = Annotated[
+    str | None,
+    typer.Option("--budget", metavar="USD", help="Of the whole training: 500, 2k."),
+]
+TOLERANCE = Annotated[
+    str | None,
+    typer.Option(
+        "--tolerance",
+        metavar="SHARE",
+        help='The simplest plan within so much of the fastest: "3%" (as usual), 0: the fastest.',
     ),
 ]
 CONSTRAINTS = Annotated[
@@ -91,40 +115,3 @@ OUTPUT = Annotated[
 ]
 FORCE = Annotated[bool, typer.Option("--force", help="Overwrite a train.py changed by hand.")]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
-
-
-def cluster_of(
-    gpus: str | None, device: str | None, nodes: str | None, file: Path | None
-) -> Cluster:
-    """Return the cluster that the options describe."""
-    if file is None:
-        if gpus is None:
-            raise InputError(
-                "no machines are given", fix="--gpus 8, or --cluster cluster.toml for unequal ones"
-            )
-        machines = None if nodes is None else _whole(nodes, "--nodes")
-        return choose_cluster(_whole(gpus, "--gpus"), device, machines)
-    given = _named(("--gpus", gpus), ("--device", device), ("--nodes", nodes))
-    if given:
-        raise InputError(
-            f"{', '.join(given)} and --cluster both say what the machines are",
-            fix="leave one of them out",
-        )
-    return read_cluster(file)
-
-
-def _whole(text: str, option: str) -> int:
-    """Return the whole number that an option says; which numbers make sense is checked later."""
-    try:
-        return int(text)
-    except ValueError:
-        raise InputError(
-            f"{text!r} is not a number of devices",
-            where=option,
-            expected="a whole number",
-            fix="--gpus says how many devices, --nodes how many machines, --device which",
-        ) from None
-
-
-def _named(*options: tuple[str, object]) -> Sequence[str]:
-    return [name for name, value in options if value is not None]

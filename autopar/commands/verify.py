@@ -5,14 +5,18 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Annotated
 
 import typer
 
+from autopar.codegen.emit import FILE_NAME, script_text
 from autopar.codegen.proof.comparison import Comparison
+from autopar.codegen.proof.given_script import GivenScript, carried_over, read_script_of
 from autopar.codegen.proof.verification import check_fits, step_flops, verify
+from autopar.codegen.subject import subject_of
 from autopar.commands.emit import PLAN
 from autopar.commands.plan_options import ARG
 from autopar.console import progress, results, tell_note
@@ -32,6 +36,10 @@ _MOST_TOLD = 4
 
 def verify_plan(
     plan: PLAN,
+    script: Annotated[
+        Path | None,
+        typer.Option("--script", metavar="FILE", help="Else train.py beside the plan."),
+    ] = None,
     arg: ARG = None,
     steps: Annotated[int, whole("--steps", least=1, text="Steps to train.")] = 5,
     tolerance: Annotated[
@@ -42,34 +50,53 @@ def verify_plan(
 ) -> None:
     """Train a few steps by the script on CPU processes and in one process, and compare.
 
-    Both compute in float64, without dropout. Exits with 1 where they differ.
-    With --arg the model is a smaller one of the same file, planned with few rows
-    under the plan's own degrees, schedule and splits.
+    The script is run as it lies there, changed by hand or not, and one process trains on the whole
+    global batch. Both compute in float64: without random numbers, and in one step more with them,
+    where the draws are compared. Exits with 1 where anything differs, with 7 where the script
+    fails. With --arg the model is a smaller one of the same file, planned with few rows under the
+    plan's own degrees, schedule and splits; changes by hand are carried over.
 
     Example: autopar verify out/plan.json --arg layers=2 --arg dim=96 --arg seq_len=64 --steps 3
     """
     found = read_plan(plan)
     folder = plan if plan.is_dir() else plan.parent
-    if arg:
-        found = _smaller(found, folder, arg)
-    check_fits(found, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
-    if step_flops(found) > MANY_FLOPS:
-        tell_note(
-            f"a step computes about {step_flops(found) / 1e12:,.0f} TFLOP, on CPUs and in float64: "
-            "a smaller model (--arg, see its build_model) shows the same sooner"
-        )
-    with progress(f"training {steps} steps on {found.arrangement.ranks} processes and on one"):
-        comparison = verify(found, folder, steps=steps)
+    given = read_script_of(found, folder / FILE_NAME if script is None else script, folder)
+    with TemporaryDirectory(prefix="autopar-smaller-") as name:
+        if arg:
+            large, found = found, _smaller(found, folder, arg)
+            given = _carried_over(given, large, found, folder, Path(name))
+        check_fits(found, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        if step_flops(found) > MANY_FLOPS:
+            tell_note(
+                f"a step computes about {step_flops(found) / 1e12:,.0f} TFLOP, on CPUs and in "
+                "float64: a smaller model (--arg, see its build_model) shows the same sooner"
+            )
+        ranks = found.arrangement.ranks
+        with progress(f"training {steps} steps on {ranks} processes and on one"):
+            comparison = verify(found, folder, given, steps=steps)
     equal = comparison.is_within(tolerance)
     if as_json:
         verdict = {"tolerance": tolerance, "is_equal": equal}
         model = {"model": found.model.name, "arguments": dict(found.model.arguments)}
-        print(json.dumps({**asdict(comparison), **verdict, **model}))
+        edits = {"script": str(given.path), "edits": [asdict(edit) for edit in given.edits]}
+        print(json.dumps({**asdict(comparison), **verdict, **model, **edits}))
     else:
+        _tell_edits(given)
         _tell(comparison, tolerance)
     if not equal:
         note_parts_apart(found)
         raise typer.Exit(int(ExitCode.NEGATIVE))
+
+
+def _carried_over(
+    given: GivenScript, large: Plan, small: Plan, folder: Path, place: Path
+) -> GivenScript:
+    """Write the script of a smaller plan with the changes that were made by hand in the given."""
+    emitted = script_text(large, subject_of(large, folder), given.path)
+    path = (place / FILE_NAME).resolve()
+    text = script_text(small, subject_of(small, folder), path)
+    path.write_text(carried_over(given, emitted, text), encoding="utf-8")
+    return replace(given, path=path)
 
 
 def _smaller(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
@@ -88,16 +115,36 @@ def _smaller(plan: Plan, folder: Path, arguments: Sequence[str]) -> Plan:
     return smaller.plan
 
 
+def _tell_edits(given: GivenScript) -> None:
+    """Say which lines of the script are not those that its plan would write."""
+    if not given.edits:
+        return
+    count = len(given.edits)
+    places = "1 place" if count == 1 else f"{count} places"
+    lines = [f"{given.path.name} is not what its plan would write, in {places}:"]
+    for edit in given.edits[:_MOST_TOLD]:
+        lines.append(f"  line {edit.line}")
+        for mark, texts in (("-", edit.emitted), ("+", edit.found)):
+            lines += [f"    {mark} {text}" for text in texts[:_MOST_TOLD]]
+            lines += [f"    {mark} …"] * (len(texts) > _MOST_TOLD)
+    lines += ["  …"] * (count > _MOST_TOLD)
+    results().print("\n".join(lines) + "\n", markup=False, soft_wrap=True)
+
+
 def _tell(comparison: Comparison, tolerance: float) -> None:
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
         ("loss", comparison.loss),
+        ("norm of all gradients", comparison.norm),
         ("gradients of the first step", comparison.gradient),
         ("parameters after the last", comparison.parameter),
     )
     for what, found in rows:
         verdict = "equal" if found.largest <= tolerance else "DIFFERS"
         table.add_row(what, f"{found.largest:.1e}", found.name, verdict)
+    table.add_row("draws and clipping", "", "", "DIFFERS" if comparison.faults else "equal")
     results().print(table)
+    for fault in comparison.faults:
+        results().print(f"- {fault}", markup=False, soft_wrap=True)
     losses = ", ".join(f"{loss:.6f}" for loss in comparison.losses)
     results().print(f"losses of one process: {losses}\ntolerance: {tolerance:g}", markup=False)

@@ -20,12 +20,13 @@ from typing import Any, TypeAlias
 from autopar.codegen.emit import script_text
 from autopar.codegen.proof.verification import LAST_LINES, ScriptFailedError
 from autopar.codegen.subject import subject_of
-from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.prediction import Arrangement, MemoryPrediction
 from autopar.planner.costs.schedules.table import ScheduleKind, in_flight_microbatches
 from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
+from autopar.runtime.dryrun_numbers import PICKED
 from autopar.runtime.mesh import DRY_RUN
 
 Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, count
@@ -35,13 +36,18 @@ _ONE_BY_ONE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class DryRun:
-    """What one rank of the script needs; the last field is what the plan predicted of it."""
+    """What one rank of the script needs, and what the plan predicted of it.
+
+    `predicted_bytes` are of tensors, as the peak is; `predicted_device_bytes`, the memory that the
+    plan's page shows, have the allocator's fragments and the device's context as well.
+    """
 
     rank: int
     peak_bytes: int
     peak_bytes_by_category: Mapping[str, int]
     collectives: Collectives
     predicted_bytes: int
+    predicted_device_bytes: int
 
     @property
     def error(self) -> float:
@@ -57,9 +63,11 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
     counts = microbatches_run(plan.arrangement)
     with TemporaryDirectory(prefix="autopar-dryrun-") as name:
         scripts = _written(plan, folder, Path(name).resolve(), counts)
-        running = [_started(script, f"{rank}/{ranks}") for script in scripts]  # side by side
+        running = [
+            _started(script, f"{rank}/{ranks}", _picked(plan)) for script in scripts
+        ]  # side by side
         reports = [_report(process, rank) for process in running]
-    report = reports[-1]
+    report, predicted = reports[-1], _predicted(plan, rank)
     return DryRun(
         rank=rank,
         peak_bytes=report["peak_bytes"],
@@ -67,7 +75,8 @@ def dry_run(plan: Plan, folder: Path, *, rank: int) -> DryRun:
         collectives=extrapolated(
             [tuple(one["collectives"]) for one in reports], counts, plan.arrangement.microbatches
         ),
-        predicted_bytes=_predicted(plan, rank),
+        predicted_bytes=predicted.allocated_bytes,
+        predicted_device_bytes=predicted.device_bytes,
     )
 
 
@@ -123,8 +132,25 @@ def _written(plan: Plan, folder: Path, place: Path, counts: Sequence[int]) -> li
     return scripts
 
 
-def _started(script: Path, rank_of_world: str) -> subprocess.Popen[str]:
-    environment = os.environ | {DRY_RUN: rank_of_world, "CUDA_VISIBLE_DEVICES": ""}
+def _picked(plan: Plan) -> list[tuple[int, float]]:
+    """Return how many entries the masks of a microbatch have, with the share that is expected."""
+    tensors, rows = plan.graph.tensors, plan.arrangement.microbatch
+    shares: dict[int, float] = {}
+    for one in tensors.values():
+        if one.counted_by in tensors:
+            entries = tensors[one.counted_by].numel.at(rows)
+            shares[entries] = max(shares.get(entries, 0.0), one.expected)
+    return list(shares.items())
+
+
+def _started(
+    script: Path, rank_of_world: str, picked: Sequence[tuple[int, float]]
+) -> subprocess.Popen[str]:
+    environment = os.environ | {
+        DRY_RUN: rank_of_world,
+        PICKED: json.dumps(picked),
+        "CUDA_VISIBLE_DEVICES": "",
+    }
     return subprocess.Popen(
         [sys.executable, str(script)],
         env=environment,
@@ -144,9 +170,9 @@ def _report(process: subprocess.Popen[str], rank: int) -> dict[str, Any]:
     return report
 
 
-def _predicted(plan: Plan, rank: int) -> int:
+def _predicted(plan: Plan, rank: int) -> MemoryPrediction:
     """Return what the plan has for the rank's place in the pipeline."""
     arranged = plan.arrangement
     place = rank // (arranged.data * arranged.tensor)
     numbers = [i for i, stage in enumerate(plan.stages) if stage.rank == place]
-    return plan.prediction.stages[numbers[0]].memory.allocated_bytes
+    return plan.prediction.stages[numbers[0]].memory

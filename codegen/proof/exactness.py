@@ -1,11 +1,11 @@
-"""Makes trainings comparable to the last digits: nothing drawn, no float32 among float64."""
+"""Makes trainings comparable to the last digits: no float32 among float64, nothing drawn."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -38,13 +38,12 @@ _BACKWARD = frozenset({Tensor.backward, torch.autograd.backward, torch.autograd.
 _COUNTING = frozenset({torch.randint, torch.randint_like, Tensor.random_})
 
 
-class Exactly(TorchFunctionMode):
-    """Leaves out dropout and other random numbers, and casts of float64 to float32.
+class Widely(TorchFunctionMode):
+    """Leaves out casts of float64 to float32.
 
-    No two ways of splitting a training share what is drawn. A model that pins its logits to float32
-    would round away what is compared: sums over other rows differ there by 1e-7, right or wrong.
-    In a training in float64, what is made from nothing is float64 too, and numbers that a model
-    writes down are those of its training in float32.
+    A model that pins its logits to float32 would round away what is compared: sums over other rows
+    differ there by 1e-7, right or wrong. In a training in float64, what is made from nothing is
+    float64 too, and numbers that a model writes down are those of its training in float32.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
@@ -52,7 +51,7 @@ class Exactly(TorchFunctionMode):
         self.dtype = dtype
         self.default = torch.get_default_dtype()
 
-    def __enter__(self) -> Exactly:
+    def __enter__(self) -> Self:
         """Begin, with the type of the training as that of new tensors."""
         if self.dtype is torch.float64:
             torch.set_default_dtype(self.dtype)
@@ -71,20 +70,45 @@ class Exactly(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch with a dropout of zero, and what was float64 staying so."""
+        """Call a function of torch with what was float64 staying so."""
         del types
         kwargs = dict(kwargs or {})
         if func in _BACKWARD:
-            with _engine_within(Exactly(self.dtype)):
+            with _engine_within(type(self)(self.dtype)):
                 return func(*args, **kwargs)
+        if func is torch._grouped_mm and args[0].dtype is torch.float64:
+            return _product_by_groups(*args, **kwargs)
+        is_wide = self.dtype is torch.float64
+        if is_wide or any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args):
+            func = Tensor.double if func is Tensor.float else func
+            args = tuple(map(_wide, args))
+            kwargs = {key: _wide(value) for key, value in kwargs.items()}
+            if func in _CLASS_LOSSES:
+                args, kwargs = _with_wide_weights(*args, **kwargs)
+        made = func(*args, **kwargs)
+        if is_wide and func is torch.tensor and made.is_floating_point():
+            return made.float().double()
+        return made
+
+
+class Exactly(Widely):
+    """Leaves out dropout and other random numbers too: no two splits share what is drawn."""
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Call a function of torch with a dropout of zero."""
+        kwargs = dict(kwargs or {})
         if func in _DROPPING:
             return args[0] if args else kwargs["input"]
         if func is functional.gumbel_softmax:
             return _gumbel_softmax(*args, **kwargs)
         if func is functional.rrelu:
             args, kwargs["training"] = args[:3], False
-        if func is torch._grouped_mm and args[0].dtype is torch.float64:
-            return _product_by_groups(*args, **kwargs)
         if func in _RECURRENT:  # their one number that is not whole is the chance to drop
             args = tuple(0.0 if isinstance(one, float) else one for one in args)
         if func in (torch.bernoulli, Tensor.bernoulli_):
@@ -101,21 +125,11 @@ class Exactly(TorchFunctionMode):
             args, kwargs["dropout_p"] = _without_fifth(args), 0.0
         if func is functional.multi_head_attention_forward:
             args = (*args[:_MHA_DROPOUT], 0.0, *args[_MHA_DROPOUT + 1 :])
-        is_wide = self.dtype is torch.float64
-        if is_wide or any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args):
-            func = Tensor.double if func is Tensor.float else func
-            args = tuple(map(_wide, args))
-            kwargs = {key: _wide(value) for key, value in kwargs.items()}
-            if func in _CLASS_LOSSES:
-                args, kwargs = _with_wide_weights(*args, **kwargs)
-        made = func(*args, **kwargs)
-        if is_wide and func is torch.tensor and made.is_floating_point():
-            return made.float().double()
-        return made
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 @contextmanager
-def _engine_within(mode: Exactly) -> Iterator[None]:
+def _engine_within(mode: Widely) -> Iterator[None]:
     """Have backwards run in a mode, too: layers that compute again do so as the first time.
 
     torch takes a mode away while the mode handles a call, here for as long as a backward takes.

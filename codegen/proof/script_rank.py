@@ -1,10 +1,12 @@
-"""Runs an emitted script as one rank, and keeps what can be compared.
+"""Runs a script as one rank, and keeps what can be compared.
 
-`torchrun … -m autopar.codegen.proof.script_rank SCRIPT FOLDER ARGUMENTS…` leaves rank-R.pt there.
+`torchrun … -m autopar.codegen.proof.script_rank SCRIPT FOLDER SECONDS ARGUMENTS…` leaves a file of
+each rank in the folder. A rank whose script stands still for SECONDS says where, and ends.
 """
 
 from __future__ import annotations
 
+import faulthandler
 import importlib.util
 import math
 import os
@@ -12,55 +14,99 @@ import pickle
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
 
-from autopar.codegen.proof.comparison import Block, Held
-from autopar.codegen.proof.exactness import Exactly
-from autopar.codegen.proof.reference import trained_tensors
+from autopar.codegen.proof.comparison import Block, RankTrained
+from autopar.codegen.proof.draws import Drawing
+from autopar.codegen.proof.exactness import Exactly, Widely
+from autopar.codegen.proof.reference import clipped_share, trained_tensors
+from autopar.runtime import gradients
 from autopar.runtime.chunks import boxes, chunks_by_name
 from autopar.runtime.held_gradients import held_gradients
 from autopar.runtime.optimizer_pieces import local_tensor
 
 NAME = "emitted_script"
+_UNSEEDED = 2**52  # and the rank: no two processes begin alike, but for what a script seeds
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RankTrained:
-    """What one rank saw and holds; the losses are the same on every rank."""
+class Watched:
+    """What a rank's script does, step by step: so many that are exact, and one that draws."""
 
-    losses: tuple[float, ...]
-    gradients: Held
-    parameters: Held
+    def __init__(self, steps: int, clip: Callable[..., Tensor], rank: int) -> None:
+        self.steps, self.clip, self.step = steps, clip, 0
+        self.drawing = Drawing(_UNSEEDED + rank)
+        self.limits: dict[int, float] = {}
+        self.norms: list[float] = []
+        self.parts: Sequence[nn.Module] = ()
+        self.gradients: list[Block] = []
+        self.parameters: list[Block] = []
 
-
-def run_script(path: str, arguments: Sequence[str]) -> RankTrained:
-    """Run a script's main here; gradients are those of the first step, clipped."""
-    script: Any = imported(Path(path))
-    clip, gradients = script.clip_by_global_norm, list[Block]()
-
-    def clip_and_keep(parts: Sequence[nn.Module], *args: Any, **kwargs: Any) -> Tensor:
-        norm: Tensor = clip(parts, *args, **kwargs)
-        if not gradients:
-            gradients.extend(block for part in parts for block in _gradients(part))
+    def clipped(self, parts: Sequence[nn.Module], limit: float, *args: Any, **kwargs: Any) -> Any:
+        """Clip gradients to a share of their norm, whatever the limit is, and keep the first."""
+        norm = self.clip(parts, math.inf, *args, **kwargs)
+        if limit:
+            share = clipped_share(self.step)
+            self.clip(parts, float(norm) * share, *args, **kwargs)
+        if self.step <= self.steps:
+            self.norms.append(float(norm))
+            self.limits[self.step] = limit
+        self.parts = parts
+        if not self.gradients:
+            self.gradients = [block for part in parts for block in _gradients(part)]
         return norm
 
-    script.clip_by_global_norm = clip_and_keep
+    def stepped(self, step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
+        """Return a step that is exact, but for the last one, whose draws are recorded."""
+
+        def watched(*args: Any, **kwargs: Any) -> Tensor:
+            self.step += 1
+            if self.step <= self.steps:
+                with Exactly(dtype):
+                    return step(*args, **kwargs)
+            self.parameters = [block for part in self.parts for block in _parameters(part)]
+            with self.drawing, Widely(dtype):
+                return step(*args, **kwargs)
+
+        return watched
+
+    def faults(self, limit: float | None) -> tuple[str, ...]:
+        """Return what the steps did otherwise than every script does."""
+        if not self.limits:
+            return ("gradients are never clipped",)
+        missing = [step for step in range(1, self.steps + 1) if step not in self.limits]
+        others = [found for found in self.limits.values() if (found or 0) != (limit or 0)]
+        told = [f"gradients are not clipped in step {step}" for step in missing[:1]]
+        told += [f"gradients are clipped at {one:g}, CLIP_NORM is {limit}" for one in others[:1]]
+        return tuple(told)
+
+
+def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0) -> RankTrained:
+    """Run a script's main here; `limit` is the norm at which its settings clip gradients."""
+    rank = int(os.environ.get("RANK", "0"))
+    steps = int(dict(pairwise(arguments))["--steps"])
+    watched = Watched(steps, gradients.clip_by_global_norm, rank)
+    with patch.object(gradients, "clip_by_global_norm", watched.clipped):
+        script: Any = imported(Path(path))
     dtype = script.DTYPES[dict(pairwise(arguments)).get("--dtype", script.DTYPE)]
-    for name in ("train_step", "valid_targets"):
-        if hasattr(script, name):  # not all losses have targets to count
-            setattr(script, name, _exactly(getattr(script, name), dtype))
-    parts, losses = script.main(arguments)
+    script.train_step = watched.stepped(script.train_step, dtype)
+    if hasattr(script, "valid_targets"):  # not all losses have targets to count
+        script.valid_targets = _exactly(script.valid_targets, dtype)
+    torch.manual_seed(_UNSEEDED + rank)
+    parts, losses = script.main([*arguments, "--steps", str(steps + 1)])
     return RankTrained(
-        losses=tuple(losses),
-        gradients=tuple(gradients),
-        parameters=tuple(block for part in parts for block in _parameters(part)),
+        losses=tuple(losses[:steps]),
+        norms=tuple(watched.norms),
+        gradients=tuple(watched.gradients),
+        parameters=tuple(watched.parameters),
+        draws=watched.drawing.draws(parts),
+        faults=watched.faults(limit),
     )
 
 
@@ -116,8 +162,14 @@ def rank_file(folder: Path, rank: int) -> Path:
     return folder / f"rank-{rank}.pickle"
 
 
+def main(arguments: Sequence[str]) -> None:
+    """Run a script as the rank that torchrun made this process."""
+    script, folder, seconds, limit, *own = arguments
+    faulthandler.dump_traceback_later(float(seconds), exit=True)
+    trained = run_script(script, own, limit=float(limit))
+    faulthandler.cancel_dump_traceback_later()
+    rank_file(Path(folder), int(os.environ["RANK"])).write_bytes(pickle.dumps(trained))
+
+
 if __name__ == "__main__":
-    _, script_path, folder_name, *script_arguments = sys.argv
-    trained = run_script(script_path, script_arguments)
-    place = rank_file(Path(folder_name), int(os.environ.get("RANK", "0")))
-    place.write_bytes(pickle.dumps((trained.losses, trained.gradients, trained.parameters)))
+    main(sys.argv[1:])

@@ -1,4 +1,4 @@
-"""Runs a plan's script on CPU processes by torchrun, and one process beside it, and compares."""
+"""Runs a script on CPU processes by torchrun, and one process beside it, and compares."""
 
 from __future__ import annotations
 
@@ -7,14 +7,17 @@ import pickle
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, Held, assembled, compared
-from autopar.codegen.proof.reference import Trained, task_of, train_alone
+from autopar.codegen.proof.comparison import Comparison, RankTrained, compared
+from autopar.codegen.proof.draw_audit import Axes
+from autopar.codegen.proof.given_script import GivenScript
+from autopar.codegen.proof.reference import task_of, train_alone
 from autopar.codegen.proof.script_rank import rank_file
 from autopar.codegen.subject import model_spec
 from autopar.planner.cluster.units import bytes_text
@@ -24,7 +27,9 @@ from autopar.planner.plan.plan import Plan
 LAST_LINES = 15  # of what a failed script printed
 _KILLED = re.compile(r"exitcode\s*: -9\b")  # of what torchrun says failed first
 _REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # as runtime.refusal has it
+_HUNG = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # as faulthandler begins
 _TRACEBACK = "Traceback (most recent call last)"
+LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, and times what one process takes, for each rank
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
 STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
 
@@ -35,14 +40,28 @@ class ScriptFailedError(AutoparError):
     exit_code = ExitCode.TRAINING_FAILED
 
 
-def verify(plan: Plan, folder: Path, *, steps: int) -> Comparison:
-    """Return how far the script of a plan is from one process, in float64 and without dropout.
+def verify(plan: Plan, folder: Path, script: GivenScript, *, steps: int) -> Comparison:
+    """Return how far a script is from one process, in float64: exactly, and in what it draws.
 
     A relative path of the model file is seen from here, or else from `folder`.
     """
-    found = _trained_by_script(plan, folder, steps=steps)
-    expected = train_alone(task_of(plan, model_spec(plan, folder), steps=steps))
-    return compared(found, expected)
+    task = replace(
+        task_of(plan, model_spec(plan, folder), steps=steps),
+        seed=script.seed,
+        clips=bool(script.clip_norm),
+    )
+    begun = time.monotonic()
+    expected = train_alone(task)
+    arranged = plan.arrangement
+    patience = LEAST_PATIENCE + SLOWER * arranged.ranks * (time.monotonic() - begun)
+    ranks = _trained_by_script(script, arranged.ranks, steps=steps, patience=patience)
+    axes = Axes(
+        pipeline=arranged.pipeline,
+        data=arranged.data,
+        tensor=arranged.tensor,
+        microbatches=arranged.microbatches,
+    )
+    return compared(ranks, expected, axes)
 
 
 def check_fits(plan: Plan, memory_bytes: int) -> None:
@@ -69,43 +88,44 @@ def step_flops(plan: Plan) -> int:
     return 6 * plan.model.parameters * plan.model.tokens_per_row * plan.arrangement.global_batch
 
 
-def _trained_by_script(plan: Plan, folder: Path, *, steps: int) -> Trained:
+def _trained_by_script(
+    script: GivenScript, ranks: int, *, steps: int, patience: float
+) -> list[RankTrained]:
     with TemporaryDirectory(prefix="autopar-verify-") as name:
         place = Path(name)
-        script = write_script(plan, place, model_folder=folder)
-        arguments = ["--steps", str(steps), "--dtype", "float64", "--log-every", "1"]
-        _run(plan.arrangement.ranks, [str(script), str(place), *arguments])
-        ranks = [_left_by(place, rank) for rank in range(plan.arrangement.ranks)]
-    losses, _, _ = ranks[0]
-    return Trained(
-        losses=losses,
-        gradients=assembled(gradients for _, gradients, _ in ranks),
-        parameters=assembled(parameters for _, _, parameters in ranks),
-    )
+        own = ["--steps", str(steps), "--dtype", "float64", "--log-every", "1"]
+        limit = str(script.clip_norm or 0.0)
+        _run(ranks, script.path, [str(place), f"{patience:.0f}", limit, *own])
+        return [pickle.loads(rank_file(place, rank).read_bytes()) for rank in range(ranks)]
 
 
-def _left_by(place: Path, rank: int) -> tuple[tuple[float, ...], Held, Held]:
-    left: tuple[tuple[float, ...], Held, Held] = pickle.loads(rank_file(place, rank).read_bytes())
-    return left
-
-
-def _run(ranks: int, arguments: list[str]) -> None:
+def _run(ranks: int, script: Path, arguments: Sequence[str]) -> None:
     """Run script_rank by torchrun, on CPUs."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    command = [sys.executable, *torchrun, "-m", "autopar.codegen.proof.script_rank", *arguments]
+    module = ["-m", "autopar.codegen.proof.script_rank", str(script)]
+    command = [sys.executable, *torchrun, *module, *arguments]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
-        raise failure_of(done.stderr, ranks)
+        raise failure_of(done.stderr, ranks, script)
 
 
-def failure_of(printed: str, ranks: int) -> ScriptFailedError:
+def failure_of(printed: str, ranks: int, script: Path | None = None) -> ScriptFailedError:
     """Return what failed, by what torchrun and the ranks have printed."""
     if _KILLED.search(printed.partition("Root Cause")[2]):
         return ScriptFailedError(
             f"one of {ranks} processes was killed, as happens when memory runs out",
             fix="verify a smaller model of the same file (autopar verify PLAN --arg layers=…), or "
             "end what else takes memory",
+        )
+    if hung := _HUNG.search(printed):
+        inside = re.compile(rf'File "{re.escape(str(script))}", line (\d+) in (\w+)')
+        at = inside.search(printed, hung.end())
+        return ScriptFailedError(
+            f"the script stands still on {ranks} processes"
+            + (f": one of them waits in {at[2]}, line {at[1]}" if at else ""),
+            fix="look for a collective that only some of the ranks call, or for a stage that gives "
+            "other tensors than the next one takes",
         )
     if refusal := _REFUSED.search(printed):
         return ScriptFailedError(f"the script refuses to run: {refusal[1]}", fix=refusal[2])
@@ -122,5 +142,8 @@ def first_traceback(lines: Sequence[str]) -> Sequence[str]:
     if at is None:
         return lines
     rank = lines[at].partition(_TRACEBACK)[0]
+    if not rank:  # before the ranks have met nothing tells their lines apart
+        frames = list(takewhile(lambda line: line.startswith(" "), lines[at + 1 :]))
+        return lines[at : at + len(frames) + 2]
     own = (line for line in lines[at:] if line.startswith(rank.strip()))
     return list(takewhile(lambda line: line.strip() != rank.strip(), own))

@@ -10,9 +10,16 @@ from autopar.codegen.python_text import WIDTH, Source, prose
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.chosen import chosen
-from autopar.planner.plan.telling.explanation import MEMORY_CATEGORIES, TERM_PARTS, Part
+from autopar.planner.plan.telling.explanation import (
+    MEMORY_CATEGORIES,
+    TERM_PARTS,
+    Part,
+    simpler_words,
+)
+from autopar.planner.plan.telling.meaning import meaning_notes
 from autopar.planner.plan.telling.words import (
     arrangement_words,
+    nodes_words,
     other_words,
     recompute_words,
     unit_word,
@@ -26,6 +33,7 @@ def docstring(plan: Plan, file_name: str) -> Source:
     """Return the docstring of a script."""
     paragraphs = (
         _title(plan),
+        *([*_wrapped(f"Note: {note}")] for note in meaning_notes(plan)),
         _how_to_run(plan, file_name),
         _chosen(plan),
         _predicted(plan),
@@ -58,10 +66,12 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
         places = f"--nnodes {nodes} --nproc-per-node {ranks // nodes} --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
     elif plan.machines.nodes > 1:
-        yield f"Run it on each of {nodes} nodes, NODE from 0 as in the cluster file; HOST is the"
-        yield f"first one's address, DEVICES how many a node has, {ranks} on all together:"
+        yield f"Run it on each of {nodes} nodes, NODE from 0 as told below; HOST is the first"
+        yield f"one's address, DEVICES how many a node has, {ranks} on all together:"
         places = f"--nnodes {nodes} --nproc-per-node DEVICES --node-rank NODE"
         yield f"    torchrun {places} --master-addr HOST {file_name}"
+    if not plan.cluster.has_equal_nodes:
+        yield from _wrapped(f"Nodes are unlike, and NODE says which is which: {nodes_words(plan)}.")
 
 
 def _chosen(plan: Plan) -> Iterator[str]:
@@ -86,7 +96,8 @@ def _predicted(plan: Plan) -> Iterator[str]:
         waits = f"waits {seconds_text(one.exposed_seconds)}" if one.exposed_seconds else "hidden"
         took = f"{size}{seconds_text(one.seconds)}, {waits}"
         yield from _wrapped(f"{one.reason}: {times}over {one.ranks} ranks, {took}", indent=4)
-    memory, limit = found.peak_memory, machines.limit_bytes
+    rank, memory = plan.fullest
+    limit = plan.limit_bytes(rank)
     yield (
         f"Memory of the fullest device: {bytes_text(memory.device_bytes)} "
         f"of {bytes_text(limit)} ({memory.device_bytes / limit:.0%})"
@@ -109,11 +120,16 @@ def _why(plan: Plan) -> Iterator[str]:
     for term in found.terms:
         parts[TERM_PARTS.get(term.name, Part.OVERHEAD)] += term.seconds
     most = max(parts, key=lambda part: parts[part])
-    certainty = "none is faster" if proof.gap <= 0 else f"none is faster by over {proof.gap:.2%}"
+    fastest = found.step_seconds if plan.fastest is None else plan.fastest.step_seconds
+    than = "" if plan.fastest is None else f" than {seconds_text(fastest)}"
+    by = "" if proof.gap <= 0 else f" by over {proof.gap:.2%}"
+    certainty = f"none is faster{than}{by}"
     yield from _wrapped(
         f"Why this plan: {_ways(proof.enumerated)} {certainty}; "
         f"{most} takes {parts[most] / found.step_seconds:.0%} of its step."
     )
+    if plan.fastest is not None:
+        yield from _wrapped(f"{simpler_words(plan)}.")
     for other in plan.runners_up[:1]:
         slower = other.step_seconds / found.step_seconds - 1
         yield from _wrapped(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
+from itertools import groupby
 
 from autopar.codegen.python_text import Source, identifier, literal, remark
 from autopar.planner.costs.prediction import Arrangement, Zero
@@ -20,6 +21,7 @@ _DTYPE_WORDS = {
     Precision.FP16: _HALF_WORDS,
 }
 DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+_FEW = 8  # data ranks, each of whose rows a line has room for
 _ZERO_WORDS = {
     Zero.NONE: "every data rank holds whole parameters, gradients and optimizer states",
     Zero.OPTIMIZER: "optimizer states are shared out over the data ranks of a shard",
@@ -99,7 +101,10 @@ def planned(plan: Plan) -> Iterator[Setting]:
     yield Setting("PIPELINE", literal(arranged.pipeline), _pipeline_words(arranged))
     yield Setting("DATA", literal(arranged.data), "data ranks: each has rows of its own")
     yield Setting("TENSOR", literal(arranged.tensor), "tensor ranks: they share every microbatch")
-    yield Setting("MICROBATCH", literal(arranged.microbatch), "rows at a time on a data rank")
+    if arranged.rows:
+        yield Setting("MICROBATCH", _each(arranged.rows), "rows at a time on each data rank")
+    else:
+        yield Setting("MICROBATCH", literal(arranged.microbatch), "rows at a time on a data rank")
     count = "of a data rank in a step, their gradients summed"
     yield Setting("MICROBATCHES", literal(arranged.microbatches), count)
     yield from _sharding(arranged)
@@ -111,6 +116,14 @@ def planned(plan: Plan) -> Iterator[Setting]:
     yield _units(plan.model, arranged)
     if is_for_gpus(plan):
         yield Setting("DEVICE", literal(plan.machines.device), "that the plan is for")
+
+
+def _each(rows: tuple[int, ...]) -> Source:
+    """Return the rows of each data rank, of many as runs of equal ones."""
+    if len(rows) <= _FEW:
+        return literal(rows)
+    runs = ((own, len(list(run))) for own, run in groupby(rows))
+    return Source(" + ".join(f"({literal(own)},) * {literal(count)}" for own, count in runs))
 
 
 def _pipeline_words(arranged: Arrangement) -> str:
@@ -138,7 +151,7 @@ def _in_mebibytes(size_bytes: int) -> Source:
 
 def _units(model: Model, arranged: Arrangement) -> Setting:
     name = f"{unit_word(model).upper()}_PER_STEP"
-    rows = "MICROBATCH * MICROBATCHES * DATA"
+    rows = "sum(MICROBATCH) * MICROBATCHES" if arranged.rows else "MICROBATCH * MICROBATCHES * DATA"
     if model.tokens_per_row == 1:
         return Setting(name, Source(rows), f"the global batch, {arranged.global_batch:,} rows")
     meaning = f"of {arranged.global_batch:,} rows"

@@ -107,13 +107,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_unread=bool(unlearned),
         has_steady=bool(steady),
         recomputations=recomputations(plan),
-        wrapping=Source(
-            call(
-                "wrap",
-                *_wrap_arguments(plan),
-                *_apart(plan, is_summed=bool(parameters.summed), has_ties=bool(stages.ties)),
-            ).laid_out(before=4, indent=4)
-        ),
+        wrapping=_wrapping(plan, is_summed=bool(parameters.summed), has_ties=bool(stages.ties)),
         model_arguments=_model_arguments(plan, opened),
         axis_argument=Source(", tensor: Axis" if splits_loss else ""),
         axis_value=Source(", mesh.tensor" if splits_loss else ""),
@@ -267,12 +261,13 @@ def _waits_for_last(arrangement: Arrangement) -> str:
     return "gradients are averaged with the last one's"
 
 
-def _apart(plan: Plan, *, is_summed: bool, has_ties: bool) -> Iterator[str]:
-    """Yield which parameters share no bucket with others: their gradients are summed twice."""
-    if plan.arrangement.zero is not Zero.OPTIMIZER or plan.arrangement.shard == 1:
-        return
-    ties = "tie.names for tie in TIES"
-    if is_summed:
-        yield f"apart=[*({ties}), SUMMED]" if has_ties else "apart=[SUMMED]"
-    elif has_ties:
-        yield f"apart=[{ties}]"
+def _wrapping(plan: Plan, *, is_summed: bool, has_ties: bool) -> Source:
+    """Return the call of wrap; parameters whose gradients are summed twice share no bucket."""
+    arguments, before = [*_wrap_arguments(plan)], ""
+    if plan.arrangement.zero is Zero.OPTIMIZER and plan.arrangement.shard > 1:
+        if has_ties:
+            before = "tied = [tie.names for tie in TIES]\n    "
+            arguments.append("apart=[*tied, SUMMED]" if is_summed else "apart=tied")
+        elif is_summed:
+            arguments.append("apart=[SUMMED]")
+    return Source(before + call("wrap", *arguments).laid_out(before=4, indent=4))

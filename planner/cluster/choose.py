@@ -1,5 +1,7 @@
 """Makes the cluster that `--gpus`, `--device` and `--nodes` describe."""
 
+from collections.abc import Callable
+
 from autopar.planner.cluster.cluster import Cluster, Node, Origin
 from autopar.planner.cluster.detect import local_devices
 from autopar.planner.cluster.device import Device
@@ -18,6 +20,16 @@ def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = Non
     node = usual_node(chosen, per_node)
     count = gpus // per_node
     return cluster_from([node] * count, network=known_fabrics()[chosen.fabric], origin=origin)
+
+
+def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], bool]:
+    """Return whether a number of devices fills its nodes: the usual ones, or so many as given."""
+    usual = _device(device)[0].devices_per_node
+
+    def is_filling(count: int) -> bool:
+        return count % (nodes or usual) == 0 or (nodes is None and count < usual)
+
+    return is_filling
 
 
 def usual_node(device: Device, devices: int, *, is_bridged: bool = False) -> Node:

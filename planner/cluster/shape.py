@@ -2,7 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from itertools import accumulate
 
@@ -138,22 +138,36 @@ def _shape(
         if parts > 1:
             members = _most_common_size(below[rank][0] for rank in group)
             devices = min(below[rank][1] for rank in group)
-            worst = max(parts_of, key=lambda unit: len(parts_of[unit]))
-            unit = level.units[worst]
-            reach = unit.ranks / devices
+            crossed = dict.fromkeys(
+                level.units[unit] for unit in sorted(parts_of) if len(parts_of[unit]) > 1
+            )
             crossings.append(
-                _crossing(
-                    level.name,
-                    unit.link,
-                    parts=parts,
-                    members=members,
-                    devices=devices,
-                    reach=reach,
-                    concurrent=concurrent,
+                _narrowest(
+                    _crossing(
+                        level.name,
+                        unit.link,
+                        parts=parts,
+                        members=members,
+                        devices=devices,
+                        reach=unit.ranks / devices,
+                        concurrent=concurrent,
+                    )
+                    for unit in crossed
                 )
             )
         below = {rank: (here[rank], level.units[here[rank]].ranks) for rank in group}
     return GroupShape(ranks=len(group), crossings=tuple(crossings))
+
+
+def _narrowest(crossings: Iterable[Crossing]) -> Crossing:
+    """Return the crossing of the narrowest of some units' links, with the longest latency."""
+    every = tuple(crossings)
+    return replace(
+        min(every, key=lambda one: one.bytes_per_second),
+        port_bytes_per_second=min(one.port_bytes_per_second for one in every),
+        alpha_seconds=max(one.alpha_seconds for one in every),
+        reduction_bytes_per_second=min(one.reduction_bytes_per_second for one in every),
+    )
 
 
 def _most_common_size(units: Iterable[int]) -> int:

@@ -39,7 +39,8 @@ class Zero(IntEnum):
 class Arrangement:
     """How the ranks share the training; ranks are counted tensor first, then data, then pipeline.
 
-    `shard` ranks hold one sharded copy between them: all of `data`, or fewer (HSDP).
+    `shard` ranks hold one sharded copy between them: all of `data`, or fewer (HSDP). `rows` are
+    those of each data rank's microbatch where they differ, `microbatch` is then the most of them.
     """
 
     pipeline: int
@@ -54,6 +55,8 @@ class Arrangement:
     bucket_bytes: int
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
+    rows: tuple[int, ...] = ()
+    order: int = 0  # of unlike nodes, among those that the search tries; a plan has its own
 
     @property
     def ranks(self) -> int:
@@ -63,7 +66,12 @@ class Arrangement:
     @property
     def global_batch(self) -> int:
         """Rows of one optimizer step, all ranks."""
-        return self.microbatch * self.microbatches * self.data
+        return self.block * self.microbatches
+
+    @property
+    def block(self) -> int:
+        """Rows of one microbatch of all data ranks together."""
+        return sum(self.rows) or self.microbatch * self.data
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

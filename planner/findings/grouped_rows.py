@@ -12,7 +12,9 @@ from collections.abc import Iterator
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Graph, Op
 
-GROUPED = "aten._grouped_mm.default"
+GROUPED = frozenset(  # transformers calls its own where a trace is noticed
+    {"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
+)
 _NATURAL = ""
 _SORTS = frozenset({"sort", "argsort"})
 _COUNTS = frozenset({"histc", "bincount"})
@@ -108,7 +110,7 @@ class _Reader:
         self.order.update(dict.fromkeys(kept, order))
         if name in _STEPS and op.inputs[0] in self.places:
             self.places.update(dict.fromkeys(kept, order))
-        if op.target == GROUPED:
+        if op.target in GROUPED:
             self.sorts[op.name] = order
 
     def _rows(self, name: str) -> Extent | None:

@@ -47,6 +47,7 @@ _KEEPING = frozenset(
     }
 )  # fmt: skip
 _TYPED = frozenset({"new_ones", "new_zeros", "new_full", "new_empty"})  # read no numbers
+_ZEROS = frozenset({"zeros", "new_zeros", "zeros_like"})
 _COLLECTED = frozenset(  # values of all rows, however many those are
     {"bincount", "histc", "unique_dim", "_unique2", "unique_consecutive", "unique_dim_consecutive"}
 )
@@ -106,6 +107,9 @@ class _Reader:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.follows: dict[str, Follows] = {}
+        self.zeros = {
+            out for op in graph.ops if op.target.split(".")[1] in _ZEROS for out in op.outputs
+        }  # where a sum begins
         for tensor in graph.tensors.values():
             if tensor.origin is not Origin.OP:
                 self.follows[tensor.name] = self._of_shape(tensor.name) or Follows.ALIKE
@@ -143,6 +147,8 @@ class _Reader:
             return _REDUCTIONS[reduction]
         if name == "mean":
             return Follows.MEAN
+        if name == "histc" and arguments.get("min") != arguments.get("max"):
+            return Follows.SUM  # within bounds that no row moves
         if name in _CONTRACTING:
             return Follows.SUM
         return self._unknown(op, name)
@@ -159,7 +165,7 @@ class _Reader:
         return Follows.MEETS if name in _MEETING and learns else Follows.NEARLY
 
     def _added(self, op: Op) -> Follows:
-        kinds = {self.follows[name] for name in op.inputs}
+        kinds = {self.follows[name] for name in op.inputs if name not in self.zeros}
         if kinds <= {Follows.ALIKE, Follows.MEAN}:
             return Follows.MEAN
         if len(kinds) == 1:

@@ -4,8 +4,14 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.planner.cluster.blocks import kinds_of_blocks
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.costs.prediction import Arrangement, Prediction, Recompute
+from autopar.planner.costs.prediction import (
+    Arrangement,
+    MemoryPrediction,
+    Prediction,
+    Recompute,
+)
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import OpLayout, ParameterLayout
 from autopar.planner.plan.declared.constraints import Declared
@@ -41,6 +47,7 @@ class Machines:
     usd_per_hour: float | None
     backend: str  # nccl, gloo, …
     content_hash: str
+    limits: tuple[tuple[str, int], ...] = ()  # of each device by name, where they are unlike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,6 +115,36 @@ class Plan:
     runners_up: tuple[RunnerUp, ...]
     cluster: Cluster
     graph: Graph
+    fastest: RunnerUp | None = None  # where the plan is a simpler one within the tolerance of it
+
+    @property
+    def slower_by(self) -> float:
+        """How much longer a step is than that of the fastest plan, as a share of that."""
+        if self.fastest is None:
+            return 0.0
+        return self.prediction.step_seconds / self.fastest.step_seconds - 1
+
+    def limit_bytes(self, rank: int) -> int:
+        """Return what a pipeline rank may use: the least that any of its devices allows."""
+        limits = dict(self.machines.limits)
+        if not limits:
+            return self.machines.limit_bytes
+        kinds = kinds_of_blocks(self.cluster, self.arrangement.pipeline)
+        return min(limits[device.name] for device in kinds[rank])
+
+    def memory_bytes(self, rank: int) -> int:
+        """Return the memory of the smallest device of a pipeline rank."""
+        if not self.machines.limits:
+            return self.machines.memory_bytes
+        kinds = kinds_of_blocks(self.cluster, self.arrangement.pipeline)
+        return min(device.memory_bytes for device in kinds[rank])
+
+    @property
+    def fullest(self) -> tuple[int, MemoryPrediction]:
+        """The pipeline rank that is nearest to its limit, and what it holds."""
+        stages = zip(self.stages, self.prediction.stages, strict=True)
+        held = [(stage.rank, predicted.memory) for stage, predicted in stages]
+        return max(held, key=lambda pair: pair[1].device_bytes / self.limit_bytes(pair[0]))
 
     @property
     def layer_modes(self) -> tuple[Recompute, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InfeasibleError, TimeLimitError
@@ -22,7 +24,7 @@ def solve_point(
     measured: Measurements | None = None,
     time_limit_seconds: float = TIME_LIMIT_SECONDS,
 ) -> RunnerUp | str:
-    """Return the best plan of the same training under other constraints, or why there is none."""
+    """Return the fastest plan of the same training under other constraints, or why none is."""
     axes = infer_axes(plan.graph)
     try:
         other = search(
@@ -31,7 +33,7 @@ def solve_point(
             find_layers(plan.graph, axes),
             plan.model,
             plan.cluster,
-            constraints,
+            replace(constraints, tolerance=0.0),
             time_limit_seconds=time_limit_seconds,
             measured=measured,
         )

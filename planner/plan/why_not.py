@@ -56,7 +56,8 @@ def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None
     except InfeasibleError as error:
         return answer(error.found, *filter(None, (error.expected, error.fix)))
     barring = barring_constraints(plan, fixed)
-    known = [one for one in plan.runners_up if _has(one.arrangement, pins)]
+    fastest = () if plan.fastest is None else (plan.fastest,)
+    known = [one for one in (*fastest, *plan.runners_up) if _has(one.arrangement, pins)]
     if known and not barring:
         best = min(known, key=lambda one: one.step_seconds)
         return answer(*_compared(plan, best), alternative=best)
@@ -153,6 +154,11 @@ def _decision(
         return f"{max(terms, key=lambda term: term[1])[0]} decides"
     if barring:
         return f"{conflict_text(barring)} decide{'s' if len(barring) == 1 else ''}"
+    if plan.fastest is not None:
+        return (
+            f"the tolerance decides: the plan is simpler, and {plan.slower_by:.1%} slower than "
+            "the fastest (--tolerance 0 takes that)"
+        )
     return "it is better: the search ended too early, so plan again with more time"
 
 

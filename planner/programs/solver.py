@@ -12,11 +12,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import cache
+from itertools import accumulate
+from math import inf
 
 import pulp
 
 from autopar.planner.errors import AutoparError, ExitCode
 
+_INTEGER = 1  # highspy.HighsVarType.kInteger
 _TOLERANCE = 1e-9
 _HIGHS_OPTIONS = {
     "mip_feasibility_tolerance": _TOLERANCE,
@@ -136,10 +139,41 @@ def chosen(variables: Iterable[pulp.LpVariable]) -> list[int]:
     return [position for position, variable in enumerate(variables) if is_chosen(variable)]
 
 
+class _Highs(pulp.HiGHS):  # type: ignore[misc]
+    """HiGHS, given a program at once.
+
+    PuLP gives it column by column, and HiGHS goes over all columns whenever one becomes integer.
+    """
+
+    def buildSolverModel(self, lp: pulp.LpProblem) -> None:  # noqa: N802, as PuLP calls it
+        """Hand over the columns, which of them are integer, and the rows."""
+        model, columns, rows = lp.solverModel, lp.variables(), list(lp.constraints.values())
+        for every in (columns, rows):
+            for number, one in enumerate(every):
+                one.index = number  # by which PuLP reads the solution
+        costs = [lp.objective.get(one, 0.0) for one in columns]
+        lower = [-inf if one.lowBound is None else one.lowBound for one in columns]
+        upper = [inf if one.upBound is None else one.upBound for one in columns]
+        model.addCols(len(columns), costs, lower, upper, 0, [], [], [])
+        integer = [one.index for one in columns if one.cat == pulp.LpInteger]
+        model.changeColsIntegrality(len(integer), integer, [_INTEGER] * len(integer))
+        entries = [[(v.index, c) for v, c in row.items() if c != 0] for row in rows]
+        starts = [0, *accumulate(map(len, entries))]
+        model.addRows(
+            len(rows),
+            [-inf if row.getLb() is None else row.getLb() for row in rows],
+            [inf if row.getUb() is None else row.getUb() for row in rows],
+            starts[-1],
+            starts[:-1],
+            [index for row in entries for index, _ in row],
+            [value for row in entries for _, value in row],
+        )
+
+
 def _engine(solver: SolverName, time_limit_seconds: float) -> pulp.LpSolver:
     limits = {"msg": False, "timeLimit": time_limit_seconds, "threads": 1}
     if solver is SolverName.HIGHS:
-        return pulp.HiGHS(gapRel=0.0, gapAbs=0.0, **limits, **_HIGHS_OPTIONS)
+        return _Highs(gapRel=0.0, gapAbs=0.0, **limits, **_HIGHS_OPTIONS)
     return pulp.PULP_CBC_CMD(gapRel=0.0, gapAbs=0.0, options=["increment 1e-9"], **limits)
 
 

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
+from autopar.planner.rules.computation import Computing
 from autopar.planner.rules.shapes import ShapeFunction, opaque
 from autopar.planner.rules.signature import Case, Pattern, Signature
 
@@ -56,14 +57,17 @@ class Rule:
     """What is known of an op.
 
     `flops` is the product of these letters' sizes, twice (multiply and add); "*" stands for all
-    letters of the operands and results. `saves` lists what the backward needs: `x if y` is
+    letters of the operands and results. Where no letters tell, `computes` does: the products of an
+    LSTM, the FLOPs of a Cholesky factor. `saves` lists what the backward needs: `x if y` is
     the tensor argument x where the argument y needs a gradient, `out` is the result, `f32(a b)`
-    is a tensor of that type over these letters. `names` proposes what people call a letter.
+    is a tensor of that type over these letters, `own(computed)` what `computes` says is kept, in
+    the type of the first input. `names` proposes what people call a letter.
     """
 
     target: str
     shape: Pattern | ShapeFunction
     contracts: tuple[str, ...] = ()
+    computes: Computing | None = None
     saves: tuple[Saved, ...] = ()
     traffic: Traffic = Traffic.ALL
     linear: Linear = Linear.NO

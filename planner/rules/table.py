@@ -11,7 +11,10 @@ from collections.abc import Mapping
 from types import MappingProxyType
 
 from autopar.planner.rules import contractions, cuts
+from autopar.planner.rules import factoring as f
+from autopar.planner.rules import multiplying as m
 from autopar.planner.rules import shapes as s
+from autopar.planner.rules.computation import Computing
 from autopar.planner.rules.rule import Linear, Rule, Saved, Traffic
 from autopar.planner.rules.shapes import ShapeFunction
 from autopar.planner.rules.signature import Pattern
@@ -26,12 +29,20 @@ def _contraction(
     contracts: str,
     saves: str,
     names: str = "",
+    computes: Computing | None = None,
     **given: str,
 ) -> list[Rule]:
     """Matrix products, convolutions, attention: 2·∏(letters) FLOPs for each group of letters."""
     shape = Pattern.parse(pattern, **given) if isinstance(pattern, str) else pattern
     groups = tuple(contracts.split(","))
-    return _lines(targets, shape, saves, linear=_EACH, names=names, contracts=groups)
+    return _lines(
+        targets, shape, saves, linear=_EACH, names=names, contracts=groups, computes=computes
+    )
+
+
+def _computing(targets: str, computes: Computing, saves: str = "*inputs, out") -> list[Rule]:
+    """Ops of which nothing is known but their batch, and what they compute."""
+    return _lines(targets, s.opaque, saves, computes=computes)
 
 
 def _lines(
@@ -43,6 +54,7 @@ def _lines(
     traffic: Traffic = Traffic.ALL,
     names: str = "",
     contracts: tuple[str, ...] = (),
+    computes: Computing | None = None,
 ) -> list[Rule]:
     pairs = [pair.partition("=") for pair in names.split()]
     return [
@@ -50,6 +62,7 @@ def _lines(
             target=target,
             shape=Pattern.parse(shape) if isinstance(shape, str) else shape,
             contracts=contracts,
+            computes=computes,
             saves=Saved.parse_all(saves),
             traffic=traffic,
             linear=linear,
@@ -57,6 +70,11 @@ def _lines(
         )
         for target in targets.split()
     ]
+
+
+def _moving(targets: str) -> list[Rule]:
+    """Ops that multiply no matrices, and whose dims are not told: priced by the bytes they move."""
+    return _lines(targets, s.opaque, "*inputs, out")
 
 
 def _views(targets: str, shape: ShapeFunction) -> list[Rule]:
@@ -69,6 +87,8 @@ def _elementwise(targets: str, saves: str = "", *, linear: Linear = _NO) -> list
 
 _CONV_SAVES = "input if weight, weight if input"
 _NORM_SAVES = "input, weight if input"
+_RECURRENT_SAVES = "input, data, hx, out, own(computed)"
+_CELL_SAVES = "input, hx, own(computed)"
 
 _RULES = (
     # --- contractions
@@ -96,7 +116,7 @@ _RULES = (
     ),
     *_contraction(  # of each group of rows by a matrix of its own
         "_grouped_mm", "self [n] i, mat2 [e] i o, offs? [g] -> n o", contracts="n i o",
-        saves="self if mat2, mat2 if self", names="e=experts",
+        saves="self if mat2, mat2 if self", names="e=experts", computes=m.grouped("self", "mat2"),
     ),
     *_lines("outer", "self m, vec2 n -> m n", "self if vec2, vec2 if self", linear=_EACH),
     *_lines("einsum", contractions.einsum, "tensors",
@@ -104,28 +124,114 @@ _RULES = (
     *_lines(
         "scaled_dot_product_attention", contractions.attention,
         "query, key, value, out, f32(… h q)", linear=_NO, contracts=("… h q t e", "… h q t f"),
+        computes=m.attention,
         names="h=heads k=kv_heads g=group e=head_dim f=head_dim q=seq t=seq",
     ),
     *_contraction(
-        "conv1d", "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
+        "conv1d conv1d.padding",
+        "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
         contracts="n g o c p k", saves=_CONV_SAVES, names="c=channels o=channels",
-        g="groups",
+        computes=m.convolution, g="groups",
     ),
     *_contraction(
-        "conv2d", "input n g·c [y] [x], weight g·o c [j] [k], bias? g·o -> n g·o [p] [q]",
+        "conv2d conv2d.padding",
+        "input n g·c [y] [x], weight g·o c [j] [k], bias? g·o -> n g·o [p] [q]",
         contracts="n g o c p q j k", saves=_CONV_SAVES,
-        names="c=channels o=channels y=height x=width p=height q=width", g="groups",
+        names="c=channels o=channels y=height x=width p=height q=width",
+        computes=m.convolution, g="groups",
     ),
     *_contraction(
-        "conv3d", "input n g·c [z] [y] [x], weight g·o c [i] [j] [k], bias? g·o "
+        "conv3d conv3d.padding", "input n g·c [z] [y] [x], weight g·o c [i] [j] [k], bias? g·o "
         "-> n g·o [r] [p] [q]", contracts="n g o c r p q i j k", saves=_CONV_SAVES,
-        names="c=channels o=channels", g="groups",
+        names="c=channels o=channels", computes=m.convolution, g="groups",
     ),
+    *_contraction(  # each input is spread over the weights of its channel
+        "conv_transpose1d", "input n g·c [x], weight g·c o [k], bias? g·o -> n g·o [p]",
+        contracts="n g o c x k", saves=_CONV_SAVES, names="c=channels o=channels",
+        computes=m.convolution, g="groups",
+    ),
+    *_contraction(
+        "conv_transpose2d.input",
+        "input n g·c [y] [x], weight g·c o [j] [k], bias? g·o -> n g·o [p] [q]",
+        contracts="n g o c y x j k", saves=_CONV_SAVES,
+        names="c=channels o=channels y=height x=width p=height q=width",
+        computes=m.convolution, g="groups",
+    ),
+    *_contraction(
+        "conv_transpose3d.input", "input n g·c [z] [y] [x], weight g·c o [i] [j] [k], bias? g·o "
+        "-> n g·o [r] [p] [q]", contracts="n g o c z y x i j k", saves=_CONV_SAVES,
+        names="c=channels o=channels", computes=m.convolution, g="groups",
+    ),
+    *_computing("convolution _convolution convolution_overrideable cudnn_convolution "
+                "_slow_conv2d_forward conv_tbc", m.convolution, "input, self, weight"),
+    # --- recurrent layers and cells: what is kept are the gates, and the states between steps
+    *_computing("lstm.input lstm.data", m.recurrent(4, kept=6, unfused=1), _RECURRENT_SAVES),
+    *_computing("gru.input gru.data", m.recurrent(3, kept=7, unfused=12), _RECURRENT_SAVES),
+    *_computing("rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data",
+                m.recurrent(1, kept=1, unfused=4), _RECURRENT_SAVES),
+    *_computing("lstm_cell", m.cell(4, kept=6), _CELL_SAVES),
+    *_computing("gru_cell", m.cell(3, kept=5), _CELL_SAVES),
+    *_computing("rnn_tanh_cell rnn_relu_cell", m.cell(1, kept=1), _CELL_SAVES),
+    # --- products of other forms
+    *_computing("mv", m.matrices("self", "vec"), "self if vec, vec if self"),
+    *_computing("addmv", m.matrices("mat", "vec"), "mat if vec, vec if mat"),
+    *_computing("dot", m.matrices("self", "tensor"), "self if tensor, tensor if self"),
+    *_computing("vdot linalg_matmul", m.matrices("self", "other"), "self if other, other if self"),
+    *_computing("inner", m.rows_by_rows("self", "other"), "self if other, other if self"),
+    *_computing("addbmm", m.summed_products, "batch1 if batch2, batch2 if batch1"),
+    *_computing("tensordot", m.over_dims, "self if other, other if self"),
+    *_computing("chain_matmul linalg_multi_dot", m.chain, "*inputs"),
+    *_computing("matrix_power linalg_matrix_power", m.power),
+    *_computing("bilinear", m.bilinear, "input1, input2, weight"),
+    *_computing("cdist _cdist_forward", m.rows_by_rows("x1", "x2")),
+    *_computing("_scaled_mm _scaled_mm_v2", m.matrices("self", "mat2")),
+    *_computing("transformers.grouped_mm_fallback.default", m.grouped("input", "weight"),
+                "input if weight, weight if input"),
+    *_computing("_scaled_grouped_mm _scaled_grouped_mm_v2", m.grouped("self", "mat2")),
+    *_computing("_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
+                "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
+                "_flash_attention_forward _efficient_attention_forward", m.attention),
+    # --- linear algebra and Fourier transforms
+    *_computing("inverse linalg_inv linalg_inv_ex", f.cubic(2, 4), "out"),
+    *_computing("linalg_tensorinv", f.folded(2, 4), "out"),
+    *_computing("linalg_solve linalg_solve_ex _linalg_solve_ex",
+                f.solved(2 / 3, matrix=("A",), by=("B",))),
+    *_computing("linalg_tensorsolve", f.folded(2 / 3, 4)),
+    *_computing("linalg_solve_triangular", f.solved(0, matrix=("self",), by=("B",))),
+    *_computing("triangular_solve", f.solved(0, matrix=("A",), by=("self",))),
+    *_computing("linalg_lu_solve", f.solved(0, matrix=("LU",), by=("B",))),
+    *_computing("cholesky_solve", f.solved(0, matrix=("input2",), by=("self",))),
+    *_computing("cholesky linalg_cholesky linalg_cholesky_ex", f.cubic(1 / 3, 4), "out"),
+    *_computing("cholesky_inverse", f.cubic(2 / 3, 4)),
+    *_computing("linalg_ldl_factor", f.cubic(1 / 3, 4)),
+    *_computing("linalg_lu linalg_lu_factor linalg_lu_factor_ex", f.cubic(2 / 3, 4), "out"),
+    *_computing("det linalg_det slogdet linalg_slogdet logdet", f.cubic(2 / 3, 2)),
+    *_computing("linalg_qr qr", f.factored(lambda m, n: 4 * m * n**2 - 4 / 3 * n**3,
+                                           lambda m, n: 6 * m * n**2), "out"),
+    *_computing("linalg_householder_product orgqr", f.factored(
+        lambda m, n: 4 * m * n**2 - 4 / 3 * n**3, lambda m, n: 12 * m * n**2)),
+    *_computing("linalg_svd svd pinverse linalg_pinv linalg_pinv.atol_rtol_tensor "
+                "linalg_pinv.atol_rtol_float",
+                f.factored(lambda m, n: 6 * m * n**2 + 20 * n**3, lambda m, n: 8 * m * n**2)),
+    *_computing("linalg_svdvals linalg_cond linalg_matrix_rank linalg_matrix_norm.str_ord",
+                f.factored(lambda m, n: 2 * m * n**2 + 2 * n**3, lambda m, n: 4 * m * n**2)),
+    *_computing("linalg_eigh", f.cubic(9, 6), "out"),
+    *_computing("linalg_eigvalsh", f.cubic(4 / 3, 4)),
+    *_computing("linalg_eig", f.cubic(25, 8), "out"),
+    *_computing("linalg_eigvals", f.cubic(10, 8)),
+    # about eight products; the backward is that of a matrix twice as large
+    *_computing("matrix_exp linalg_matrix_exp", f.cubic(16, 128), "self"),
+    *_computing("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 "
+                "fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn "
+                "fft_hfftn fft_ihfftn _fft_c2c _fft_r2c _fft_c2r", f.fourier, ""),
+    *_computing("stft stft.center istft", f.short_time_fourier, "window"),
+    *_computing("ctc_loss.IntList ctc_loss.Tensor", f.connectionist),
     # --- look-ups
     *_lines("embedding", contractions.embedding, "indices", traffic=Traffic.GATHERED,
             names="v=entries d=embed"),
-    *_lines("embedding_bag", "weight v d, indices n [l] -> n d", "indices",
-            traffic=Traffic.GATHERED, names="v=vocab d=embed"),
+    *_lines("embedding_bag embedding_bag.padding_idx", s.opaque, "indices, offsets, "
+            "per_sample_weights, weight if per_sample_weights", traffic=Traffic.GATHERED,
+            computes=m.bags),
     # --- norms and softmax
     *_lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
             _NORM_SAVES + ", f32(…), f32(…)", names="d=embed"),
@@ -134,6 +240,7 @@ _RULES = (
     *_lines("batch_norm", "input n c […], weight? c, bias? c, running_mean? c, "
             "running_var? c -> n c […]",
             _NORM_SAVES + ", f32(c), f32(c)", names="c=channels"),
+    *_lines("group_norm instance_norm", s.opaque, _NORM_SAVES),
     *_lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out"),
     *_lines("cross_entropy_loss", contractions.cross_entropy, "self(n v …), target",
             names="v=classes"),
@@ -158,6 +265,7 @@ _RULES = (
     *_elementwise("clamp_min clamp_max log_sigmoid square celu selu relu6 hardsigmoid hardshrink "
                   "softshrink threshold logit expm1 exp2 log2 log10 tan sinh cosh asin acos atan "
                   "asinh acosh atanh sinc erfc lgamma special_entr nan_to_num", "self"),
+    *_lines("prelu _prelu_kernel", s.opaque, "self, weight"),
     *_elementwise("atan2 hypot logaddexp logaddexp2 xlogy.Tensor clamp.Tensor clamp_min.Tensor "
                   "clamp_max.Tensor", "*inputs"),
     *_elementwise("dropout dropout_ feature_dropout", "bool(*) when fused, noise(*) when unfused"),
@@ -199,6 +307,23 @@ _RULES = (
     *_lines("slice_scatter select_scatter", cuts.scattered, linear=_JOINTLY),
     *_lines("index.Tensor", cuts.indexed, "indices", traffic=Traffic.GATHERED, linear=_JOINTLY),
     *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_JOINTLY),
+    *_lines("im2col col2im", s.opaque),
+    *_lines("index_add index_add_ index_copy index_copy_ index_fill.int_Scalar index_select "
+            "scatter.src scatter.value scatter_.src scatter_.value scatter_add scatter_add_ "
+            "index_put index_put_ masked_select masked_scatter masked_scatter_",
+            s.opaque, "index, indices, mask"),
+    *_moving("scatter_reduce.two scatter_reduce_.two take_along_dim one_hot nonzero where "
+             "unfold diagonal diag_embed tril_ triu_ rot90 pixel_shuffle pixel_unshuffle "
+             "channel_shuffle hstack vstack concat concatenate repeat_interleave.Tensor real imag "
+             "view_as_real view_as_complex complex polar resolve_conj histc bincount searchsorted "
+             "bucketize unique_dim _unique2 cumprod cummax logcumsumexp kthvalue median.dim mode"),
+    *_moving("max_pool1d max_pool3d max_pool1d_with_indices max_pool2d_with_indices avg_pool3d "
+             "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
+             "upsample_nearest1d.vec upsample_nearest3d.vec upsample_linear1d.vec "
+             "upsample_trilinear3d.vec _upsample_nearest_exact2d.vec grid_sampler "
+             "affine_grid_generator rrelu glu cosine_similarity pairwise_distance "
+             "kl_div binary_cross_entropy normal_functional addcmul addcdiv lerp.Tensor "
+             "lerp.Scalar kron linalg_cross"),
     *_lines("roll flip", s.over("dims"), linear=_JOINTLY),
     # --- reductions
     *_lines("sum sum.dim_IntList mean mean.dim", s.reduced(partial=True), linear=_JOINTLY),
@@ -221,6 +346,9 @@ _RULES = (
 
 
 def _full_name(target: str) -> str:
+    """Complete an op's name; one of a library stands with all three parts."""
+    if target.count(".") == 2:
+        return target
     return f"aten.{target}" if "." in target else f"aten.{target}.default"
 
 
@@ -235,5 +363,10 @@ def rule_of(target: str) -> Rule:
 
 
 def has_rule(target: str) -> bool:
-    """Whether the table has a line for an op."""
+    """Whether the table says what the dims of an op are."""
+    return rule_of(target).shape is not s.opaque
+
+
+def has_line(target: str) -> bool:
+    """Whether the table says what an op computes, even if not what its dims are."""
     return target in TABLE

@@ -15,6 +15,7 @@ from autopar.planner.model.model_file import ModelFile
 from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
+from autopar.planner.trace.expected_rows import with_expected_rows
 from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
 from autopar.planner.trace.surroundings.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.symbols import RowsInNumberError
@@ -84,7 +85,8 @@ def _traced(model_file: ModelFile, batch_size: int, ways: Sequence[_Way]) -> Gra
                 size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
                 graph = _graph(subject, is_noticed=is_noticed, is_half=way.dtype is torch.bfloat16)
                 meeting = (one.where for one in failures if isinstance(one, DevicesMeetError))
-                return replace(graph, devices_meet_at=next(meeting, ""))
+                graph = replace(graph, devices_meet_at=next(meeting, ""))
+                return with_expected_rows(graph)
             except ModelMovedError:
                 raise
             except (InputError, TraceError) as error:

@@ -203,7 +203,7 @@ class _Converter:
 
     def _read_op(self, node: fx.Node, target: str, scope: Scope) -> None:
         refuse_counted(node, target, self._location(node, scope))
-        check_numbers(node, self._location(node, scope))
+        check_numbers(node, self.symbols, self._location(node, scope))
         arguments = self.values.arguments(node, scope)
         if dict(arguments).get("sparse") is True:
             raise TraceError(
@@ -221,7 +221,7 @@ class _Converter:
             self.ledger.tensors[i].requires_grad for i in inputs
         )
         mask = mask_of(target, dict(arguments), self.ledger.tensors)
-        self._bound_unbacked(vals, inputs, mask or name)
+        self._bound_unbacked(vals, inputs, mask or name, picks_broadcast="masked_select" in target)
         for i, val in enumerate(vals if is_many else (vals,)):
             if not isinstance(val, torch.Tensor):
                 outputs.append(None)
@@ -256,10 +256,17 @@ class _Converter:
         """Return where an op stands; torch tells the lines of modules alone, not the loss's."""
         return location(node) or (self.loss_at if scope.call == LOSS_CALL else "")
 
-    def _bound_unbacked(self, vals: Any, inputs: tuple[str, ...], counter: str) -> None:
+    def _bound_unbacked(
+        self, vals: Any, inputs: tuple[str, ...], counter: str, *, picks_broadcast: bool
+    ) -> None:
+        """A mask picks no more entries than it has, or where it is broadcast, than there are."""
         for val in vals if isinstance(vals, (tuple, list)) else (vals,):
             for size in val.shape if isinstance(val, torch.Tensor) and inputs else ():
-                limit = self.ledger.tensors[inputs[0]].numel
+                tensors = self.ledger.tensors
+                counted = [tensors[counter if counter in tensors else inputs[0]].numel]
+                if picks_broadcast:
+                    counted.append(tensors[inputs[0]].numel)
+                limit = max(counted)
                 self.symbols.bound(size, limit, counter=counter)
 
     def _written(

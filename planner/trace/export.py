@@ -130,6 +130,8 @@ class _OnMeta(TorchFunctionMode):
         """Make tensors of plain numbers on the CPU, and change types by `to`."""
         del types
         kwargs = kwargs or {}
+        if type(func) is _OF_AN_ATTRIBUTE and func not in (_DATA.__get__, _DATA.__set__):
+            return func(*args, **kwargs)  # most calls by far, such as x.shape
         refuse_call(func)
         answer = answered(func, args)
         if answer is not None:
@@ -197,6 +199,7 @@ def _quiet() -> Iterator[None]:
 
 
 _DATA: Any = torch.Tensor.data
+_OF_AN_ATTRIBUTE = type(_DATA.__get__)
 _BY_VALUES = "the model decides on the values of a tensor ({line})"
 _UNLIKE_TYPES = "element types do not match ({summary})"
 _DEVICES = "tensors on different devices meet ({summary})"

@@ -22,6 +22,7 @@ from unittest.mock import patch
 import torch
 from torch import nn
 from torch.fx import node as fx_node
+from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
@@ -206,6 +207,26 @@ def _run_or_replay(
 
 
 def _mark(op: Any, leaves: list[Any], spec: Any, call: str) -> Border:
-    op([leaf for leaf in leaves if isinstance(leaf, torch.Tensor)], call)
+    tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    if not _noted(op.default, tensors, call):
+        op(tensors, call)
     held = (TENSOR if isinstance(leaf, torch.Tensor) else leaf for leaf in leaves)
     return Border(leaves=tuple(held), spec=spec)
+
+
+def _noted(op: Any, tensors: list[torch.Tensor], call: str) -> bool:
+    """Put a marker straight into the graph, if the exporter has a node for each of the tensors.
+
+    Calling the op does the same by way of every mode, which takes as long as an op of the model.
+    """
+    mode = proxy_tensor.get_proxy_mode()
+    if mode is None:
+        return False
+    tracer = mode.tracer
+    tracked = [proxy_tensor.get_proxy_slot(one, tracer, None) for one in tensors]
+    nodes = [one.proxy.node for one in tracked if one is not None]
+    if len(nodes) < len(tensors):
+        return False
+    with patch.object(tracer, "record_stack_traces", False):  # which nobody reads of a marker
+        tracer.create_node("call_function", op, (nodes, call), {}).meta["val"] = None
+    return True

@@ -40,6 +40,18 @@ class Symbols:
             self._cache[expression] = self._read(expression)
         return self._cache[expression]
 
+    def number(self, value: torch.SymFloat) -> Extent | None:
+        """Return a number that is a polynomial in the batch (`0.0 + x.shape[0]`), else None."""
+        expression = value.node.expr
+        batches = [1, 2, _SAMPLE] if self.fixed_batch is None else [self.fixed_batch]
+        try:
+            found = [float(self._replaced(expression, batch)) for batch in batches]
+            extent = self._read(expression)
+        except (TraceError, TypeError, ValueError, OverflowError):
+            return None
+        exact = [float(extent.at(batch)) for batch in batches]
+        return extent if found == exact else None
+
     def bound(self, size: int | torch.SymInt, limit: Extent, *, counter: str) -> None:
         """Note the largest value of a size that depends on data, and what counts it."""
         for symbol in _unbacked(size):
@@ -67,8 +79,11 @@ class Symbols:
         return _interpolated([_SAMPLE * k for k in range(1, _MAX_POWER + 2)], samples, expression)
 
     def _value(self, expression: Any, batch: int) -> int:
+        return int(self._replaced(expression, batch))
+
+    def _replaced(self, expression: Any, batch: int) -> Any:
         values = {symbol: self._symbol(symbol, batch) for symbol in expression.free_symbols}
-        return int(expression.subs(values))
+        return expression.subs(values)
 
     def _symbol(self, symbol: Any, batch: int) -> int:
         if not _is_unbacked(symbol):
@@ -86,10 +101,11 @@ class RowsInNumberError(TraceError):
     """A model that computes with what its number of rows makes, and that is no polynomial."""
 
 
-def check_numbers(node: fx.Node, where: str) -> None:
+def check_numbers(node: fx.Node, symbols: Symbols, where: str) -> None:
     """Raise where an op computes with a root of the number of rows, with one over it, and so on."""
     values = (one.meta.get("val") for one in node.all_input_nodes)
-    if any(isinstance(value, torch.SymFloat) for value in values):
+    numbers = (value for value in values if isinstance(value, torch.SymFloat))
+    if any(symbols.number(value) is None for value in numbers):
         raise RowsInNumberError("the model computes with its number of rows", where=where)
 
 

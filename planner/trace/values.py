@@ -134,8 +134,10 @@ class Values:
         val = node.meta.get("val")
         if isinstance(val, torch.SymInt):
             return self.ledger.symbols.extent(val)
-        if isinstance(val, (int, float, bool, torch.SymFloat, torch.SymBool)):
-            return str(val) if isinstance(val, (torch.SymFloat, torch.SymBool)) else val
+        if isinstance(val, torch.SymFloat):
+            return self.ledger.symbols.number(val) or str(val)
+        if isinstance(val, (int, float, bool, torch.SymBool)):
+            return str(val) if isinstance(val, torch.SymBool) else val
         if node.op == "placeholder" and scope.template is not None:
             return self._own_tensor(node, scope)
         if scope.template is not None:

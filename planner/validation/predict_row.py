@@ -7,7 +7,12 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.prediction import LayerCost, Prediction, Recompute
+from autopar.planner.costs.prediction import (
+    LayerCost,
+    Prediction,
+    Recompute,
+    StagePrediction,
+)
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.validation.machines import cluster_of
@@ -56,7 +61,22 @@ def predict_row(row: Row, zoo: Path, constants: FrameworkConstants) -> Predicted
         model_flops=0,
         tied_gradient_bytes=costs.tied_gradient_bytes,
     )
+    if settings.has_both_gradients:
+        stages = (_with_both_gradients(stage, constants) for stage in prediction.stages)
+        prediction = replace(prediction, stages=tuple(stages))
     return Predicted(row=row, settings=settings, prediction=prediction)
+
+
+def _with_both_gradients(stage: StagePrediction, constants: FrameworkConstants) -> StagePrediction:
+    """Return a stage that holds gradients of 16 bits beside those of 32."""
+    memory = stage.memory
+    narrow = memory.gradient_bytes // 2
+    more = replace(
+        memory,
+        gradient_bytes=memory.gradient_bytes + narrow,
+        margin_bytes=memory.margin_bytes + round(constants.margin * narrow),
+    )
+    return replace(stage, memory=more)
 
 
 def _as_run_all(costs: Priced, settings: Settings) -> Priced:

@@ -18,6 +18,7 @@ class Score:
     ninetieth: float
     mean: float
     bias: float  # median of the signed error: below zero is too low
+    reach: float  # 95 % of what was measured is at most this times what was predicted
 
 
 def score(predicted: Sequence[float], measured: Sequence[float]) -> Score:
@@ -30,6 +31,9 @@ def score(predicted: Sequence[float], measured: Sequence[float]) -> Score:
         ninetieth=errors[ceil(0.9 * len(errors)) - 1],
         mean=fmean(errors),
         bias=median(signed),
+        reach=sorted(m / p for p, m in zip(predicted, measured, strict=True))[
+            ceil(0.95 * len(errors)) - 1
+        ],
     )
 
 

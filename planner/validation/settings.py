@@ -3,7 +3,8 @@
 What a table does not state is taken as practice has it, by technique and never by source:
 
     gradients     fp16 training holds and reduces them in 16 bits, bf16 in 32 unless the text says
-                  PURE, which reduces them in 16
+                  PURE, which reduces them in 16; DeepSpeed's bf16 optimizer keeps those of 16 bits
+                  beside those of 32 that sum them (clear_lp_grads=False)
     loss          in fp32, unless the text says that it is one kernel
     overlap       FSDP and distributed optimizers reduce by the bucket beside the backward; plain
                   data parallel training and ZeRO-1 of the time before do not
@@ -29,6 +30,7 @@ USUAL_BUCKET = 160_000_000  # bytes: 40 million fp32 gradients, Megatron's usual
 _OVERLAPS = re.compile(r"overlap-grad-reduce|overlap dp", re.IGNORECASE)
 _NEVER_OVERLAPS = re.compile(r"no comm overlap|no[- ]grad(ient)?[- ]bucket", re.IGNORECASE)
 _PURE = re.compile(r"mixed_precision=pure", re.IGNORECASE)
+_DEEPSPEED = re.compile(r"deepspeed", re.IGNORECASE)
 _FUSED_LOSS = re.compile(r"\bce fusion", re.IGNORECASE)
 _GROUP = re.compile(r"(?:group|shard)\s+(\d+)", re.IGNORECASE)
 
@@ -51,6 +53,7 @@ class Settings:
     practice: Practice
     dropout: float
     has_narrow_gradients: bool  # of 16 bits, with an fp32 copy where the optimizer's state is
+    has_both_gradients: bool  # of 16 bits, and whole beside them those of 32 that sum them
     is_sequence_parallel: bool
 
 
@@ -117,6 +120,7 @@ def settings_of(row: Row) -> Settings:
         ),
         dropout=0.0 if is_flash else 0.1,
         has_narrow_gradients=row.dtype == "fp16",
+        has_both_gradients=row.dtype == "bf16" and bool(_DEEPSPEED.search(row.notes)),
         is_sequence_parallel=bool(row.sp) and stated(row.tp) > 1,
     )
 

@@ -211,7 +211,7 @@ def test_a_search_that_is_ended_leaves_no_plan_and_no_traceback(
     def ended(*_: object, **__: object) -> Plan:
         raise error
 
-    monkeypatch.setattr("autopar.planner.plan.search.search.search", ended)
+    monkeypatch.setattr("autopar.planner.plan.fleet.trials.search", ended)
     mistake = Mistake(arguments=PLAN, files=changed(""), telling=(telling,), code=code)
     ran = commit(monkeypatch, capsys, tmp_path, mistake)
     assert (ran.code, ran.out) == (code, "")

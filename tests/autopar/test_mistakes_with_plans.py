@@ -124,6 +124,19 @@ MISTAKES = {
         arguments=("verify", "plan.json", "--steps", "0"),
         telling=("'0' is not a count", "at: --steps"),
     ),
+    "a script that is not there": Mistake(
+        arguments=("verify", "plan.json", "--script", "gone.py"),
+        telling=("there is no script to verify", "at: gone.py", "autopar emit"),
+    ),
+    "a script that is none": Mistake(
+        arguments=("verify", "plan.json", "--script", "model.py"),
+        telling=("the script has no function main and no train_step", "model.py"),
+    ),
+    "a script that is cut off": Mistake(
+        arguments=("verify", "plan.json", "--script", "cut.py"),
+        files={"cut.py": "def main(:"},
+        telling=("the script is no Python", "cut.py, line 1"),
+    ),
     "a tolerance below nothing": Mistake(
         arguments=("verify", "plan.json", "--tolerance", "-1"),
         telling=("'-1' is no difference", "at: --tolerance"),

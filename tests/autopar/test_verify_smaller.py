@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from autopar.codegen.emit import write_script
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InfeasibleError
@@ -77,6 +78,9 @@ def test_the_command_says_which_model_it_verified(
 ) -> None:
     large = pinned_plan("gpt2.py", ("size=124m",), data=2, global_batch=16, device="h100-sxm")
     write_plan(large, tmp_path / "plan.json")
+    script = write_script(large, tmp_path)
+    text = script.read_text(encoding="utf-8")
+    script.write_text(text.replace("LOG_EVERY = 10", "LOG_EVERY = 50"), encoding="utf-8")
     given = [word for argument in SMALL for word in ("--arg", argument)]
     ran = run(monkeypatch, capsys, "verify", str(tmp_path), *given, "--steps", "2", "--json")
     assert ran.code == 0, ran.err
@@ -84,6 +88,11 @@ def test_the_command_says_which_model_it_verified(
     told = json.loads(ran.out)
     assert told["is_equal"]
     assert told["arguments"]["dim"] == "32"
+    assert [edit["found"][0][:14] for edit in told["edits"]] == ["LOG_EVERY = 50"]
+    script.write_text(text.replace("mesh.data.rank", "0").replace("seed_all(SEED, mesh)", "..."))
+    ran = run(monkeypatch, capsys, "verify", str(tmp_path), *given, "--steps", "1")
+    assert ran.code == 1
+    assert "seed_all is missing" in ran.out
 
 
 def test_each_tensor_rank_has_a_row_where_they_may_share_them() -> None:

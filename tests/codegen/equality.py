@@ -7,10 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, assembled, compared
-from autopar.codegen.proof.reference import Trained, task_of, train_alone
-from autopar.codegen.proof.script_rank import RankTrained, run_script
+from autopar.codegen.proof.comparison import Comparison, RankTrained, assembled, compared
+from autopar.codegen.proof.draw_audit import Axes
+from autopar.codegen.proof.reference import Trained, task_of
+from autopar.codegen.proof.script_rank import run_script
 from autopar.planner.plan.plan import Plan
+from tests.codegen.normed_apart import parts_normed, train_normed_apart
 from tests.runtime.ranks import run_on_ranks
 
 
@@ -19,26 +21,44 @@ def compare(
 ) -> Comparison:
     """Train by the script of a plan, and in one process; return how far they are apart."""
     task = task_of(plan, plan.model.spec, steps=steps, uses_dataset=data == "dataset", dtype=dtype)
-    (expected,) = run_on_ranks(train_alone, 1, task)
-    return compared(trained_by_script(plan, steps=steps, data=data, dtype=dtype), expected)
+    (expected,) = run_on_ranks(train_normed_apart, 1, task, parts_normed(plan))
+    return compared(
+        ranks_by_script(plan, steps=steps, data=data, dtype=dtype), expected, axes_of(plan)
+    )
 
 
-def trained_by_script(plan: Plan, *, steps: int, data: str, dtype: str) -> Trained:
-    """Emit the script of a plan, run it on so many ranks, and put what they hold together."""
+def axes_of(plan: Plan) -> Axes:
+    """Return the axes of a plan's ranks."""
+    own = plan.arrangement
+    return Axes(
+        pipeline=own.pipeline,
+        data=own.data,
+        tensor=own.tensor,
+        microbatches=own.microbatches,
+    )
+
+
+def ranks_by_script(plan: Plan, *, steps: int, data: str, dtype: str) -> list[RankTrained]:
+    """Emit the script of a plan, run it on so many ranks, and return what each of them has."""
     arguments = ["--steps", str(steps), "--dtype", dtype, "--log-every", "1"]
     arguments += ["--data", data] if plan.model.has_dataset else []
     with TemporaryDirectory(prefix="script-") as folder:
         path = write_script(plan, Path(folder))
-        ranks = run_on_ranks(
+        return run_on_ranks(
             run_script, plan.arrangement.ranks, str(path), arguments, timeout_seconds=120.0
         )
-    return together(ranks)
+
+
+def trained_by_script(plan: Plan, *, steps: int, data: str, dtype: str) -> Trained:
+    """Return the training that the ranks of a plan's script do together."""
+    return together(ranks_by_script(plan, steps=steps, data=data, dtype=dtype))
 
 
 def together(ranks: Sequence[RankTrained]) -> Trained:
     """Return the training that the ranks did together."""
     return Trained(
         losses=ranks[0].losses,
+        norms=ranks[0].norms,
         gradients=assembled(rank.gradients for rank in ranks),
         parameters=assembled(rank.parameters for rank in ranks),
     )

@@ -9,7 +9,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, Difference, assembled, compared
+from autopar.codegen.proof.comparison import Comparison, Difference, RankTrained, compared
 from autopar.codegen.proof.reference import Task, Trained, task_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.choose import choose_cluster
@@ -21,7 +21,9 @@ from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
+from tests.codegen.equality import axes_of as axes_of_ranks
 from tests.codegen.matrix_cells import GLOBAL_BATCH, KINDS, SUBJECTS, Kind, axes_of
+from tests.codegen.normed_apart import parts_normed
 from tests.codegen.padding import run_padded_script, train_padded_alone
 from tests.planner.subjects import ZOO, zoo_file, zoo_graph
 from tests.runtime.ranks import run_on_ranks
@@ -64,6 +66,7 @@ def constraints_of(name: str, kind: Kind) -> Constraints:
     """Return what makes the planner choose this kind of plan."""
     blocks = SUBJECTS[name].blocks
     return Constraints(
+        tolerance=0.0,
         pipeline=kind.pipeline,
         data=kind.data,
         tensor=kind.tensor,
@@ -95,26 +98,31 @@ def split_axes(name: str, plan: Plan) -> frozenset[str]:
 def compare_cell(name: str, kind: str, *, dtype: str = "float64") -> Comparison:
     """Train a cell by its script, and in one process, and return how far they are apart."""
     plan = plan_of(name, kind)
-    return compared(_by_script(name, plan, dtype), _alone(name, _joined(plan, dtype)))
+    task = task_of(plan, plan.model.spec, steps=STEPS, dtype=dtype)
+    alone = _alone(name, task, parts_normed(plan))
+    return compared(_by_script(name, plan, dtype), alone, axes_of_ranks(plan))
 
 
 def worst_of(comparison: Comparison, dtype: str) -> Difference:
     """Return the greatest difference to scale; in float32 Adam blows up what is truly zero."""
+    if comparison.faults:
+        return Difference(largest=float("inf"), name=comparison.faults[0])
     scale = max(map(abs, comparison.losses))
     loss = Difference(largest=comparison.loss.largest / scale, name=comparison.loss.name)
     # Clipped gradients and initial weights are about one, or less.
-    others = () if dtype == "float32" else (comparison.gradient, comparison.parameter)
+    exact = (comparison.norm, comparison.gradient, comparison.parameter)
+    others = () if dtype == "float32" else exact
     worst: Difference = max(
         (loss, *others), key=lambda one: (one.largest != one.largest, one.largest)
     )
     return worst
 
 
-def _by_script(name: str, plan: Plan, dtype: str) -> Trained:
+def _by_script(name: str, plan: Plan, dtype: str) -> list[RankTrained]:
     arguments = ["--steps", str(STEPS), "--dtype", dtype, "--log-every", "1"]
     with TemporaryDirectory(prefix="script-") as folder:
         path = write_script(plan, Path(folder))
-        ranks = run_on_ranks(
+        return run_on_ranks(
             run_padded_script,
             plan.arrangement.ranks,
             str(path),
@@ -122,21 +130,10 @@ def _by_script(name: str, plan: Plan, dtype: str) -> Trained:
             SUBJECTS[name].padding,
             timeout_seconds=100.0,
         )
-    return Trained(
-        losses=ranks[0].losses,
-        gradients=assembled(rank.gradients for rank in ranks),
-        parameters=assembled(rank.parameters for rank in ranks),
-    )
-
-
-def _joined(plan: Plan, dtype: str) -> Task:
-    """Return the training in one process, the same for all plans but where blocks stay apart."""
-    task = task_of(plan, plan.model.spec, steps=STEPS, dtype=dtype)
-    rows = task.block * task.blocks
-    return replace(task, block=rows, blocks=1) if not task.norms_blocks else task
 
 
 @cache
-def _alone(name: str, task: Task) -> Trained:
-    (trained,) = run_on_ranks(train_padded_alone, 1, task, SUBJECTS[name].padding)
+def _alone(name: str, task: Task, parts_normed: int) -> Trained:
+    padding = SUBJECTS[name].padding
+    (trained,) = run_on_ranks(train_padded_alone, 1, task, padding, parts_normed)
     return trained

@@ -12,10 +12,12 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from autopar.codegen.proof.reference import Task, Trained, train_alone
-from autopar.codegen.proof.script_rank import RankTrained, run_script
+from autopar.codegen.proof.comparison import RankTrained
+from autopar.codegen.proof.reference import Task, Trained
+from autopar.codegen.proof.script_rank import run_script
 from autopar.runtime import data
 from autopar.runtime.dataset_rows import Place
+from tests.codegen.normed_apart import train_normed_apart
 
 IGNORED = -100  # what F.cross_entropy leaves out
 
@@ -68,7 +70,7 @@ def run_padded_script(path: str, arguments: Sequence[str], padding: Padding) -> 
         return run_script(path, arguments)
 
 
-def train_padded_alone(task: Task, padding: Padding) -> Trained:
+def train_padded_alone(task: Task, padding: Padding, parts_normed: int) -> Trained:
     """Train the model in one process."""
     with padded(padding):
-        return train_alone(task)
+        return train_normed_apart(task, parts_normed)

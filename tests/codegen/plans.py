@@ -61,7 +61,12 @@ def plan_for(
         usual["schedules"] = (ScheduleKind.ONE_F_ONE_B,)
     rules = tuple(SplitRule(modules="*", axis=axis, is_required=True) for axis in split)
     constraints = Constraints(
-        pipeline=pipeline, data=data, tensor=tensor, splits=rules, **{**usual, **pins}
+        tolerance=0.0,
+        pipeline=pipeline,
+        data=data,
+        tensor=tensor,
+        splits=rules,
+        **{**usual, **pins},
     )
     return search(
         graph,

@@ -40,6 +40,51 @@ def test_a_rank_holds_what_the_plan_says(pins: str, batch: int, rank: int, preci
     assert error_of(pins, batch, rank, precision) == pytest.approx(0, abs=0.05)
 
 
+EXPERTS = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Experts(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.gate = nn.Linear(256, 4, bias=False)
+        self.experts = nn.ModuleList(
+            nn.Sequential(nn.Linear(256, 1024), nn.GELU(), nn.Linear(1024, 256)) for _ in range(4)
+        )
+
+    def forward(self, x):
+        rows = x.reshape(-1, 256)
+        weights, chosen = self.gate(rows).softmax(-1).topk(2, -1)
+        made = torch.zeros_like(rows)
+        for number, expert in enumerate(self.experts):
+            row, slot = torch.where(chosen == number)
+            made = made.index_add(0, row, expert(rows[row]) * weights[row, slot, None])
+        return F.mse_loss(made.view_as(x), x)
+
+def build_model():
+    return Experts()
+
+def example_batch(batch_size):
+    return {"x": torch.randn(batch_size, 128, 256)}
+"""
+
+
+def test_experts_in_a_loop_hold_what_the_plan_says(tmp_path: Path) -> None:
+    path = tmp_path / "experts.py"
+    path.write_text(EXPERTS)
+    plan = make_plan(
+        str(path),
+        (),
+        choose_cluster(1, "a100-80gb"),
+        gathered_constraints((), {"global_batch": "64"}, None),
+        time_limit_seconds=None,
+    )
+    found = dry_run(plan, tmp_path, rank=0)
+    assert found.error == pytest.approx(0, abs=0.1)
+    assert found.predicted_device_bytes == plan.prediction.peak_memory.device_bytes
+
+
 def error_of(pins: str, batch: int, rank: int, precision: str) -> float:
     plan = make_plan(
         str(MODEL),

@@ -24,7 +24,7 @@ from tests.codegen.kinds import KINDS, plan_of
 from tests.codegen.plans import pinned_plan, plan_for
 
 ROOT = Path(__file__).parents[2]
-LINES_WITHOUT_OPENED = 252
+LINES_WITHOUT_OPENED = 250
 
 
 def data_parallel() -> Plan:
@@ -54,8 +54,8 @@ def test_scripts_pass_mypy_as_they_come_out(tmp_path: Path) -> None:
         paths.append(str(path.rename(path.with_name(f"train_{kind}.py"))))
     command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", *paths]
     done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-    ours = [line for line in done.stdout.splitlines() if str(tmp_path) in line and "error" in line]
-    assert not ours, "\n".join(ours)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"no issues found in {len(paths)} source files" in done.stdout
 
 
 READS_NUMBERS = """

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import assembled
+from autopar.codegen.proof.comparison import RankTrained, assembled
 from autopar.codegen.proof.reference import Task, Trained, task_of, train_alone
-from autopar.codegen.proof.script_rank import RankTrained, run_script
+from autopar.codegen.proof.script_rank import run_script
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from tests.codegen.kinds import KINDS

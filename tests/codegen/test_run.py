@@ -12,6 +12,7 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.dry_running import dry_run
+from autopar.codegen.proof.given_script import read_script_of
 from autopar.codegen.proof.verification import (
     ScriptFailedError,
     failure_of,
@@ -68,7 +69,9 @@ def test_a_standalone_folder_uses_its_own_runtime(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_verify_finds_a_script_equal(tmp_path: Path) -> None:
-    found = verify(plan_of("tp"), tmp_path, steps=2)
+    plan = plan_of("tp")
+    script = write_script(plan, tmp_path)
+    found = verify(plan, tmp_path, read_script_of(plan, script, tmp_path), steps=2)
     assert found.is_within(1e-9), found
 
 
@@ -107,6 +110,20 @@ def test_of_what_failed_scripts_say_the_first_traceback_is_told_to_its_end() -> 
     ]
     assert first_traceback(said) == [f"[rank1]: {line}" for line in own]
     assert first_traceback(["no traceback"]) == ["no traceback"]
+    alone = ["Traceback (most recent call last):", '  File "a.py"', "    x = y", "NameError: y"]
+    assert first_traceback([*alone, *alone, "E1 ended", "  rank: 1"]) == alone
+
+
+def test_a_script_that_stands_still_is_told_with_the_line_where_it_waits() -> None:
+    said = (
+        "Timeout (0:01:30)!\nThread 0x1 (most recent call first):\n"
+        '  File "/lib/torch/distributed.py", line 9 in wait\n'
+        '  File "/out/train.py", line 12 in step\n'
+    )
+    error = failure_of(said, 2, Path("/out/train.py"))
+    assert str(error).startswith(
+        "the script stands still on 2 processes: one of them waits in step, line 12"
+    )
 
 
 def test_a_process_that_was_killed_is_told_as_such(tmp_path: Path) -> None:

@@ -13,8 +13,8 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import assembled
-from autopar.codegen.proof.script_rank import RankTrained, run_script
+from autopar.codegen.proof.comparison import RankTrained, assembled
+from autopar.codegen.proof.script_rank import run_script
 from tests.codegen.kinds import plan_of
 from tests.planner.subjects import zoo_file
 from tests.runtime.ranks import run_on_ranks

@@ -21,6 +21,7 @@ from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.errors import AutoparError
 from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.findings.optimizer_probe import optimizer_traits
+from autopar.planner.findings.statistics import norm_of_rows
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import Constraints
@@ -34,6 +35,7 @@ from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.degrees import check_degrees
 from autopar.planner.plan.search.search import search
+from autopar.planner.plan.telling.meaning import statistics_apart
 from autopar.planner.precision import Precision
 from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import trace_for_rows
@@ -97,16 +99,19 @@ def cell(subject: Subject, kind: Kind) -> Cell:
 
 
 def _is_told(plan: Plan) -> bool:
-    """Whether a pin splits a batch whose rows meet."""
+    """Whether a pin splits a batch whose rows meet, or whose statistics batch norms take."""
     own = plan.arrangement
-    return own.data * own.microbatches > 1 and meeting_rows(plan.graph) is not None
+    meets = own.data * own.microbatches > 1 and meeting_rows(plan.graph) is not None
+    return meets or bool(statistics_apart(plan))
 
 
 def _apart(plan: Plan) -> tuple[float, str]:
     """Return the largest difference from one process, both in float64, and what has it."""
     comparison = compare(plan, steps=STEPS)
+    if comparison.faults:
+        return math.inf, " · ".join(comparison.faults)
     worst = max(
-        (comparison.loss, comparison.gradient, comparison.parameter),
+        (comparison.loss, comparison.norm, comparison.gradient, comparison.parameter),
         key=lambda one: (one.largest != one.largest, one.largest),
     )
     return worst.largest, worst.name
@@ -173,6 +178,8 @@ def plan_of(subject: Subject, kind: Kind) -> Plan:
     file, graph, axes, layers = _parts(subject, _rows(subject, kind), kind.precision)
     spec = str(subject.path)
     facts = model_facts(file, graph, spec=spec, arguments=subject.arguments)
+    if norm_of_rows(graph) is not None:  # in several microbatches it trains as no one device does
+        kind = replace(kind, microbatch=None)
     constraints = with_optimizer(constraints_of(subject, kind), optimizer_traits(file, graph))
     fixed, fixed_at = graph.fixed_batch, graph.fixed_at
     check_degrees(kind.ranks, constraints, fixed_batch=fixed, fixed_at=fixed_at)
@@ -235,7 +242,10 @@ def divided_share(plan: Plan, axes: Axes, layers: Layers) -> float | None:
     for layer in layers.layers:
         for op, layout in zip(layer.ops, plan.layouts[layer.layer_class], strict=True):
             shapes = LocalShapes(op, plan.graph, axes.ops[op.name], batch=batch)
-            flops = forward_flops(rule_of(op.target), shapes)
+            rule = rule_of(op.target)
+            if rule is not None and rule.computes is not None:
+                continue  # no product of letters: a transform, a factor, a recurrent cell
+            flops = forward_flops(rule, shapes)
             total += flops
             divided += flops if layout.letter else 0
     return divided / total if total else None

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
-from autopar.runtime.data import dataset_batches, gathered_rows, placed, synthetic_batches
+from autopar.runtime.data import Rows, dataset_batches, gathered_rows, placed, synthetic_batches
 from autopar.runtime.mesh import ALONE, Mesh, start
 from tests.runtime.ranks import run_on_ranks
 
@@ -32,13 +32,13 @@ class Numbers(Dataset[dict[str, Tensor]]):
         return {"x": torch.tensor(float(index))}
 
 
-def rows(data: int, microbatch: int, count: int) -> list[list[int]]:
+def rows(data: int, microbatch: Rows, count: int) -> list[list[int]]:
     mesh = start(pipeline=1, data=data, tensor=1)
     batches = dataset_batches(Numbers, _example, mesh, microbatch=microbatch, seed=0)
     return [batch["x"].int().tolist() for batch in islice(batches, count)]
 
 
-def noise(data: int, microbatch: int, count: int) -> list[list[float]]:
+def noise(data: int, microbatch: Rows, count: int) -> list[list[float]]:
     mesh = start(pipeline=1, data=data, tensor=1)
     batches = synthetic_batches(_example, mesh, rows=(count, microbatch), seed=0)
     return [batch["x"].tolist() for batch in islice(batches, count)]
@@ -214,6 +214,16 @@ def test_data_ranks_share_the_rows_that_one_process_would_take() -> None:
     ((*alone,),) = run_on_ranks(rows, 1, 1, 4, 5)
     first, second = run_on_ranks(rows, 2, 2, 2, 5)
     assert [a + b for a, b in zip(first, second, strict=True)] == alone
+
+
+def test_data_ranks_may_have_rows_of_their_own_number() -> None:
+    ((*alone,),) = run_on_ranks(rows, 1, 1, 4, 5)
+    first, second = run_on_ranks(rows, 2, 2, (3, 1), 5)
+    assert [a + b for a, b in zip(first, second, strict=True)] == alone
+    assert {len(batch) for batch in first} == {3}
+    ((*whole,),) = run_on_ranks(noise, 1, 1, 4, 3)
+    most, least = run_on_ranks(noise, 2, 2, (3, 1), 3)
+    assert [a + b for a, b in zip(most, least, strict=True)] == whole
 
 
 def test_rows_go_through_the_data_again_and_again_in_another_order() -> None:

@@ -5,15 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 
+from autopar.runtime.refusal import MISMATCH
 from autopar.runtime.torch_stage import refuse_earlier_torch
 
 
-@pytest.mark.parametrize("version", ["2.11.0", "2.12.1+cu130"])
+@pytest.mark.parametrize("version", ["1.13.1", "2.9.1", "2.12.1+cu130"])
 def test_an_earlier_torch_is_refused_with_what_to_do(
     version: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(torch, "__version__", version)
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit, match=f"^{MISMATCH}$"):
         refuse_earlier_torch()
     told = capsys.readouterr().err
     assert version in told

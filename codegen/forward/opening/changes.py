@@ -28,8 +28,13 @@ PART_SIZES = frozenset(
 VOCABULARY = frozenset({"aten.embedding.default"})
 LOSSES = frozenset({"aten.cross_entropy_loss.default"})
 CONVOLUTIONS = frozenset(
-    {"aten.conv1d.default", "aten.conv2d.default", "aten.conv2d.padding", "aten.conv3d.default"}
-)
+    {
+        "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
+        "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding",
+        "aten.conv_transpose1d.default", "aten.conv_transpose2d.input",
+        "aten.conv_transpose3d.input",
+    }
+)  # fmt: skip
 
 
 def argument(op: Op, name: str) -> Value:

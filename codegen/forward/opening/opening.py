@@ -312,9 +312,14 @@ class _Opener:
         return chain[chain.index(call) :]
 
     def _is_mixed(self, call: str) -> bool:
-        draws = [
-            op
-            for op in self.tree.ops[call]
-            if is_random(op) and not self.opened.intersection(self._chain_from(op, call))
-        ]
-        return len({is_split_random(op, self.split) for op in draws}) > 1
+        """Whether one region around a call would have equal and different numbers drawn in it.
+
+        Opened code inside has a region of its own for different numbers, and none for equal ones.
+        """
+        kinds = set()
+        for op in self.tree.ops[call]:
+            if is_random(op):
+                is_split = is_split_random(op, self.split)
+                is_open = bool(self.opened.intersection(self._chain_from(op, call)))
+                kinds |= set() if is_split and is_open else {is_split}
+        return len(kinds) > 1

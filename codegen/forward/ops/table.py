@@ -34,6 +34,7 @@ def _function(name: str, positional: str, keywords: str = "", *, required: int =
 
 
 _CONV = "stride padding dilation groups"
+_CONV_TRANSPOSE = "stride padding output_padding groups dilation"
 _SDPA = "attn_mask dropout_p is_causal scale enable_gqa"
 
 MODES: Mapping[str, str] = MappingProxyType(
@@ -101,6 +102,9 @@ FUNCTIONS: Mapping[str, Function] = MappingProxyType(
         "conv1d": _function("F.conv1d", "input weight bias", _CONV),
         "conv2d": _function("F.conv2d", "input weight bias", _CONV),
         "conv3d": _function("F.conv3d", "input weight bias", _CONV),
+        "conv_transpose1d": _function("F.conv_transpose1d", "input weight bias", _CONV_TRANSPOSE),
+        "conv_transpose2d": _function("F.conv_transpose2d", "input weight bias", _CONV_TRANSPOSE),
+        "conv_transpose3d": _function("F.conv_transpose3d", "input weight bias", _CONV_TRANSPOSE),
         "cross_entropy_loss": _function(
             "F.cross_entropy", "self target", "weight ignore_index reduction label_smoothing"
         ),

@@ -20,6 +20,13 @@ class Seconds:
     input_gradient: float = 0.0
     weight_gradient: float = 0.0
 
+    def __add__(self, other: Seconds) -> Seconds:
+        return Seconds(
+            forward=self.forward + other.forward,
+            input_gradient=self.input_gradient + other.input_gradient,
+            weight_gradient=self.weight_gradient + other.weight_gradient,
+        )
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class OpCase:

@@ -12,6 +12,7 @@ from autopar.planner.rules.rule import Rule, Saved
 from autopar.planner.rules.table import rule_of
 
 ATTENTION = "aten.scaled_dot_product_attention.default"
+_COMPUTED = ("computed",)  # what the op's line says of its computation
 
 
 class Memory:
@@ -59,7 +60,7 @@ class Memory:
 class Made:
     """Something that a kernel makes for its own backward: a mask, statistics, a log-sum-exp."""
 
-    letters: tuple[str, ...]  # the rule's; ("*",) is the shape of the result
+    letters: tuple[str, ...]  # the rule's; ("*",) is the shape of the result, or _COMPUTED
     item_bytes: int
 
 
@@ -84,6 +85,9 @@ def made_elements(made: Made, shapes: LocalShapes) -> int:
     """Return the local number of elements of what a kernel made for its backward."""
     if made.letters == ("*",):
         return shapes.numel(shapes.op.outputs[0])
+    computes = rule_of(shapes.op.target).computes
+    if made.letters == _COMPUTED:
+        return computes(shapes).kept if computes is not None else 0
     return shapes.letters(made.letters)
 
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from math import prod
 from types import MappingProxyType
 
 from autopar.planner.axes.terms import Dim, leaves
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.graph import Op, refs
+from autopar.planner.rules.computation import Product
 
 FACTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
     {
@@ -23,18 +23,6 @@ FACTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
         "aten._grouped_mm.default": ("self", "mat2"),
     }
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Product:
-    """`batch` products of m × k by k × n; the factors' names, "" for the product so far."""
-
-    left: str
-    right: str
-    batch: int
-    m: int
-    n: int
-    k: int
 
 
 def products_of(op: Op, shapes: LocalShapes) -> Iterator[Product]:

@@ -10,64 +10,26 @@ from types import MappingProxyType
 
 from autopar.planner.costs.kernels import attention, conv
 from autopar.planner.costs.kernels import elementwise as kernels
-from autopar.planner.costs.kernels.gemm import gemm_seconds
 from autopar.planner.costs.ops.case import OpCase, Seconds
 from autopar.planner.costs.ops.kept import ATTENTION
-from autopar.planner.costs.ops.products import FACTORS, Product, products_of
+from autopar.planner.costs.ops.product_seconds import (
+    bias_seconds,
+    computed_seconds,
+    contraction_seconds,
+)
+from autopar.planner.costs.ops.products import FACTORS
 from autopar.planner.costs.ops.traffic import traffic_seconds
 from autopar.planner.graph import refs
-from autopar.planner.precision import GRADIENT_BYTES
 
 Formula = Callable[[OpCase], Seconds]
 
 
 def op_seconds(case: OpCase) -> Seconds:
     """Return the device seconds of one op."""
-    return _FORMULAS.get(case.op.target, traffic_seconds)(case)
-
-
-def _contraction(case: OpCase) -> Seconds:
-    """Matrix products; the bias is added by the same kernel, its gradient is a sum of its own."""
-    total = Seconds(forward=0.0)
-    products = tuple(products_of(case.op, case.shapes))
-    if not products:
-        return traffic_seconds(case)
-    for product in products:
-        total = _sum(total, _product(case, product))
-    return _sum(total, _bias(case))
-
-
-def _product(case: OpCase, product: Product) -> Seconds:
-    """A product of m × k by k × n, and m × n by n × k, k × m by m × n backward.
-
-    A weight's gradient is added to an fp32 sum of all microbatches: 8 bytes per element.
-    """
-    size = case.element_bytes(case.result)
-    m, n, k = product.m, product.n, product.k
-
-    def seconds(rows: int, columns: int, depth: int, stored_bytes: int) -> float:
-        return gemm_seconds(
-            rows, columns, depth, rates=case.rates.of(size), batch=product.batch,
-            element_bytes=size, stored_bytes=stored_bytes, contiguous=n | k,
-        )  # fmt: skip
-
-    own = weight = 0.0
-    for name, extents in ((product.left, (m, k, n)), (product.right, (k, n, m))):
-        if name and case.is_weight(name):
-            weight += case.needs_gradient(name) and seconds(*extents, 2 * GRADIENT_BYTES)
-        elif case.needs_gradient(name or case.result):
-            own += seconds(*extents, size)
-    return Seconds(forward=seconds(m, n, k, size), input_gradient=own, weight_gradient=weight)
-
-
-def _bias(case: OpCase) -> Seconds:
-    """The sum of the result's gradient over all rows."""
-    named = {"aten.addmm.default": "self", "aten.baddbmm.default": "self"}
-    name = next(refs(case.argument(named.get(case.op.target, "bias"))), None)
-    if name is None or not case.needs_gradient(name):
-        return Seconds(forward=0.0)
-    moved = case.bytes(case.result) + case.bytes(name)
-    return Seconds(forward=0.0, weight_gradient=kernels.memory_seconds(moved, rates=case.memory))
+    formula = _FORMULAS.get(case.op.target)
+    if formula is not None:
+        return formula(case)
+    return computed_seconds(case) if case.rule.computes is not None else traffic_seconds(case)
 
 
 def _attention(case: OpCase) -> Seconds:
@@ -108,32 +70,41 @@ def _attention_shape(case: OpCase) -> attention.AttentionShape:
 
 
 def _convolution(case: OpCase) -> Seconds:
-    """An implicit product; 16-bit kernels of GPUs read channels last, PyTorch keeps them first."""
+    """An implicit product; 16-bit kernels of GPUs read channels last, PyTorch keeps them first.
+
+    A transposed one is the backward of the convolution from its results to its input.
+    """
     if not case.shapes.signature.letters:
-        return traffic_seconds(case)
+        return computed_seconds(case)
     source, weight = next(refs(case.argument("input"))), next(refs(case.argument("weight")))
     shape = _convolution_shape(case, source, weight)
     rates = case.rates.of_convolution(case.element_bytes(case.result))
     transposes = shape.element_bytes < 4 and not case.rates.is_cpu
     extra = conv.layout_change_seconds(shape, rates=rates) if transposes else 0.0
     own = learned = 0.0
+    forward, backward = conv.convolution_forward_seconds, conv.convolution_input_gradient_seconds
+    if "transpose" in case.op.target:
+        forward, backward = backward, forward
     if case.needs_gradient(source):
-        own = extra + conv.convolution_input_gradient_seconds(shape, rates=rates)
+        own = extra + backward(shape, rates=rates)
     if case.needs_gradient(weight):
         learned = conv.convolution_weight_gradient_seconds(shape, rates=rates)
         learned += 0.0 if own else extra
-    forward = extra + conv.convolution_forward_seconds(shape, rates=rates)
-    return _sum(Seconds(forward=forward, input_gradient=own, weight_gradient=learned), _bias(case))
+    taken = extra + forward(shape, rates=rates)
+    return bias_seconds(case) + Seconds(forward=taken, input_gradient=own, weight_gradient=learned)
 
 
 def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.ConvolutionShape:
-    shapes = case.shapes
+    shapes, result = case.shapes, case.result
+    channels = shapes.letters("gc"), shapes.letters("go")
+    if "transpose" in case.op.target:
+        source, result, channels = result, source, channels[::-1]
     return conv.ConvolutionShape(
         batch=shapes.letters("n"),
-        in_channels=shapes.letters("gc"),
-        out_channels=shapes.letters("go"),
+        in_channels=channels[0],
+        out_channels=channels[1],
         input_size=shapes.shape(source)[2:],
-        output_size=shapes.shape(case.result)[2:],
+        output_size=shapes.shape(result)[2:],
         kernel_size=shapes.shape(weight)[2:],
         groups=shapes.letters("g"),
         element_bytes=case.element_bytes(case.result),
@@ -153,7 +124,7 @@ def _batch_norm(case: OpCase) -> Seconds:
     """As a norm over rows, but its statistics need a pass before the values are changed."""
     norm, source = _norm(case), case.bytes(case.op.inputs[0])
     statistics = kernels.memory_seconds(source, rates=case.memory)
-    return _sum(norm, Seconds(forward=statistics))
+    return norm + Seconds(forward=statistics)
 
 
 def _softmax(case: OpCase) -> Seconds:
@@ -179,7 +150,7 @@ def _embedding(case: OpCase) -> Seconds:
     """A look-up; where the table's rows are split, rows of other ranks are blanked afterwards."""
     table = next(refs(case.argument("weight")))
     vocabulary, width = case.shapes.shape(table)
-    tokens = case.shapes.numel(case.result) // max(1, width)
+    tokens = case.shapes.numel(next(refs(case.argument("indices"))))
     size = case.element_bytes(table)
     forward = kernels.embedding_forward_seconds(
         tokens, width, element_bytes=size, rates=case.memory
@@ -212,23 +183,28 @@ def _cross_entropy(case: OpCase) -> Seconds:
     )
 
 
-def _sum(one: Seconds, other: Seconds) -> Seconds:
-    return Seconds(
-        forward=one.forward + other.forward,
-        input_gradient=one.input_gradient + other.input_gradient,
-        weight_gradient=one.weight_gradient + other.weight_gradient,
-    )
-
-
 _TARGETS: tuple[tuple[Formula, str], ...] = (
-    (_contraction, " ".join(FACTORS)),
+    (contraction_seconds, " ".join(FACTORS)),
     (_attention, ATTENTION),
-    (_convolution, "aten.conv1d.default aten.conv2d.default aten.conv3d.default"),
-    (_norm, "aten.layer_norm.default aten.rms_norm.default"),
+    (
+        _convolution,
+        "aten.conv1d.default aten.conv2d.default aten.conv3d.default "
+        "aten.conv1d.padding aten.conv2d.padding aten.conv3d.padding "
+        "aten.conv_transpose1d.default aten.conv_transpose2d.input "
+        "aten.conv_transpose3d.input",
+    ),
+    (
+        _norm,
+        "aten.layer_norm.default aten.rms_norm.default aten.group_norm.default "
+        "aten.instance_norm.default",
+    ),
     (_batch_norm, "aten.batch_norm.default"),
     (_softmax, "aten.softmax.int aten.log_softmax.int aten._softmax.default"),
     (_dropout, "aten.dropout.default aten.dropout_.default aten.feature_dropout.default"),
-    (_embedding, "aten.embedding.default"),
+    (
+        _embedding,
+        "aten.embedding.default aten.embedding_bag.default aten.embedding_bag.padding_idx",
+    ),
     (_cross_entropy, "aten.cross_entropy_loss.default"),
 )
 _FORMULAS: Mapping[str, Formula] = MappingProxyType(

@@ -10,7 +10,7 @@ from autopar.planner.axes.infer import OpAxes
 from autopar.planner.axes.terms import Concat, Dim, Leaf, Product, leaves
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Graph, Op
-from autopar.planner.rules.signature import Dims
+from autopar.planner.rules.signature import Dims, Signature
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -45,6 +45,7 @@ class LocalShapes:
         self.split = split
         self._axes = axes
         self._divided = _fellows(axes, split) if split else frozenset[str]()
+        self._expected = _expected_letters(op, graph, axes.signature)
         self._dims = dict((*axes.signature.results[::-1], *axes.signature.operands[::-1]))
 
     def size(self, dim: Dim) -> int:
@@ -56,6 +57,11 @@ class LocalShapes:
         return sum(map(self.size, dim.parts))
 
     def _letter(self, letter: Leaf) -> int:
+        whole = self._all_of(letter)
+        share = self._expected.get(letter.name)
+        return whole if share is None else max(1, round(whole * share))
+
+    def _all_of(self, letter: Leaf) -> int:
         meaning = self._axes.letters.get(letter.name, letter)
         if self.split and letter.name in self._divided:
             axis, degree = self.split.axis, self.split.degree
@@ -93,6 +99,28 @@ class LocalShapes:
     def numel(self, tensor: str) -> int:
         """Return the local number of elements of an operand or result."""
         return prod(self.shape(tensor))
+
+
+def _expected_letters(op: Op, graph: Graph, signature: Signature) -> dict[str, float]:
+    """Return the letters of dims that count what a mask picks, with the share that is expected.
+
+    Only those of tensors that are all so counted: where picked rows meet others, all are there.
+    """
+    tensors = graph.tensors
+    if all(tensors[name].expected == 1.0 for name in (*op.inputs, *op.outputs)):
+        return {}
+    found: dict[str, float] = {}
+    others: set[str] = set()
+    for name, dims in (*signature.operands, *signature.results):
+        tensor = tensors[name]
+        mask = tensors.get(tensor.counted_by)
+        for dim, size in zip(dims, tensor.shape, strict=True):
+            letters = {leaf.name for leaf in leaves(dim)}
+            if mask is not None and tensor.expected != 1.0 and size == mask.numel:
+                found.update(dict.fromkeys(letters, tensor.expected))
+            else:
+                others |= letters
+    return {letter: share for letter, share in found.items() if letter not in others}
 
 
 def _sizes(shape: tuple[Extent, ...], batch: int) -> tuple[int, ...]:

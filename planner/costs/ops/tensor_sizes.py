@@ -31,12 +31,13 @@ class TensorSizes:
             return self._whole(name)
         key = name, layout, degree
         if key not in self._parts:
-            self._parts[key] = prod(
+            elements = prod(
                 local_size(
                     dim, self._batch, axis=layout.axis if at == layout.dim else "", degree=degree
                 )
                 for at, dim in enumerate(self._dims[name])
             )
+            self._parts[key] = round(elements * self._graph.tensors[name].expected)
         return self._parts[key]
 
     def tensor_bytes(self, name: str, layout: Layout, degree: int) -> int:
@@ -72,5 +73,5 @@ class TensorSizes:
 
     def _whole(self, name: str) -> int:
         if name not in self._wholes:
-            self._wholes[name] = self._graph.tensors[name].numel.at(self._batch)
+            self._wholes[name] = self._graph.tensors[name].expected_numel(self._batch)
         return self._wholes[name]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import lru_cache
 
+from autopar.planner.cluster.blocks import kinds_of_blocks
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.link import Manner
@@ -20,7 +21,7 @@ _NORM_BYTES = 8
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RankGroups:
-    """The shapes of all groups, and the rates of each pipeline rank."""
+    """The shapes of all groups, and the rates of the unlike devices of each pipeline rank."""
 
     tensor: GroupShape
     data: GroupShape
@@ -29,12 +30,25 @@ class RankGroups:
     neighbours: GroupShape  # of two stages in a row
     ends: GroupShape  # of the first and the last stage
     stages: GroupShape  # all of a pipeline
-    stage_rates: tuple[Throughput, ...]  # of the device of each pipeline rank
+    stage_rates: tuple[tuple[Throughput, ...], ...]  # of the devices of each pipeline rank
     peak_flops_per_second: float
 
     def transfer_seconds(self, size_bytes: int) -> float:
         """Return the seconds of one tensor from a stage to the next."""
         return called_seconds(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
+
+    def slowest_rates(self, rank: int) -> Throughput:
+        """Return the rates of the device of a pipeline rank that moves bytes slowest."""
+        return min(self.stage_rates[rank], key=_stream)
+
+    @property
+    def fastest_rates(self) -> Throughput:
+        """Return the rates of the pipeline rank whose slowest device is fastest at moving bytes."""
+        return max((min(rates, key=_stream) for rates in self.stage_rates), key=_stream)
+
+
+def _stream(rates: Throughput) -> float:
+    return rates.stream_bytes_per_second
 
 
 def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
@@ -82,7 +96,6 @@ def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
         degrees.shard,
     )
     width = tensor * data
-    devices = cluster.devices
     return RankGroups(
         tensor=group_shape(cluster, tensor, 1),
         data=group_shape(cluster, data, tensor),
@@ -92,7 +105,8 @@ def _groups(cluster: Cluster, degrees: _Degrees) -> RankGroups:
         ends=ends_shape(cluster, (pipeline - 1) * width),
         stages=group_shape(cluster, pipeline, width),
         stage_rates=tuple(
-            _rates(devices[rank * width], degrees.precision) for rank in range(pipeline)
+            tuple(_rates(device, degrees.precision) for device in devices)
+            for devices in kinds_of_blocks(cluster, pipeline)
         ),
         peak_flops_per_second=sum(
             node.devices * _peak(node.device, degrees.precision) for node in cluster.nodes

@@ -4,7 +4,7 @@
          + optimizer + framework
 
 Stages are given in their order in the model; the schedule says which rank runs which. Each stage's
-layers are priced for the device of its rank, so unequal devices need nothing more.
+layers are priced for the slowest of its rank's devices (costs/layers/slowest.py).
 """
 
 from __future__ import annotations
@@ -56,10 +56,10 @@ def predict(
     data = tuple(
         data_seconds(
             load.layers,
-            _data_groups(groups, arrangement, constants),
+            _data_groups(groups, arrangement, constants, rank=_rank(stage, arrangement)),
             microbatches=arrangement.microbatches,
         )
-        for load in loads
+        for stage, load in enumerate(loads)
     )
     shape = pipeline_shape(arrangement)
     action_seconds = constants.action_on(arrangement)
@@ -132,7 +132,7 @@ def _sent_share(arrangement: Arrangement) -> float:
 
 
 def _data_groups(
-    groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants
+    groups: RankGroups, arrangement: Arrangement, constants: FrameworkConstants, *, rank: int
 ) -> DataGroups:
     return DataGroups(
         data=groups.data,
@@ -142,7 +142,7 @@ def _data_groups(
         bucket_bytes=arrangement.bucket_bytes,
         gradient_share=_sent_share(arrangement),
         slowdown=constants.overlap_slowdown,
-        unit=constants.unit_on(groups.stage_rates[0]),
+        unit=constants.unit_on(groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
     )
 
@@ -203,7 +203,8 @@ def _optimizer_seconds(
             element_seconds=constants.optimizer_element_seconds,
         )
         + held * constants.optimizer_tensor_seconds
-        for count, held, rates in zip(parameters, tensors, groups.stage_rates, strict=True)
+        for count, held, own in zip(parameters, tensors, groups.stage_rates, strict=True)
+        for rates in own
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.planner.annotate import state_of
+from autopar.planner.cluster.blocks import Kind, Share
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
 from autopar.planner.costs.steps.rank_groups import rank_groups
@@ -31,6 +32,7 @@ from autopar.planner.plan.solving.costing import Inside, Modes
 from autopar.planner.plan.solving.questions import Questions, inside_of
 from autopar.planner.programs.stages.shares import shares_of
 
+Kinds = tuple[Kind, ...]  # of pipeline ranks that differ
 Rooms = tuple[tuple[StageRoom, ...], ...]  # of the stages of each rank
 
 _ENDLESS: Rooms = ((StageRoom(in_flight=1, size_bytes=1e30),),)
@@ -46,11 +48,10 @@ class Bounds:
     def __init__(self, questions: Questions, objective: Objective) -> None:
         self.questions, self.costing, self.objective = questions, questions.costing, objective
         subject = self.costing.subject
-        self.devices = tuple(dict.fromkeys(node.device for node in self.costing.cluster.nodes))
         self.held = state_of(subject.graph.parameters, self.costing.precision)
-        self._least: dict[tuple[int, int], tuple[LeastLayers, ...]] = {}
-        self._facts: dict[Inside, LayoutFacts] = {}
-        self._of_any: dict[Inside, LayoutFacts] = {}
+        self._least: dict[tuple[int, Share], LeastLayers] = {}
+        self._facts: dict[tuple[Inside, Kinds], LayoutFacts] = {}
+        self._of_any: dict[tuple[Inside, Kinds], LayoutFacts] = {}
         self._bottlenecks: dict[tuple[Block, Room], float] = {}
         self._rooms_shared: dict[tuple[Arrangement, int], Rooms] = {}
 
@@ -58,21 +59,24 @@ class Bounds:
         """Return what no variant of a point beats, whatever the layouts."""
         if self.objective is Objective.MEMORY:
             return float(self.least_memory(replace(point, zero=Zero.PARAMETERS)))
-        key = point.tensor, point.microbatch
-        if key not in self._least:
-            self._least[key] = tuple(
-                least_layers(
-                    self.costing.pricer(point.microbatch, device),
-                    self.costing.subject.layers,
-                    tensor=point.tensor,
-                    rules=self.costing.rules,
-                )
-                for device in self.devices
-            )
-        least = self._least[key]
-        slowest = min(one.bottleneck_seconds(point.pipeline) for one in least)
-        through = min(one.through_seconds for one in least)
+        least = [
+            [self.least_on(point.tensor, one) for one in own] for own in self.questions.kinds(point)
+        ]
+        slowest = min(max(one.bottleneck_seconds(point.pipeline) for one in own) for own in least)
+        through = min(max(one.through_seconds for one in own) for own in least)
         return max(through, point.microbatches * slowest)
+
+    def least_on(self, tensor: int, share: Share) -> LeastLayers:
+        """Return what the layers take at least on a device, for its rows."""
+        key = tensor, share
+        if key not in self._least:
+            self._least[key] = least_layers(
+                self.costing.pricer(share.rows, share.device),
+                self.costing.subject.layers,
+                tensor=tensor,
+                rules=self.costing.rules,
+            )
+        return self._least[key]
 
     def without_memory(self, arrangement: Arrangement) -> float:
         """Return what no choice of stages and layouts beats, had every rank endless memory."""
@@ -119,7 +123,7 @@ class Bounds:
         facts = self.facts(arrangement, solution)
         if arrangement.pipeline == 1 or facts.block.count > _MOST_WHOLE * arrangement.pipeline:
             return False
-        groups = rank_groups(self.costing.cluster, arrangement)
+        groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
         step = StepBound(arrangement, groups, self.questions.constants, facts.totals)
         room = self._room(arrangement, facts, self._rooms(arrangement, solution))
         return not find_places(
@@ -133,7 +137,7 @@ class Bounds:
     def _bound(self, arrangement: Arrangement, facts: LayoutFacts, rooms: Rooms | None) -> float:
         """Return the bound of a step in some layouts, within the memory or, None, without it."""
         constants = self.questions.constants
-        groups = rank_groups(self.costing.cluster, arrangement)
+        groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
         step = StepBound(arrangement, groups, constants, facts.totals)
         pressed = self._pressed(arrangement, facts, step.shared(facts.block), rooms)
         return float("inf") if pressed is _NEVER else step.seconds(pressed, facts.block)
@@ -184,9 +188,11 @@ class Bounds:
 
     def _rooms_together(self, arrangement: Arrangement) -> Rooms:
         """Return the memory of each rank as if all its stages were the one that holds least."""
-        size = self.questions.most_bytes(arrangement)
-        in_flight = in_flight_by_rank(arrangement)
-        return tuple((StageRoom(in_flight=one, size_bytes=size),) for one in in_flight)
+        sizes = self.questions.room_bytes(arrangement)
+        return tuple(
+            (StageRoom(in_flight=one, size_bytes=size),)
+            for one, size in zip(in_flight_by_rank(arrangement), sizes, strict=True)
+        )
 
     def _shared_rooms(self, arrangement: Arrangement, solution: int) -> Rooms:
         choices, limits = self.questions.asked(arrangement, solution)
@@ -223,21 +229,22 @@ class Bounds:
 
     def facts(self, arrangement: Arrangement, solution: int) -> LayoutFacts:
         """Return what the bounds need to know of one layout solution, at its least anywhere."""
-        inside = inside_of(arrangement, solution)
-        if inside not in self._facts:
-            self._facts[inside] = facts_of(self._row(inside))
-        return self._facts[inside]
+        key = inside_of(arrangement, solution), self.questions.kinds(arrangement)
+        if key not in self._facts:
+            self._facts[key] = facts_of(self._row(*key))
+        return self._facts[key]
 
     def of_any(self, arrangement: Arrangement) -> LayoutFacts:
         """Return what no layout solution has less of, at its least anywhere."""
         degree, fastest = arrangement.tensor, inside_of(arrangement, 0)
         if degree == 1:
             return self.facts(arrangement, 0)
-        if fastest not in self._of_any:
-            unsplit = self._row(replace(fastest, tensor=1))
-            row = of_any(self._row(fastest), unsplit, degree=degree)
-            self._of_any[fastest] = facts_of(row)
-        return self._of_any[fastest]
+        key = fastest, self.questions.kinds(arrangement)
+        if key not in self._of_any:
+            unsplit = self._row(replace(fastest, tensor=1), key[1])
+            row = of_any(self._row(*key), unsplit, degree=degree)
+            self._of_any[key] = facts_of(row)
+        return self._of_any[key]
 
-    def _row(self, inside: Inside) -> tuple[Modes, ...]:
-        return lightest([self.costing.rows(inside, device) for device in self.devices])
+    def _row(self, inside: Inside, kinds: Kinds) -> tuple[Modes, ...]:
+        return lightest([self.costing.slowest_rows(inside, own) for own in kinds])

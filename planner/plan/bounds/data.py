@@ -63,7 +63,7 @@ class DataBound:
         self.arrangement, self.groups = arrangement, groups
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
         self.manner = manner_of(arrangement.zero)
-        self.unit = constants.unit_on(groups.stage_rates[0])
+        self.unit = constants.unit_on(groups.fastest_rates)
 
     @property
     def is_in_every_pass(self) -> bool:

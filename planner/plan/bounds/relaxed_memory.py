@@ -84,10 +84,13 @@ def _lightest(mode: Recompute, alternatives: Sequence[Modes]) -> LayerCost:
     plain = [modes[Recompute.NONE].backward_seconds for modes in alternatives]
     own = [modes[mode] for modes in alternatives]
     again = min(one.backward_seconds - base for one, base in zip(own, plain, strict=True))
+    backward = min(plain) + max(0.0, again)
+    inputs = min(one.backward_seconds - one.weight_gradient_seconds for one in own)
     return replace(
         own[0],
         forward_seconds=min(one.forward_seconds for one in own),
-        backward_seconds=min(plain) + max(0.0, again),
+        backward_seconds=backward,
+        weight_gradient_seconds=max(0.0, backward - inputs),
         saved_bytes=min(one.saved_bytes for one in own),
         transient_bytes=min(one.transient_bytes for one in own),
     )

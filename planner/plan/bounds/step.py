@@ -288,15 +288,18 @@ class StepBound:
         share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
         norm = norm_seconds(self.groups, arrangement)
         return norm + min(
-            optimizer_seconds(
-                self.totals.trainable / (arrangement.pipeline * share),
-                gradient_bytes=4,
-                copy_bytes=copy_bytes(arrangement.precision),
-                passes=constants.optimizer_passes,
-                rates=rates,
-                element_seconds=constants.optimizer_element_seconds,
+            max(
+                optimizer_seconds(
+                    self.totals.trainable / (arrangement.pipeline * share),
+                    gradient_bytes=4,
+                    copy_bytes=copy_bytes(arrangement.precision),
+                    passes=constants.optimizer_passes,
+                    rates=rates,
+                    element_seconds=constants.optimizer_element_seconds,
+                )
+                for rates in own
             )
-            for rates in dict.fromkeys(self.groups.stage_rates)
+            for own in dict.fromkeys(self.groups.stage_rates)
         )
 
 

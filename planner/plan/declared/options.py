@@ -19,6 +19,11 @@ OPTIONS: Mapping[str, str] = MappingProxyType(
         "limits.dp": "--max-dp",
         "limits.memory": "--memory",
         "objective": "--objective",
+        "tolerance": "--tolerance",
+        "samples": "--samples",
+        "tokens": "--tokens",
+        "deadline": "--deadline",
+        "budget": "--budget",
         "global_batch": "--global-batch",
         "precision": "--precision",
     }

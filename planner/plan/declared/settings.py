@@ -14,6 +14,7 @@ from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import Declared, MemoryLimit, Objective
+from autopar.planner.plan.declared.work import read_budget, read_deadline, read_units
 from autopar.planner.precision import Precision
 
 Chosen = TypeVar("Chosen", bound=Enum)
@@ -75,6 +76,22 @@ def read_memory(value: object, where: str) -> MemoryLimit:
     return MemoryLimit(share=share)
 
 
+def read_tolerance(value: object, where: str) -> float:
+    """Return the share that "3%" is; 0 needs no sign."""
+    text = str(value).strip()
+    try:
+        share = float(text.removesuffix("%")) / 100
+    except ValueError:
+        share = -1.0
+    if not 0 <= share < 1 or not (text.endswith("%") or share == 0):
+        raise InputError(
+            f"{value!r} is not a share of the step",
+            where=where,
+            expected='"3%", or 0 for the fastest plan however complex',
+        )
+    return share
+
+
 def read_name(value: object, where: str, known: type[Chosen]) -> Chosen:
     """Return the member of an enum that a text names."""
     names = {str(one.value): one for one in known}
@@ -125,6 +142,12 @@ def _read_compression(value: object, where: str) -> tuple[bool, ...]:
     return meanings[value]
 
 
+def _read_truth(value: object, where: str) -> bool:
+    if not isinstance(value, bool):
+        raise InputError(f"{value!r} is no choice", where=where, expected="true or false")
+    return value
+
+
 def _read_bucket(value: object, where: str) -> int:
     return parse_bytes(value, where=where)
 
@@ -132,10 +155,19 @@ def _read_bucket(value: object, where: str) -> int:
 SETTINGS: Mapping[str, Setting] = MappingProxyType(
     {
         "objective": Setting(field="objective", read=_named(Objective), say="objective {value}"),
+        "tolerance": Setting(
+            field="tolerance", read=read_tolerance, say="the simplest plan within {value}"
+        ),
         "precision": Setting(field="precision", read=_named(Precision), say="precision {value}"),
         "global_batch": Setting(
             field="global_batch", read=read_count, say="a global batch of {value}"
         ),
+        "samples": Setting(field="samples", read=read_units, say="{value} samples in all"),
+        "tokens": Setting(field="tokens", read=read_units, say="{value} tokens in all"),
+        "deadline": Setting(
+            field="deadline_seconds", read=read_deadline, say="a deadline of {value}"
+        ),
+        "budget": Setting(field="budget_usd", read=read_budget, say="a budget of {value} USD"),
         "pins.pp": Setting(field="pipeline", read=read_count),
         "pins.dp": Setting(field="data", read=read_count),
         "pins.tp": Setting(field="tensor", read=read_count),
@@ -156,6 +188,9 @@ SETTINGS: Mapping[str, Setting] = MappingProxyType(
         ),
         "choices.compressed_gradients": Setting(
             field="compression", read=_read_compression, say="compressed gradients: {value}"
+        ),
+        "choices.microbatch_statistics": Setting(
+            field="statistics_apart", read=_read_truth, say="statistics of microbatches: {value}"
         ),
         "choices.bucket_sizes": Setting(
             field="bucket_bytes", read=_each(_read_bucket), say="buckets of {value}"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.findings.statistics import norm_of_rows
 from autopar.planner.graph import Graph
 from autopar.planner.plan.declared.constraints import Constraints, Declared
 
@@ -15,6 +16,7 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
     The tensor axis may split such a batch, for its ranks give each other what rows make of each
     other. The global batch must be known.
     """
+    constraints = _with_whole_statistics(constraints, graph)
     if splits_batch(constraints):
         return constraints
     met = meeting_rows(graph)
@@ -42,6 +44,31 @@ def with_whole_batch(constraints: Constraints, graph: Graph) -> Constraints:
         shares_rows=True,
         declared=(*constraints.declared, *own),
     )
+
+
+def _with_whole_statistics(constraints: Constraints, graph: Graph) -> Constraints:
+    """Return the constraints with one microbatch where batch norms take statistics of the rows.
+
+    Data ranks share theirs, but microbatches come one after the other: in several of them a model
+    trains otherwise than on one device. Who pins a microbatch, or allows it by name, gets that.
+    """
+    norm = None if keeps_statistics_apart(constraints) else norm_of_rows(graph)
+    if norm is None:
+        return constraints
+    own = Declared(
+        place="choices.one_microbatch",
+        field="one_microbatch",
+        value=True,
+        text="one microbatch on each data rank",
+        origin=f"{norm.name} takes statistics of all rows; microbatch_statistics = true, or a pin "
+        "of microbatch, allows more",
+    )
+    return replace(constraints, one_microbatch=True, declared=(*constraints.declared, own))
+
+
+def keeps_statistics_apart(constraints: Constraints) -> bool:
+    """Whether a person lets batch norms take the statistics of each microbatch by itself."""
+    return constraints.statistics_apart or constraints.microbatch is not None
 
 
 def splits_batch(constraints: Constraints) -> bool:

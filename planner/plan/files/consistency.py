@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.findings.recomputable import unable
 from autopar.planner.layers import Layers
 from autopar.planner.plan.plan import Plan
@@ -39,11 +40,23 @@ def _degrees(plan: Plan) -> Iterator[str]:
         yield f"cluster: {plan.cluster.size} devices, but machines.devices is another number"
     if arrangement.data % arrangement.shard:
         yield f"arrangement: shard {arrangement.shard} does not divide data {arrangement.data}"
+    if arrangement.rows and not _are_rows(arrangement):
+        yield (
+            f"arrangement.rows: {len(arrangement.rows)} numbers for {arrangement.data} data ranks "
+            f"alone, the most of them {max(arrangement.rows)}, {arrangement.microbatch} expected"
+        )
     if shards_in_vain(arrangement):
         yield (
             f"arrangement: ZeRO-{arrangement.zero.value} under {arrangement.schedule}, which keeps "
             "parameters and gradients whole, as ZeRO-1 does"
         )
+
+
+def _are_rows(arrangement: Arrangement) -> bool:
+    """Whether each data rank has its rows, and there are no others to share them with."""
+    has_others = arrangement.pipeline * arrangement.tensor > 1
+    numbers = len(arrangement.rows) == arrangement.data and min(arrangement.rows) >= 1
+    return numbers and not has_others and max(arrangement.rows) == arrangement.microbatch
 
 
 def _stages(plan: Plan) -> Iterator[str]:

@@ -27,6 +27,11 @@ from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, Runn
 FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
 _MOST_TOLD = 5
+# A plan's cluster is in its own order; which of several that was, only the search knows.
+_OF_THE_SEARCH: dict[str, Any] = {
+    "arrangement": {"order"},
+    "runners_up": {"__all__": {"arrangement": {"order"}}},
+}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,6 +51,7 @@ class PlanDocument:
     crossing: tuple[ParameterLayout, ...]
     prediction: Prediction
     proof: Proof
+    fastest: RunnerUp | None = None
     runners_up: tuple[RunnerUp, ...]
     cluster: ClusterDocument
     graph: GraphDocument
@@ -119,7 +125,8 @@ def plan_text(plan: Plan) -> str:
         "graph": graph_document(plan.graph),
     }
     document = PlanDocument(**values)
-    return "".join(_lines(_ADAPTER.dump_python(document, mode="json"), depth=0)) + "\n"
+    dumped = _ADAPTER.dump_python(document, mode="json", exclude=_OF_THE_SEARCH)
+    return "".join(_lines(dumped, depth=0)) + "\n"
 
 
 def summary(plan: Plan) -> Mapping[str, object]:

@@ -61,6 +61,7 @@ class TensorRow(NamedTuple):
     origin: Origin
     requires_grad: bool
     counted_by: str = ""
+    expected: float = 1.0
 
 
 class ParameterRow(NamedTuple):
@@ -235,6 +236,7 @@ def _tensor_row(tensor: Tensor) -> TensorRow:
         tensor.origin,
         tensor.requires_grad,
         tensor.counted_by,
+        tensor.expected,
     )
 
 

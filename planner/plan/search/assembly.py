@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 from importlib.metadata import version
 from typing import TypeVar
 
@@ -35,15 +36,17 @@ class Counts:
 
 def assemble(
     outcome: Outcome[Item, Candidate],
+    best: Candidate,
     *,
     costing: Costing,
     model: Model,
     constraints: Constraints,
-    limit_bytes: int,
+    limits: Mapping[str, int],
     counts: Counts,
 ) -> Plan:
-    """Return the plan of the best candidate."""
-    best = outcome.found[0].leaf
+    """Return the plan of the chosen candidate, with the fastest beside it where that is another."""
+    fastest = outcome.found[0].leaf
+    cluster = costing.cluster_of(best.arrangement)
     solution = costing.solutions(best.arrangement.tensor, best.arrangement.microbatch)[
         best.solution
     ]
@@ -51,23 +54,24 @@ def assemble(
         format=FORMAT,
         autopar=version("autopar"),
         model=model,
-        machines=machines_of(costing.cluster, limit_bytes),
+        machines=machines_of(cluster, limits),
         objective=constraints.objective.value,
         constraints=constraints.declared,
-        arrangement=best.arrangement,
+        arrangement=replace(best.arrangement, order=0),
         stages=best.stages,
         layouts=solution.layouts,
         parameters=solution.parameters,
         crossing=solution.crossing,
         prediction=best.prediction,
         proof=_proof(outcome, counts),
-        runners_up=tuple(runner_up(one, best) for one in _distinct(outcome)),
-        cluster=costing.cluster,
+        fastest=None if best is fastest else runner_up(fastest, best),
+        runners_up=tuple(runner_up(one, best) for one in _distinct(outcome, best)),
+        cluster=cluster,
         graph=costing.subject.graph,
     )
 
 
-def machines_of(cluster: Cluster, limit_bytes: int) -> Machines:
+def machines_of(cluster: Cluster, limits: Mapping[str, int]) -> Machines:
     """Return the summary of a cluster; of unequal devices, the one with least memory."""
     smallest = min((node.device for node in cluster.nodes), key=lambda one: one.memory_bytes)
     names = dict.fromkeys(node.device.name for node in cluster.nodes)
@@ -76,10 +80,11 @@ def machines_of(cluster: Cluster, limit_bytes: int) -> Machines:
         nodes=len(cluster.nodes),
         device=" + ".join(names),
         memory_bytes=smallest.memory_bytes,
-        limit_bytes=limit_bytes,
+        limit_bytes=min(limits.values()),
         usd_per_hour=cluster.usd_per_hour,
         backend=cluster.nodes[0].link.backend.value,
         content_hash=content_hash(cluster),
+        limits=tuple((name, limits[name]) for name in names) if len(names) > 1 else (),
     )
 
 
@@ -98,10 +103,10 @@ def _proof(outcome: Outcome[Item, Candidate], counts: Counts) -> Proof:
     )
 
 
-def _distinct(outcome: Outcome[Item, Candidate]) -> list[Candidate]:
-    """Return the best others that differ in more than the microbatch."""
-    chosen, *others = (found.leaf for found in outcome.found)
-    seen = {_kind(chosen)}
+def _distinct(outcome: Outcome[Item, Candidate], best: Candidate) -> list[Candidate]:
+    """Return the best others, behind the fastest, that differ in more than the microbatch."""
+    fastest, *others = (found.leaf for found in outcome.found)
+    seen = {_kind(best), _kind(fastest)}
     told: list[Candidate] = []
     for other in others:
         if _kind(other) not in seen and len(told) < MOST_TOLD:
@@ -119,7 +124,7 @@ def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
     """Return another candidate as the plan tells of it."""
     prediction = candidate.prediction
     return RunnerUp(
-        arrangement=candidate.arrangement,
+        arrangement=replace(candidate.arrangement, order=0),
         recompute=recompute_words(candidate.stages),
         step_seconds=prediction.step_seconds,
         mfu=prediction.mfu,
@@ -131,10 +136,13 @@ def runner_up(candidate: Candidate, best: Candidate) -> RunnerUp:
 
 
 def _difference(other: Prediction, best: Prediction) -> str:
-    """Return the term that makes a plan slower, or what it saves."""
+    """Return the term that makes a plan slower or faster, or what it saves."""
     ours = {term.name: term.seconds for term in best.terms}
     more = {term.name: term.seconds - ours.get(term.name, 0.0) for term in other.terms}
-    name = max(more, key=lambda term: more[term])
+    is_faster = other.step_seconds < best.step_seconds
+    name = (min if is_faster else max)(more, key=lambda term: more[term])
     saved = best.peak_memory.device_bytes - other.peak_memory.device_bytes
     memory = f", {bytes_text(saved)} less memory" if saved > 0 else ""
+    if is_faster:
+        return f"−{seconds_text(-more[name])} {name}{memory}"
     return f"+{seconds_text(more[name])} {name}{memory}" if more[name] > 0 else memory[2:]

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Generic, TypeVar
 
@@ -46,7 +46,7 @@ class Outcome(Generic[Item, Leaf]):
     """All leaves that were made, the best first; what was left waiting; the best possible value."""
 
     found: tuple[Found[Leaf], ...]
-    waiting: tuple[Item, ...]
+    waiting: tuple[Node[Item], ...]  # with what their parents proved
     bound: float
     is_complete: bool
 
@@ -110,7 +110,7 @@ def best_first(
     best_possible = min([first, *(entry[0] for entry in queue)], default=float("inf"))
     return Outcome(
         found=tuple(sorted(found, key=lambda leaf: (leaf.value, leaf.rank))),
-        waiting=tuple(node.item for node, _, _ in nodes.values()),
+        waiting=tuple(replace(node, bound=bound) for node, bound, _ in nodes.values()),
         bound=best_possible,
         is_complete=is_complete,
     )

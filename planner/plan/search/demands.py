@@ -13,7 +13,7 @@ from autopar.planner.cluster.units import bytes_text
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.findings.recomputable import unable
-from autopar.planner.plan.declared.constraints import Constraints, covers
+from autopar.planner.plan.declared.constraints import USUAL_MEMORY, Constraints, covers
 from autopar.planner.plan.search.space import DEFAULT_BUCKET_BYTES, Choices
 from autopar.planner.plan.solving.costing import Subject
 from autopar.planner.plan.solving.questions import Demands
@@ -21,7 +21,6 @@ from autopar.planner.programs.layouts.rules import Ban, LayoutRules
 from autopar.planner.programs.layouts.rules import Pin as LayoutPin
 from autopar.planner.programs.stages.problem import Pin
 
-HEADROOM = 0.05  # of a device: what a prediction may be wrong by before a training dies
 BUCKETS_BYTES = (DEFAULT_BUCKET_BYTES, 100 * 2**20, 400 * 2**20)
 EVERYWHERE = "*"
 OF_THE_DATA_AXIS = frozenset({"batch"})
@@ -75,9 +74,8 @@ def limits_of(cluster: Cluster, constraints: Constraints) -> Mapping[str, int]:
     limits = {}
     for node in cluster.nodes:
         memory = node.device.memory_bytes
-        wanted = constraints.memory
-        allowed = wanted.bytes_of(memory) if wanted else int(memory * (1 - HEADROOM))
-        limits[node.device.name] = allowed
+        wanted = constraints.memory or USUAL_MEMORY
+        limits[node.device.name] = wanted.bytes_of(memory)
     return limits
 
 

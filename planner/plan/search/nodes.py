@@ -8,6 +8,7 @@ from enum import IntEnum
 
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.plan.search.simpler import complexity
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,15 +65,15 @@ def families(variants_: Iterable[Arrangement]) -> list[list[Arrangement]]:
 
 
 def simplicity(arrangement: Arrangement) -> tuple[float, ...]:
-    """Return what orders equals: fewer kinds of parallelism, less sharding, fewer parts."""
-    degrees = (arrangement.pipeline, arrangement.tensor, arrangement.data)
+    """Return what orders equals: the simpler one, and of equally simple ones fewer parts."""
     return (
-        sum(degree > 1 for degree in degrees),
-        arrangement.zero.value,
-        arrangement.compressed_gradients,
-        *degrees,
+        *complexity(arrangement, recomputes=False),
+        arrangement.pipeline,
+        arrangement.tensor,
+        arrangement.data,
         arrangement.stages_per_rank,
         arrangement.microbatches,
+        len(set(arrangement.rows)),
         arrangement.data // arrangement.shard,
         list(ScheduleKind).index(arrangement.schedule),
     )

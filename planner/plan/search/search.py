@@ -19,14 +19,17 @@ from copy import copy
 from dataclasses import replace
 
 from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.blocks import Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.steps.framework import framework_constants
 from autopar.planner.errors import AutoparError
+from autopar.planner.findings.uneven_rows import may_be_uneven
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.plan.bounds.bounding import Bounds
+from autopar.planner.plan.bounds.recomputation import must_recompute
 from autopar.planner.plan.declared.conflict import minimal_conflict
 from autopar.planner.plan.declared.constraints import (
     Constraints,
@@ -50,10 +53,19 @@ from autopar.planner.plan.search.demands import (
     shared_buffers,
 )
 from autopar.planner.plan.search.nodes import Item, Point, Pressure, Variant, families, simplicity
+from autopar.planner.plan.search.placing import in_orders
 from autopar.planner.plan.search.refusal import nothing_runs, too_large, too_late
+from autopar.planner.plan.search.shares import uneven
+from autopar.planner.plan.search.simpler import (
+    Complexity,
+    Known,
+    Simplicity,
+    complexity,
+    simplest_leaf,
+)
 from autopar.planner.plan.search.space import Choices, microbatches_of, simplest, variants
 from autopar.planner.plan.solving.candidate import Candidate, Judge, recomputes
-from autopar.planner.plan.solving.costing import Costing, Subject, model_flops
+from autopar.planner.plan.solving.costing import Costing, Prices, Subject, model_flops
 from autopar.planner.plan.solving.questions import Questions
 from autopar.planner.plan.telling.chosen import ROWS_PER_DEVICE
 from autopar.planner.plan.telling.words import arrangement_words, degrees_words
@@ -77,24 +89,33 @@ def search(
     time_limit_seconds: float | None = None,
     report: Callable[[str], None] = lambda _: None,
     measured: Measurements | None = None,
+    prices: Prices | None = None,
 ) -> Plan:
-    """Return the best plan with its proof and the runners-up."""
+    """Return the best plan with its proof and the runners-up.
+
+    Searches on several clusters may share the prices of one model under the same constraints.
+    """
     subject = Subject(graph=graph, axes=axes, layers=layers)
-    constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
-    check_lone_rows(constraints, graph)
-    constraints = with_whole_scalars(constraints, graph)
-    explorer = Explorer(subject, cluster, constraints, report=report, measured=measured)
+    constraints = completed(constraints, cluster, graph)
+    explorer = Explorer(
+        subject, cluster, constraints, report=report, measured=measured, prices=prices
+    )
     began = time.perf_counter()
     limit = time_limit_seconds or float("inf")
-    outcome = explorer.explore(is_late=lambda: time.perf_counter() - began > limit)
+
+    def is_late() -> bool:
+        return time.perf_counter() - began > limit
+
+    outcome = explorer.explore(is_late=is_late)
     if not outcome.found:
         raise explorer.refusal(outcome)
     return assemble(
         outcome,
+        explorer.choose(outcome, is_late=is_late).leaf,
         costing=explorer.costing,
         model=model,
         constraints=constraints,
-        limit_bytes=min(explorer.judge.demands.limit_bytes.values()),
+        limits=explorer.judge.demands.limit_bytes,
         counts=Counts(
             enumerated=explorer.enumerated(),
             solved=explorer.solved,
@@ -105,6 +126,13 @@ def search(
     )
 
 
+def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
+    """Return the constraints with a global batch, and with what the model itself rules out."""
+    constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
+    check_lone_rows(constraints, graph)
+    return with_whole_scalars(constraints, graph)
+
+
 def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
     """Return the constraints with a global batch: a few rows for each device where none is set."""
     if constraints.global_batch is not None:
@@ -113,6 +141,11 @@ def with_batch(constraints: Constraints, cluster: Cluster, graph: Graph) -> Cons
         return replace(constraints, global_batch=graph.fixed_batch * (constraints.data or 1))
     pinned = constraints.microbatch or 1
     return replace(constraints, global_batch=ROWS_PER_DEVICE * cluster.size * pinned)
+
+
+def complexity_of(candidate: Candidate) -> Complexity:
+    """Return how complex a solved plan is."""
+    return complexity(candidate.arrangement, recomputes=recomputes(candidate))
 
 
 class Explorer:
@@ -126,6 +159,7 @@ class Explorer:
         *,
         report: Callable[[str], None] = lambda _: None,
         measured: Measurements | None = None,
+        prices: Prices | None = None,
     ) -> None:
         assert constraints.global_batch is not None
         self.subject, self.cluster, self.constraints = subject, cluster, constraints
@@ -139,6 +173,7 @@ class Explorer:
             precision=constraints.precision,
             rules=layout_rules(constraints, subject.axes),
             measured=measured,
+            prices=prices,
         )
         questions = Questions(
             costing=self.costing,
@@ -151,12 +186,41 @@ class Explorer:
         self.solved = 0
         self.infeasible = 0
         self.programs = 0
-        self._best_seconds = float("inf")
+        is_exact = self.objective is Objective.MEMORY
+        self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
         self._looked_beside = 0  # nodes, since the best was proved
+        self._is_choosing = False  # the simplest, once the fastest is proved
+        self._left_out: list[Node[Item]] = []  # no faster than what was known, but perhaps simpler
 
     def explore(self, *, is_late: Callable[[], bool] = lambda: False) -> Searched:
         """Search until the best is proved and there are some distinct runners-up."""
         return best_first(self.roots(), self.expand, is_late=is_late, enough=self._is_enough)
+
+    def choose(
+        self, outcome: Searched, *, is_late: Callable[[], bool] = lambda: False
+    ) -> Found[Candidate]:
+        """Return the simplest plan within the tolerance of the fastest, which is proved."""
+        fastest = outcome.found[0]
+        if not self._known.tolerance:
+            return fastest
+        self._looked_beside, self._is_choosing = 0, True
+        return simplest_leaf(
+            outcome.found,
+            (*outcome.waiting, *self._left_out),
+            self.expand,
+            Simplicity(of_leaf=complexity_of, below=self._complexity_below),
+            within=fastest.value * (1 + self._known.tolerance),
+            is_late=is_late,
+        )
+
+    def know(self, seconds: float) -> None:
+        """Look only for what is faster: so fast a plan is known elsewhere."""
+        self._known = self._known.with_one((), seconds)
+
+    def _complexity_below(self, item: Item) -> Complexity:
+        """Return the least complexity of what a point or a variant can come to."""
+        again = isinstance(item, Variant) and must_recompute(self.bounds, item.arrangement)
+        return complexity(item.arrangement, recomputes=again)
 
     def roots(self) -> list[Node[Item]]:
         """Return the points with their bounds."""
@@ -173,10 +237,13 @@ class Explorer:
         self._looked_beside += passed > 0
         return passed > MOST_RUNNERS_UP or self._looked_beside > EXTRA_NODES
 
-    @property
-    def _to_beat(self) -> float:
-        """What a candidate must be below; one beside the best, once that is proved, need not."""
-        return float("inf") if self._looked_beside else self._best_seconds
+    def _to_beat(self, arrangement: Arrangement) -> float:
+        """Return what must be undercut; not where others are looked for, to stand beside."""
+        if self._looked_beside:
+            return float("inf")
+        if not self._is_choosing:
+            return self._known.fastest
+        return self._known.to_beat(self._complexity_below(Variant(arrangement)))
 
     def points(self) -> Iterator[Arrangement]:
         """Yield the degrees and microbatches that the constraints allow."""
@@ -184,6 +251,11 @@ class Explorer:
         assert constraints.global_batch is not None
         fixed = graph.fixed_batch
         alone, together = least_rows(graph, data=1), least_rows(graph, data=2)
+        is_uneven = (
+            constraints.microbatch is None
+            and self.objective is not Objective.MEMORY
+            and may_be_uneven(graph)
+        )
         legal = check_degrees(
             self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
         )
@@ -196,11 +268,12 @@ class Explorer:
                 for size, count in microbatches_of(constraints.global_batch, data)
                 if size == (fixed or size) and size == (constraints.microbatch or size)
                 if size >= (alone if data == 1 else together)
+                if count == 1 or not constraints.one_microbatch
             ]
             if self.objective is Objective.MEMORY:
                 sizes = sizes[:1]  # the smallest never holds more rows at once than another
             for size, count in sizes:
-                yield simplest(
+                point = simplest(
                     pipeline=pipeline,
                     data=data,
                     tensor=tensor,
@@ -208,6 +281,20 @@ class Explorer:
                     microbatches=count,
                     precision=constraints.precision,
                 )
+                yield from in_orders(point, self.costing.orders, self.choices)
+            if is_uneven and sizes:
+                yield from self._uneven(point, least=together)
+
+    def _uneven(self, point: Arrangement, *, least: int) -> Iterator[Arrangement]:
+        """Yield a point with rows that suit unlike devices."""
+        assert self.constraints.global_batch is not None
+        return uneven(
+            point,
+            self.costing.cluster,
+            global_batch=self.constraints.global_batch,
+            least=least,
+            seconds=lambda one, rows: self.bounds.least_on(1, Share(one, rows)).total_seconds,
+        )
 
     def most_tensor(self) -> int:
         """Return the greatest tensor degree: the devices of a node, unless more is asked for.
@@ -268,6 +355,7 @@ class Explorer:
 
     def solve(self, arrangement: Arrangement) -> list[Found[Candidate]]:
         """Return the best candidate of an arrangement, if there is one."""
+        to_beat = self._to_beat(arrangement)
         if self.objective is Objective.MEMORY:
             answer = self.judge.solve_smallest(arrangement)
         else:
@@ -275,15 +363,20 @@ class Explorer:
                 arrangement,
                 least=lambda number: self.bounds.of_solution(arrangement, number),
                 excludes=lambda number, seconds: self.bounds.excludes(arrangement, number, seconds),
-                known_seconds=self._to_beat,
+                known_seconds=to_beat,
             )
         self.programs += answer.report.calls
         if answer.candidate is None:
             self.infeasible += not answer.leaves_out
+            if answer.leaves_out and not self._is_choosing:
+                left = Variant(arrangement, pressure=Pressure.OF_LAYOUTS)
+                rank = simplicity(arrangement)
+                self._left_out.append(Node(bound=to_beat, rank=rank, item=left))
             return []
         self.solved += 1
         candidate = answer.candidate
-        self._best_seconds = min(self._best_seconds, candidate.prediction.step_seconds)
+        seconds = candidate.prediction.step_seconds
+        self._known = self._known.with_one(complexity_of(candidate), seconds)
         return [Found(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)]
 
     def value(self, candidate: Candidate) -> float:

@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.planner.cluster.device import Device
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Prediction, Recompute, Zero
 from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import context_bytes
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.plan import Stage
-from autopar.planner.plan.solving.costing import Costing, Inside, Modes
-from autopar.planner.plan.solving.questions import CLOSE_BYTES, Demands, Questions, inside_of
+from autopar.planner.plan.solving.costing import Costing, Inside
+from autopar.planner.plan.solving.questions import CLOSE_BYTES, Demands, Questions, Rows, inside_of
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.choice import NoStages, StageAnswer, StagePlan, choose_stages
 from autopar.planner.programs.stages.memory import least_memory_bytes, with_memory
@@ -175,24 +174,22 @@ class Judge:
     def _stages(
         self,
         arrangement: Arrangement,
-        rows: Mapping[Device, Sequence[Modes]],
+        rows: Rows,
         choices: LayerChoices,
         spare: int,
     ) -> StageAnswer:
-        """Choose the stages within what is allowed of each device, less what is spared."""
+        """Choose the stages within what each pipeline rank may use, less what is spared."""
         held = spare + context_bytes(arrangement, self.constants)
-        memory = {name: limit - held for name, limit in self.demands.limit_bytes.items()}
-        if min(memory.values()) <= 0:
-            return NoStages(shortfall_bytes=1 - min(memory.values()))
+        memory = [limit - held for limit in self.questions.limit_bytes(arrangement)]
+        if min(memory) <= 0:
+            return NoStages(shortfall_bytes=1 - min(memory))
         return choose_stages(choices, self.questions.limits(arrangement, rows, memory))
 
     def _thriftiest(self, arrangement: Arrangement, solution: int) -> Answer:
         """Return the candidate that needs least of its fullest rank, or what it is short of."""
         rows = self.questions.rows(arrangement, solution)
         choices = self.questions.choices(arrangement, solution, rows)
-        nothing = self.questions.limits(
-            arrangement, rows, dict.fromkeys(self.demands.limit_bytes, 0)
-        )
+        nothing = self.questions.limits(arrangement, rows, [0] * arrangement.pipeline)
         least = least_memory_bytes(choices, nothing)
         if least is None:
             return NOTHING
@@ -212,10 +209,9 @@ class Judge:
         self,
         arrangement: Arrangement,
         solution: int,
-        rows: Mapping[Device, Sequence[Modes]],
+        rows: Rows,
         answer: StagePlan,
     ) -> Candidate:
-        devices = self.questions.devices(arrangement)
         stages, costs = [], []
         for number, planned in enumerate(answer.stages):
             rank = rank_of(arrangement.schedule, number, arrangement.pipeline)
@@ -228,7 +224,7 @@ class Judge:
                     recompute=modes,
                 )
             )
-            own = rows[devices[rank]][planned.first : planned.stop]
+            own = rows[rank][planned.first : planned.stop]
             costs.append([one[mode] for one, mode in zip(own, modes, strict=True)])
         tuned = self._tuned(arrangement, inside_of(arrangement, solution), costs)
         return Candidate(
@@ -248,7 +244,7 @@ class Judge:
             prediction = predict(
                 costs,
                 own,
-                self.costing.cluster,
+                self.costing.cluster_of(own),
                 constants=self.constants,
                 model_flops=self.model_flops,
                 tied_gradient_bytes=tied,
@@ -258,9 +254,9 @@ class Judge:
 
     def _excess(self, candidate: Candidate) -> int:
         """Return by how much the fullest rank is beyond its limit; 0 or less if none is."""
-        devices = self.questions.devices(candidate.arrangement)
+        limits = self.questions.limit_bytes(candidate.arrangement)
         return max(
-            predicted.memory.device_bytes - self.demands.limit_bytes[devices[stage.rank].name]
+            predicted.memory.device_bytes - limits[stage.rank]
             for stage, predicted in zip(candidate.stages, candidate.prediction.stages, strict=True)
         )
 

@@ -1,23 +1,26 @@
 """Prices the layers of one model on one cluster, on demand, and remembers what it priced.
 
-What a layer costs depends on the tensor degree, the microbatch, the layout solution and the device
+What a layer costs depends on the tensor degree, the microbatch, the layout solution and the devices
 of its stage; equal layers under equal circumstances share one price.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.planner.annotate import Precision, annotate
 from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.blocks import Kind, Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.orders import half_peak, node_orders
 from autopar.planner.cluster.shape import GroupShape, group_shape
 from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.slowest import slowest
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import Pricer
-from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.prediction import Arrangement, LayerCost, Recompute
 from autopar.planner.crossing import Residence, residence
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
@@ -55,6 +58,20 @@ class Inside:
     is_one_stage: bool  # tied parameters are held once
 
 
+_Place = tuple[int, int, GroupShape, Device, LayoutRules]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Prices:
+    """What was priced and laid out of one model so far, for searches on other machines to share."""
+
+    pricers: dict[tuple[int, Device], Pricer] = field(default_factory=dict)
+    programs: dict[_Place, LayoutProgram] = field(default_factory=dict)
+    fastest: dict[_Place, LayoutSolution] = field(default_factory=dict)
+    fronts: dict[_Place, tuple[LayoutSolution, ...]] = field(default_factory=dict)
+    rows: dict[tuple[_Place, Inside, Share], tuple[Modes, ...]] = field(default_factory=dict)
+
+
 class Costing:
     """The prices of the layers of one model."""
 
@@ -66,25 +83,28 @@ class Costing:
         precision: Precision,
         rules: LayoutRules,
         measured: Measurements | None = None,
+        prices: Prices | None = None,
     ) -> None:
+        self.prices = prices or Prices()
         self.subject = subject
-        self.cluster = cluster
+        self.orders = node_orders(cluster)
+        self.cluster = self.orders[0]
         self.precision = precision
         self.rules = rules
         self.measured = measured
         self.residence: Residence = residence(subject.graph, subject.layers)
         self.structure = structure_of(subject.graph, subject.axes, subject.layers)
-        self._pricers: dict[tuple[int, Device], Pricer] = {}
-        self._programs: dict[tuple[int, int], LayoutProgram] = {}
+        self._slowest_device = slowest_device(cluster)
         self._fastest: dict[tuple[int, int], LayoutSolution] = {}
         self._fronts: dict[tuple[int, int], tuple[LayoutSolution, ...]] = {}
-        self._rows: dict[tuple[Inside, Device], tuple[Modes, ...]] = {}
+        self._rows: dict[tuple[Inside, Share], tuple[Modes, ...]] = {}
+        self._slowest: dict[tuple[Inside, Kind], tuple[Modes, ...]] = {}
 
     def pricer(self, microbatch: int, device: Device) -> Pricer:
         """Return the pricer of a microbatch on a device."""
-        key = microbatch, device
-        if key not in self._pricers:
-            self._pricers[key] = Pricer(
+        key, pricers = (microbatch, device), self.prices.pricers
+        if key not in pricers:
+            pricers[key] = Pricer(
                 self.subject.graph,
                 self.subject.axes,
                 batch=microbatch,
@@ -93,7 +113,11 @@ class Costing:
                 measured=self.measured,
                 layers=self.subject.layers,
             )
-        return self._pricers[key]
+        return pricers[key]
+
+    def cluster_of(self, arrangement: Arrangement) -> Cluster:
+        """Return the cluster with its nodes in the order of an arrangement."""
+        return self.orders[arrangement.order]
 
     def tensor_shape(self, tensor: int) -> GroupShape:
         """Return the shape of the groups of the tensor axis."""
@@ -103,14 +127,20 @@ class Costing:
         """Return the fastest layouts inside the layers, whatever they need."""
         key = tensor, microbatch
         if key not in self._fastest:
-            self._fastest[key] = self._program(tensor, microbatch).fastest()
+            place, known = self._place(tensor, microbatch), self.prices.fastest
+            if place not in known:
+                known[place] = self._program(tensor, microbatch).fastest()
+            self._fastest[key] = known[place]
         return self._fastest[key]
 
     def solutions(self, tensor: int, microbatch: int) -> tuple[LayoutSolution, ...]:
         """Return the layouts inside the layers that trade time for memory, the fastest first."""
         key = tensor, microbatch
         if key not in self._fronts:
-            self._fronts[key] = self._program(tensor, microbatch).front()
+            place, known = self._place(tensor, microbatch), self.prices.fronts
+            if place not in known:
+                known[place] = self._program(tensor, microbatch).front()
+            self._fronts[key] = known[place]
         return self._fronts[key]
 
     def solution(self, inside: Inside) -> LayoutSolution:
@@ -124,36 +154,50 @@ class Costing:
         fronts = {key: (one,) for key, one in self._fastest.items()} | self._fronts
         return sum((one.report for front in fronts.values() for one in front), NOTHING_SOLVED)
 
+    def _place(self, tensor: int, microbatch: int) -> _Place:
+        """Return all that layouts depend on: equal on other machines, they are not solved again."""
+        return tensor, microbatch, self.tensor_shape(tensor), self._slowest_device, self.rules
+
     def _program(self, tensor: int, microbatch: int) -> LayoutProgram:
         """Return the program on the slowest device of the cluster, which the others wait for."""
-        key = tensor, microbatch
-        if key not in self._programs:
+        key, programs = self._place(tensor, microbatch), self.prices.programs
+        if key not in programs:
             place = Place(
                 graph=self.subject.graph,
                 axes=self.subject.axes,
                 layers=self.subject.layers,
-                pricer=self.pricer(microbatch, slowest_device(self.cluster)),
+                pricer=self.pricer(microbatch, self._slowest_device),
                 degree=tensor,
                 shape=self.tensor_shape(tensor),
                 rules=self.rules,
                 microbatches=1,
                 structure=self.structure,
             )
-            self._programs[key] = LayoutProgram(place, _BUDGET)
-        return self._programs[key]
+            programs[key] = LayoutProgram(place, _BUDGET)
+        return programs[key]
 
-    def rows(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
+    def rows(self, inside: Inside, share: Share) -> tuple[Modes, ...]:
         """Return what each layer costs in each recompute mode, one object for equal layers."""
-        key = inside, device
+        key = inside, share
         if key not in self._rows:
-            self._rows[key] = self._priced(inside, device)
+            shared = self._place(inside.tensor, inside.microbatch), inside, share
+            if shared not in self.prices.rows:
+                self.prices.rows[shared] = self._priced(inside, share)
+            self._rows[key] = self.prices.rows[shared]
         return self._rows[key]
 
-    def _priced(self, inside: Inside, device: Device) -> tuple[Modes, ...]:
+    def slowest_rows(self, inside: Inside, kind: Kind) -> tuple[Modes, ...]:
+        """Return what each layer costs ranks that wait for the slowest device with its rows."""
+        key = inside, kind
+        if key not in self._slowest:
+            self._slowest[key] = slowest([self.rows(inside, share) for share in kind])
+        return self._slowest[key]
+
+    def _priced(self, inside: Inside, share: Share) -> tuple[Modes, ...]:
         solution = self.solution(inside)
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
-        pricer = self.pricer(inside.microbatch, device)
+        pricer = self.pricer(share.rows, share.device)
         seen: set[str] = set()
         known: dict[object, Modes] = {}
         rows: list[Modes] = []
@@ -183,7 +227,7 @@ class Costing:
         layers = self.subject.layers.layers
         if len(layers) == 1:
             return 0
-        pricer = self.pricer(inside.microbatch, slowest_device(self.cluster))
+        pricer = self.pricer(inside.microbatch, self._slowest_device)
         tied = parameters_of(layers[0], parameters) & parameters_of(layers[-1], parameters)
         elements = (pricer.elements(name, parameters[name], inside.tensor) for name in tied)
         return GRADIENT_BYTES * sum(elements)
@@ -206,12 +250,7 @@ def parameters_of(layer: Layer, parameters: Mapping[str, Layout]) -> frozenset[s
 
 def slowest_device(cluster: Cluster) -> Device:
     """Return the device that the others wait for: the one of the lowest 16-bit peak."""
-    return min((node.device for node in cluster.nodes), key=_half_peak)
-
-
-def _half_peak(device: Device) -> float:
-    peaks = dict(device.peaks)
-    return next(peaks[dtype] for dtype in ("bf16", "fp16", "fp32") if dtype in peaks)
+    return min((node.device for node in cluster.nodes), key=half_peak)
 
 
 def model_flops(subject: Subject, global_batch: int, precision: Precision) -> int:

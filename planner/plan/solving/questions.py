@@ -6,8 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import groupby
+from typing import TypeVar
 
-from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.blocks import Kind, Share, different_kinds, kinds_of_blocks, shares_of
 from autopar.planner.costs.collectives.norm_statistics import synchronising
 from autopar.planner.costs.prediction import Arrangement, Recompute
 from autopar.planner.costs.schedules.pipeline import rank_of
@@ -36,6 +37,8 @@ from autopar.planner.programs.stages.problem import (
     StageLimits,
 )
 
+Item = TypeVar("Item")
+Rows = tuple[tuple[Modes, ...], ...]  # of each pipeline rank, one object for equal ranks
 CLOSE_BYTES = 2**20  # short of which the prediction is asked too: the program rounds up
 
 
@@ -63,53 +66,73 @@ class Questions:
     def asked(self, arrangement: Arrangement, solution: int) -> tuple[LayerChoices, StageLimits]:
         """Return what the stage program is asked but for the cuts, with the most memory it gets."""
         rows = self.rows(arrangement, solution)
-        memory = dict.fromkeys(self.demands.limit_bytes, max(0, self.most_bytes(arrangement)))
+        memory = [max(0, size) for size in self.room_bytes(arrangement)]
         choices = self._uncut_choices(arrangement, solution, rows)
         return choices, self.limits(arrangement, rows, memory)
 
     def most_bytes(self, arrangement: Arrangement) -> int:
         """Return what any rank may hold beside what libraries take, a little more than allowed."""
-        most = max(self.demands.limit_bytes.values())
-        return most - context_bytes(arrangement, self.constants) + CLOSE_BYTES
+        return max(self.room_bytes(arrangement))
 
-    def rows(self, arrangement: Arrangement, solution: int) -> Mapping[Device, tuple[Modes, ...]]:
-        """Return what the layers cost on each kind of device."""
+    def room_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
+        """Return what each pipeline rank may hold likewise."""
+        more = CLOSE_BYTES - context_bytes(arrangement, self.constants)
+        return tuple(limit + more for limit in self.limit_bytes(arrangement))
+
+    def limit_bytes(self, arrangement: Arrangement) -> tuple[int, ...]:
+        """Return what each pipeline rank may use: the least that any of its devices allows."""
+        limits = self.demands.limit_bytes
+        kinds = self.kinds(arrangement)
+        least = [min(limits[share.device.name] for share in own) for own in kinds]
+        return self._each(arrangement, least)
+
+    def rows(self, arrangement: Arrangement, solution: int) -> Rows:
+        """Return what the layers cost each pipeline rank, which waits for its slowest device."""
         inside = inside_of(arrangement, solution)
-        devices = dict.fromkeys(self.devices(arrangement))
-        return {device: self.costing.rows(inside, device) for device in devices}
+        kinds = self.kinds(arrangement)
+        return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
-    def devices(self, arrangement: Arrangement) -> tuple[Device, ...]:
-        """Return the device of each pipeline rank: the first of its ranks, as the prediction."""
-        devices = self.costing.cluster.devices
-        width = arrangement.tensor * arrangement.data
-        return tuple(devices[rank * width] for rank in range(arrangement.pipeline))
+    def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
+        """Return the different groups of devices, with their rows, that pipeline ranks have."""
+        cluster, rows = self.costing.cluster_of(arrangement), arrangement.microbatch
+        if arrangement.rows:  # of data ranks alone
+            return (shares_of(cluster.devices, arrangement.rows),)
+        kinds = different_kinds(cluster, arrangement.pipeline)
+        return tuple(tuple(Share(device, rows) for device in own) for own in kinds)
 
-    def choices(
-        self, arrangement: Arrangement, solution: int, rows: Mapping[Device, tuple[Modes, ...]]
-    ) -> LayerChoices:
+    def _each(self, arrangement: Arrangement, values: Sequence[Item]) -> tuple[Item, ...]:
+        """Return for each pipeline rank what is known of its kind."""
+        if len(values) == 1:
+            return (values[0],) * arrangement.pipeline
+        degrees = self.costing.cluster_of(arrangement), arrangement.pipeline
+        known = dict(zip(different_kinds(*degrees), values, strict=True))
+        return tuple(known[own] for own in kinds_of_blocks(*degrees))
+
+    def choices(self, arrangement: Arrangement, solution: int, rows: Rows) -> LayerChoices:
         """Return the layers with their options, and what a cut between them costs."""
         uncut = self._uncut_choices(arrangement, solution, rows)
-        cuts = self._cuts(arrangement, next(iter(rows.values())))
+        cuts = self._cuts(arrangement, rows[0])
         return replace(uncut, cuts=cuts) if cuts else uncut
 
-    def _uncut_choices(
-        self, arrangement: Arrangement, solution: int, rows: Mapping[Device, tuple[Modes, ...]]
-    ) -> LayerChoices:
+    def _uncut_choices(self, arrangement: Arrangement, solution: int, rows: Rows) -> LayerChoices:
         """Return the layers' options, the same for all arrangements that divide the state alike."""
         division = arrangement.zero, arrangement.shard if arrangement.zero else 1
-        has_norms = any(
-            modes[Recompute.NONE].statistics.norms for modes in next(iter(rows.values()))
-        )
+        has_norms = any(modes[Recompute.NONE].statistics.norms for modes in rows[0])
         data = arrangement.data if has_norms else 1
-        key = inside_of(arrangement, solution), division, data, tuple(rows)
+        key = (
+            inside_of(arrangement, solution),
+            division,
+            data,
+            self.kinds(arrangement),
+            arrangement.order,
+        )
         if key not in self._known:
-            self._known[key] = self._made_choices(arrangement, rows)
+            self._known[key] = self._made_choices(arrangement, different(rows))
         return self._known[key]
 
-    def _made_choices(
-        self, arrangement: Arrangement, rows: Mapping[Device, tuple[Modes, ...]]
-    ) -> LayerChoices:
-        first = next(iter(rows.values()))
+    def _made_choices(self, arrangement: Arrangement, rows: Rows) -> LayerChoices:
+        """Return the options of layers on each different kind of pipeline rank."""
+        first = rows[0]
         allowed = self.demands.modes
         keys = [(id(modes), allowed[place]) for place, modes in enumerate(first)]
         numbers = {key: number for number, key in enumerate(dict.fromkeys(keys))}
@@ -120,7 +143,7 @@ class Questions:
                     tuple(self._options(arrangement, own[place], self.demands.modes[place]))
                     for place in places
                 )
-                for own in rows.values()
+                for own in rows
             ),
             runs=tuple(
                 LayerRun(layer_class=numbers[key], count=len(list(group)))
@@ -135,7 +158,7 @@ class Questions:
         """Yield one option for each recompute mode, without those that equal a simpler one."""
         margin = 1.0 + self.constants.margin
         unsharded = layer_unsharded_bytes(modes[Recompute.NONE], arrangement)
-        group = rank_groups(self.costing.cluster, arrangement).data
+        group = rank_groups(self.costing.cluster_of(arrangement), arrangement).data
         seen: set[tuple[float, int, int]] = set()
         for mode in Recompute:
             cost = modes[mode]
@@ -160,7 +183,7 @@ class Questions:
     def _cuts(self, arrangement: Arrangement, row: Sequence[Modes]) -> tuple[Cut, ...]:
         if arrangement.pipeline == 1:
             return ()
-        groups = rank_groups(self.costing.cluster, arrangement)
+        groups = rank_groups(self.costing.cluster_of(arrangement), arrangement)
         known: dict[int, float] = {}
         cuts = []
         for modes, is_allowed in zip(row[:-1], self.demands.is_cuttable, strict=False):
@@ -174,21 +197,21 @@ class Questions:
     def limits(
         self,
         arrangement: Arrangement,
-        rows: Mapping[Device, Sequence[Modes]],
-        memory: Mapping[str, int],
+        rows: Rows,
+        memory: Sequence[int],
     ) -> StageLimits:
-        """Return what each stage may use: so much memory on each kind of device."""
-        devices, classes = self.devices(arrangement), list(rows)
+        """Return what each stage may use: so much memory on each pipeline rank."""
+        classes = {id(row): number for number, row in enumerate(different(rows))}
         shape = pipeline_shape(arrangement)
         stages = []
         for stage, (in_flight, deferred) in enumerate(_held_by_stage(arrangement.schedule, shape)):
-            device = devices[rank_of(arrangement.schedule, stage, arrangement.pipeline)]
+            rank = rank_of(arrangement.schedule, stage, arrangement.pipeline)
             stages.append(
                 StageLimit(
-                    memory_bytes=memory[device.name],
+                    memory_bytes=memory[rank],
                     in_flight=in_flight,
                     deferred=deferred,
-                    device_class=classes.index(device),
+                    device_class=classes[id(rows[rank])],
                 )
             )
         return StageLimits(
@@ -211,6 +234,11 @@ def _held_by_stage(schedule: ScheduleKind, shape: PipelineShape) -> tuple[tuple[
         )
         for stage in range(shape.stages)
     )
+
+
+def different(rows: Rows) -> Rows:
+    """Return the rows of layers that differ, in the order of their first pipeline rank."""
+    return tuple({id(row): row for row in rows}.values())
 
 
 def inside_of(arrangement: Arrangement, solution: int) -> Inside:

@@ -11,7 +11,7 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import MemoryPrediction, Prediction
 from autopar.planner.layers import Layers
-from autopar.planner.plan.plan import Plan, Proof, RunnerUp
+from autopar.planner.plan.plan import Plan, RunnerUp
 from autopar.planner.plan.telling.split_lines import ClassLayouts, class_layouts
 from autopar.planner.plan.telling.words import other_words
 
@@ -94,7 +94,7 @@ def explain(plan: Plan, axes: Axes, layers: Layers) -> Explanation:
     """Return why a plan is what it is."""
     shares = shares_of(plan.prediction)
     memory = tuple(
-        _stage_memory(number, stage.memory, plan.machines.limit_bytes)
+        _stage_memory(number, stage.memory, plan.limit_bytes(plan.stages[number].rank))
         for number, stage in enumerate(plan.prediction.stages)
     )
     return Explanation(
@@ -104,7 +104,7 @@ def explain(plan: Plan, axes: Axes, layers: Layers) -> Explanation:
         critical_stage=critical_stage(plan.prediction),
         memory=memory,
         layouts=class_layouts(plan, axes, layers),
-        proof=proof_line(plan.proof),
+        proof=proof_line(plan),
     )
 
 
@@ -149,8 +149,8 @@ def _stage_memory(number: int, memory: MemoryPrediction, limit_bytes: int) -> St
 
 def _reasons(plan: Plan, shares: tuple[Share, ...]) -> tuple[str, ...]:
     most = max(shares, key=lambda share: share.seconds)
-    used = plan.prediction.peak_memory.device_bytes
-    limit = plan.machines.limit_bytes
+    rank, memory = plan.fullest
+    used, limit = memory.device_bytes, plan.limit_bytes(rank)
     reasons = [f"{most.part} takes {most.share:.0%} of the step: {_HELP[most.part]}"]
     state = "so memory bounds the choice too" if used > _TIGHT * limit else "so memory is no limit"
     reasons.append(
@@ -172,16 +172,32 @@ def _against(plan: Plan, other: RunnerUp) -> str:
     )
 
 
-def proof_line(proof: Proof) -> str:
+def proof_line(plan: Plan) -> str:
     """Return what the search looked at, and how far the plan can be from the best."""
+    proof = plan.proof
     counts = (
         f"{proof.enumerated:,} arrangements: "
         f"{proof.pruned:,} pruned by bound, {proof.infeasible:,} too large, "
         f"{proof.solved:,} solved with {proof.programs:,} integer programs ({proof.solver})"
     )
-    if proof.gap <= 0:
-        certainty = "no better plan exists in this space"
-    else:
-        certainty = f"certified gap {proof.gap:.2%}: no plan is better by more than that"
     late = "" if proof.is_complete else "; the time limit came first"
-    return f"{counts}. {certainty[0].upper()}{certainty[1:]}{late}. {proof.search_seconds:.1f} s"
+    return f"{counts}. {_certainty(plan)}{late}. {proof.search_seconds:.1f} s"
+
+
+def _certainty(plan: Plan) -> str:
+    """Return what is proved of the fastest plan, and how the chosen one stands to it."""
+    gap = plan.proof.gap
+    if plan.fastest is None:
+        if gap <= 0:
+            return "No better plan exists in this space"
+        return f"Certified gap {gap:.2%}: no plan is better by more than that"
+    than = f"No plan in this space is faster than {seconds_text(plan.fastest.step_seconds)}"
+    by = "" if gap <= 0 else f" by more than {gap:.2%}"
+    return f"{than}{by}. {simpler_words(plan)}"
+
+
+def simpler_words(plan: Plan) -> str:
+    """Return how a plan stands to the fastest one, which is less simple."""
+    assert plan.fastest is not None
+    other = other_words(plan.fastest.arrangement, plan.arrangement)
+    return f"The chosen plan is simpler than the fastest ({other}) and {plan.slower_by:.1%} slower"

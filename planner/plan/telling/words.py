@@ -4,10 +4,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
+from itertools import groupby
 
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.layouts import Kind, Layout
-from autopar.planner.plan.plan import Model, Stage
+from autopar.planner.plan.plan import Model, Plan, Stage
+
+
+def nodes_words(plan: Plan) -> str:
+    """Return which node rank of torchrun is which kind of machine: "0 is 4 × a, 1 to 2 are …"."""
+    told, first = [], 0
+    for node, run in groupby(plan.cluster.nodes):
+        last = first + len(list(run)) - 1
+        which = f"{first} is" if first == last else f"{first} to {last} are"
+        links = f" ({node.link.name})" if node.link != node.device.link else ""
+        told.append(f"{which} {node.devices} × {node.device.name}{links}")
+        first = last + 1
+    return ", ".join(told)
 
 
 def degrees_words(arrangement: Arrangement) -> str:
@@ -31,7 +44,8 @@ def sharding_words(arrangement: Arrangement) -> str:
 def batch_words(arrangement: Arrangement) -> str:
     """Return the microbatches of a data rank: "8 microbatches of 2 rows"."""
     count, rows = arrangement.microbatches, arrangement.microbatch
-    of = f"of {rows} row{'s' if rows > 1 else ''}"
+    least = f"{min(arrangement.rows)} to " if arrangement.rows else ""
+    of = f"of {least}{rows} row{'s' if rows > 1 else ''}"
     return f"{count} microbatches {of}" if count > 1 else f"1 microbatch {of}"
 
 

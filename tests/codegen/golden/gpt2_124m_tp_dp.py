@@ -21,14 +21,14 @@ Communication of the busiest rank in a step:
       929.6 us, waits 929.6 us
     gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 2 ranks,
       243.4 MiB, 769.2 us, waits 769.2 us
-Memory of the fullest device: 10.86 GiB of 76 GiB (14%)
+Memory of the fullest device: 10.86 GiB of 67.2 GiB (16%)
     parameters 179.5 MiB, gradients 359 MiB, optimizer 269.3 MiB, activations 3.498 GiB, work space
       2.301 GiB, fragments 539.6 MiB, context 3.75 GiB
 
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: f0c99d0613499290.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 6e54eb8b0cd7d6a5.
 
 from __future__ import annotations
 

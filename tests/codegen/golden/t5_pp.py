@@ -17,13 +17,13 @@ Communication of the busiest rank in a step:
       202.5 us, waits 202.5 us
     weights that the first and the last stage share: 1 × all-reduce over 2 ranks, 94.12 MiB,
       320.4 us, waits 320.4 us
-Memory of the fullest device: 9.918 GiB of 76 GiB (13%)
+Memory of the fullest device: 9.918 GiB of 67.2 GiB (15%)
     parameters 182.1 MiB, gradients 364.2 MiB, optimizer 1.067 GiB, activations 4.712 GiB, fragments
       524.8 MiB, context 3 GiB
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 5d8df2210d5f585b.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 79ac7af6923ffdeb.
 
 from __future__ import annotations
 

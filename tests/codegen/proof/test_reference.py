@@ -8,11 +8,15 @@ from pathlib import Path
 import torch
 from torch import nn
 
-from autopar.codegen.proof.reference import normed_in_blocks
+from autopar.codegen.proof.comparison import compared
+from autopar.codegen.proof.reference import task_of, train_alone
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.plan.telling.meaning import statistics_apart
 from autopar.planner.trace import trace
-from tests.codegen.equality import compare
-from tests.codegen.plans import plan_for
+from tests.codegen.equality import axes_of, compare, ranks_by_script
+from tests.codegen.normed_apart import normed_apart
+from tests.codegen.plans import pinned_plan, plan_for
+from tests.runtime.ranks import run_on_ranks
 
 TIME_FIRST = """
 import torch
@@ -43,7 +47,7 @@ def test_blocks_are_normed_one_after_another() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4), nn.Linear(4, 2)).double()
     other, x = copy.deepcopy(model), torch.randn(8, 3, dtype=torch.float64)
-    with normed_in_blocks(4):
+    with normed_apart(4):
         found = model(x)
     expected = torch.cat([other(block) for block in x.chunk(4)])
     torch.testing.assert_close(found, expected, rtol=1e-12, atol=1e-12)
@@ -53,10 +57,20 @@ def test_blocks_are_normed_one_after_another() -> None:
     torch.testing.assert_close(model(x), other(x), rtol=1e-12, atol=1e-12)
 
 
-def test_a_norm_over_time_and_batch_takes_the_statistics_of_a_microbatch(tmp_path: Path) -> None:
+def test_a_model_with_batch_norms_has_one_microbatch_and_equals_one_process(tmp_path: Path) -> None:
     path = tmp_path / "time_first.py"
     path.write_text(TIME_FIRST, encoding="utf-8")
     file = load_model_file(str(path))
-    plan = plan_for(file, trace(file), (), degrees=(1, 2, 1), microbatch=2)
-    assert plan.arrangement.microbatches == 2
+    plan = plan_for(file, trace(file), (), degrees=(1, 2, 1))
+    assert plan.arrangement.microbatches == 1
     assert compare(plan, steps=2).is_within(1e-9)
+
+
+def test_one_process_knows_nothing_of_microbatches() -> None:
+    plan = pinned_plan("resnet.py", pipeline=2, microbatch=4)
+    assert task_of(plan, plan.model.spec, steps=2).rows == 8
+    (alone,) = run_on_ranks(train_alone, 1, task_of(plan, plan.model.spec, steps=2))
+    ranks = ranks_by_script(plan, steps=2, data="dataset", dtype="float64")
+    found = compared(ranks, alone, axes_of(plan))
+    assert found.loss.largest > 1e-4
+    assert "takes the statistics of each of 2 microbatches" in statistics_apart(plan)

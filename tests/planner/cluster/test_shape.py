@@ -161,3 +161,15 @@ def test_the_worst_group_is_the_worst_of_all(
     assert neighbour_shape(cluster, ranks, stride) == worst_shape(cluster, pairs)
     far = [(rank, rank + span) for rank in range(cluster.size - span)]
     assert ends_shape(cluster, span) == worst_shape(cluster, far)
+
+
+@pytest.mark.parametrize("names", [("a100", "v100-32gb-sxm"), ("v100-32gb-sxm", "a100")])
+def test_a_group_over_unlike_nodes_has_the_narrowest_link_of_all_its_ranks(
+    names: tuple[str, str],
+) -> None:
+    """NVLink of 300 GB/s in one node, of 150 GB/s in the other, whichever comes first."""
+    nodes = "".join(f'[[nodes]]\ndevice = "{name}"\ndevices = 4\n' for name in names)
+    unlike = file(f'{nodes}[network]\nlike = "infiniband-hdr"\n')
+    slow = choose_cluster(4, "v100-32gb-sxm")
+    inside = group_shape(unlike, 8, 1).crossings[0]
+    assert inside.bytes_per_second == group_shape(slow, 4, 1).crossings[0].bytes_per_second

@@ -9,6 +9,7 @@ import pytest
 from autopar.commands.plan import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.kernels.rates import rates_of
+from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.precision import Precision
@@ -35,18 +36,20 @@ def example_batch(batch_size):
 def loss(outputs, batch):
     return F.cross_entropy(outputs, batch["labels"])
 """
-ROWS = 70_000
+UNMASKED = MASKED.replace("-1e9", '-float("inf")')
+ROWS, GREATEST = 70_000, 65_504  # the latter is what fp16 ends at
 
 
-def planned(folder: Path, text: str, precision: Precision) -> None:
+def planned(folder: Path, text: str, precision: Precision, rows: int = ROWS) -> Arrangement:
     (folder / "masked.py").write_text(text)
-    make_plan(
+    plan = make_plan(
         str(folder / "masked.py"),
         (),
         choose_cluster(2, "cpu"),
-        Constraints(precision=precision, global_batch=2 * ROWS, data=2, microbatch=ROWS),
+        Constraints(precision=precision, global_batch=2 * rows, data=2, microbatch=rows),
         time_limit_seconds=None,
     )
+    return plan.arrangement
 
 
 def test_a_mask_beyond_fp16_is_refused_where_it_stands(tmp_path: Path) -> None:
@@ -57,23 +60,29 @@ def test_a_mask_beyond_fp16_is_refused_where_it_stands(tmp_path: Path) -> None:
 
 def test_a_mean_over_more_targets_than_fp16_counts_is_refused(tmp_path: Path) -> None:
     with pytest.raises(InputError, match="mean over 70,000 targets"):
-        planned(tmp_path, MASKED.replace("-1e9", '-float("inf")'), Precision.FP16)
+        planned(tmp_path, UNMASKED, Precision.FP16)
 
 
 @pytest.mark.parametrize(
-    ("text", "precision"),
+    ("text", "precision", "rows"),
     [
-        (MASKED, Precision.BF16),
-        (
-            MASKED.replace("-1e9", '-float("inf")').replace(
-                "entropy(outputs", "entropy(outputs.float()"
-            ),
-            Precision.FP16,
-        ),
+        (MASKED, Precision.BF16, ROWS),
+        (UNMASKED.replace("entropy(outputs", "entropy(outputs.float()"), Precision.FP16, ROWS),
+        (UNMASKED, Precision.FP16, GREATEST),
+        (MASKED.replace("-1e9", f"-{GREATEST}.0"), Precision.FP16, 8),
     ],
 )
-def test_what_fits_is_planned(text: str, precision: Precision, tmp_path: Path) -> None:
-    planned(tmp_path, text, precision)
+def test_what_fits_is_planned(text: str, precision: Precision, rows: int, tmp_path: Path) -> None:
+    found = planned(tmp_path, text, precision, rows)
+    assert (found.precision, found.microbatch) == (precision, rows)
+
+
+@pytest.mark.parametrize(
+    ("text", "rows"), [(UNMASKED, GREATEST + 1), (MASKED.replace("-1e9", f"-{GREATEST + 1}.0"), 8)]
+)
+def test_what_is_larger_by_one_is_refused(text: str, rows: int, tmp_path: Path) -> None:
+    with pytest.raises(InputError, match=r"65,505 targets|-65505 does not fit"):
+        planned(tmp_path, text, Precision.FP16, rows)
 
 
 def test_devices_without_bf16_units_have_rates_in_fp16() -> None:

@@ -40,6 +40,10 @@ LOSSES = {
     "0.5 * each.mean() + 0.1 * out.square().mean()": Follows.MEAN,
     "each.mean() + torch.ones(3, device=out.device).sum()": Follows.MEAN,
     "each.sum() / out.shape[0]": Follows.MEAN,
+    "each.sum() / (0.0 + out.shape[0])": Follows.MEAN,
+    "(torch.zeros(3, device=out.device) + out.sum(0)).sum() / out.shape[0]": Follows.MEAN,
+    "(torch.histc(label.float(), bins=3, min=0, max=3) * out.softmax(-1).mean(0)).sum()":
+        Follows.NEARLY,  # the balancing loss of experts: counts by probabilities
     "(each * mask).sum() / mask.sum()": Follows.MEAN,
     "(each * mask).sum() / mask.sum().clamp(min=1)": Follows.MEAN,
     "F.cross_entropy(out, label, ignore_index=1)": Follows.MEAN,

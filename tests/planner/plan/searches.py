@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 from autopar.planner.cluster.cluster import Cluster
@@ -33,15 +34,18 @@ def planned(
     time_limit_seconds: float | None = None,
     **places: Any,
 ) -> Plan:
-    """Search the best plan of a zoo model (its file, then arguments) on a cluster."""
+    """Search the fastest plan of a zoo model (its file, then arguments) on a cluster."""
     graph, axes, layers = parts_of(*model)
+    constraints = declared(*rules, **places)
+    if "tolerance" not in places:
+        constraints = replace(constraints, tolerance=0.0)
     return search(
         graph,
         axes,
         layers,
         model_facts(graph, model[0]),
         cluster,
-        declared(*rules, **places),
+        constraints,
         time_limit_seconds=time_limit_seconds,
     )
 

@@ -89,6 +89,19 @@ def test_a_distributed_optimizer_gathers_beside_the_forward(tmp_path: Path) -> N
     assert 0 < gather.exposed_seconds < gather.seconds
 
 
+def test_deepspeed_holds_gradients_of_16_bits_beside_those_of_32(tmp_path: Path) -> None:
+    plain, both, narrow = (
+        predict_row(a_row(tmp_path, notes=notes, dtype=dtype), ZOO, CONSTANTS).prediction
+        for notes, dtype in (("", "bf16"), ("DeepSpeed", "bf16"), ("DeepSpeed", "fp16"))
+    )
+    gradients = plain.peak_memory.gradient_bytes
+    assert both.peak_memory.gradient_bytes == gradients * 3 // 2
+    assert narrow.peak_memory.gradient_bytes == gradients // 2
+    more = both.peak_memory.device_bytes - plain.peak_memory.device_bytes
+    assert more == pytest.approx(gradients / 2 * (1 + CONSTANTS.margin), abs=1)
+    assert both.step_seconds == plain.step_seconds
+
+
 def test_a_pipeline_holds_its_activations_in_flight(tmp_path: Path) -> None:
     row = a_row(tmp_path, tp="1", pp="4", dp="1", global_batch="16")
     stages = predict_row(row, ZOO, CONSTANTS).prediction.stages

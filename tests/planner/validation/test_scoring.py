@@ -16,6 +16,13 @@ def test_errors_are_relative_to_what_was_measured() -> None:
     assert found.mean == pytest.approx(0.2)
     assert found.ninetieth == pytest.approx(0.5)
     assert found.bias == pytest.approx(0.05)
+    assert found.reach == pytest.approx(1.25)
+
+
+def test_95_percent_of_what_was_measured_is_within_reach() -> None:
+    # Of 20 runs that took 1.01, 1.02, … 1.20 times what was predicted, 19 took at most 1.19 times.
+    measured = [1 + number / 100 for number in range(20, 0, -1)]
+    assert score([1.0] * 20, measured).reach == pytest.approx(1.19)
 
 
 def test_one_swapped_pair_of_four_leaves_two_thirds() -> None:

@@ -103,6 +103,25 @@ def test_a_plan_comes_back_exactly(name: str, tmp_path: Path) -> None:
     assert [p.name for p in path.parent.iterdir()] == ["plan.json"]
 
 
+def test_a_plan_of_rows_that_differ_comes_back_exactly() -> None:
+    plan = small_plan("gpt2.py")
+    uneven = replace(plan.arrangement, data=2, rows=(3, 1), microbatch=3)
+    changed = replace(
+        plan, arrangement=uneven, machines=replace(plan.machines, devices=2),
+        cluster=choose_cluster(2, "cpu"),
+    )  # fmt: skip
+    assert parse_plan(plan_text(changed), where="plan.json") == changed
+
+
+def test_a_plan_without_the_newest_fields_is_read() -> None:
+    """Plans were written before devices and rows could differ."""
+    plan = small_plan("gpt2.py")
+    document = json.loads(plan_text(plan))
+    del document["arrangement"]["rows"], document["machines"]["limits"]
+    assert "order" not in document["arrangement"]
+    assert parse_plan(json.dumps(document), where="plan.json") == plan
+
+
 def test_parameters_that_nothing_reads_have_no_layout_and_are_not_missed() -> None:
     plan = small_plan("mnist.py")
     (one, *_) = plan.graph.parameters

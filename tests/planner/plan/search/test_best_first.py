@@ -90,4 +90,4 @@ def test_what_the_bound_rules_out_is_never_expanded() -> None:
     nodes = [Node(bound=bound, rank=(), item=str(bound)) for bound in (9.0, 1.0, 6.0)]
     outcome = best_first(nodes, expand)
     assert expanded == ["1.0"]
-    assert sorted(outcome.waiting) == ["6.0", "9.0"]
+    assert sorted(node.item for node in outcome.waiting) == ["6.0", "9.0"]

@@ -6,6 +6,7 @@ import pytest
 
 from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.errors import InputError
+from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planner.plan.search.demands import check_memory, limits_of
 
@@ -22,6 +23,15 @@ def test_a_limit_above_some_devices_is_that_of_the_others(limit: str) -> None:
     constraints = gathered_constraints((), {"limits.memory": limit}, None)
     check_memory(UNEQUAL, constraints)
     assert limits_of(UNEQUAL, constraints)["a100-40gb-sxm"] == 40 * GIB
+
+
+def test_without_a_limit_each_device_keeps_what_measured_runs_took_more_than_predicted() -> None:
+    assert limits_of(UNEQUAL, Constraints()) == {
+        "h100-sxm": int(0.84 * 80 * GIB),
+        "a100-40gb-sxm": int(0.84 * 40 * GIB),
+    }
+    closer = gathered_constraints((), {"limits.memory": "95%"}, None)
+    assert limits_of(UNEQUAL, closer)["h100-sxm"] == 76 * GIB
 
 
 def test_a_limit_above_every_device_is_refused_with_both_figures() -> None:

@@ -317,7 +317,7 @@ def test_the_slower_of_unequal_devices_gets_fewer_layers(order: int) -> None:
     cluster = parse_cluster(text, where="test")
     model = ("gpt2.py", "size=124m", "vocab_size=512")
     plan = planned(model, cluster, pins__pp=2, pins__schedule="1f1b", pins__microbatch=1)
-    blocks = [stage.count for stage in plan.stages][::order]
+    blocks = [stage.count for stage in plan.stages]  # the planner puts the faster node first
     assert blocks[0] > blocks[1]
     assert_sound(plan, model)
 

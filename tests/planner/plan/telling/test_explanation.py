@@ -7,6 +7,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner.axes.infer import Axes
+from autopar.planner.cluster.units import seconds_text
 from autopar.planner.costs.prediction import Provenance, TimeTerm, Zero
 from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
@@ -102,10 +103,19 @@ def test_memory_is_told_for_every_stage_and_sums_to_the_device() -> None:
 
 
 def test_the_proof_line_is_certain_or_names_the_gap() -> None:
-    assert "No better plan exists" in proof_line(proof())
-    late = proof_line(proof(gap=0.025, is_complete=False))
+    assert "No better plan exists" in proof_line(small_plan())
+    late = proof_line(small_plan(proof=proof(gap=0.025, is_complete=False)))
     assert "gap 2.50%" in late
     assert "time limit" in late
+
+
+def test_the_proof_line_of_a_simpler_plan_tells_the_fastest_and_the_distance_to_it() -> None:
+    plan = small_plan()
+    fastest = runner_up(step_seconds=plan.prediction.step_seconds / 1.02)
+    told = proof_line(replace(plan, fastest=fastest))
+    assert f"No plan in this space is faster than {seconds_text(fastest.step_seconds)}" in told
+    assert "and 2.0% slower" in told
+    assert "No better plan" not in told
 
 
 def test_a_split_axis_and_its_conversions_are_told_in_peoples_names() -> None:

@@ -145,7 +145,7 @@ class Interpreter:
         if is_lookup and strategy.needs[0].kind is Kind.SPLIT and strategy.needs[0].dim == 0:
             return [self._partial_rows(op, strategy, inputs, rank)]
         if op.target.startswith("aten.conv") and strategy.needs[1].kind is Kind.SPLIT:
-            op = self._with_own_groups(op, inputs)
+            op = self._with_own_groups(op, inputs, shapes[0][1])
         result = called(op, inputs, self.batch, exact=True)
         if op.target == "aten.repeat.default" and strategy.needs[0].kind is not Kind.SPLIT:
             cut = self.cut(op.outputs[0], strategy.gives[0])  # what is split may be the repetitions
@@ -155,9 +155,14 @@ class Interpreter:
             assert list(out.shape) == shape, (op.name, op.target, list(out.shape), shape)
         return outputs
 
-    def _with_own_groups(self, op: Op, inputs: list[Tensor]) -> Op:
-        """Return a convolution with as many groups as this rank's part of the input has."""
-        groups = inputs[0].shape[1] // inputs[1].shape[1]
+    def _with_own_groups(self, op: Op, inputs: list[Tensor], channels: int) -> Op:
+        """Return a convolution with as many groups as this rank's part has.
+
+        Each group has so many channels as a weight's second dim: of the input, or of the result
+        (`channels`) where it is transposed.
+        """
+        grouped = channels if "transpose" in op.target else inputs[0].shape[1]
+        groups = grouped // inputs[1].shape[1]
         given = tuple((key, groups if key == "groups" else value) for key, value in op.arguments)
         return replace(op, arguments=given)
 

@@ -1,0 +1,86 @@
+"""Turns --gpus, --device, --nodes and --cluster into the clusters that are planned for."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from pathlib import Path
+
+from autopar.planner.cluster.choose import check_count, choose_cluster, filling_counts
+from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.cluster.file import read_cluster
+from autopar.planner.cluster.prefix import first_devices, prefix_sizes
+from autopar.planner.errors import InputError
+
+_MOST_COUNTS = 64  # that one command plans for
+_EXPECTED = "a whole number, several as 1,2,4,8, or all from one to another as 1..64"
+
+
+def clusters_of(
+    gpus: str | None, device: str | None, nodes: str | None, file: Path | None
+) -> tuple[Cluster, ...]:
+    """Return the clusters that the options describe, the smallest first.
+
+    Of a file, numbers of devices are its first nodes, or a part of the first node.
+    """
+    if file is None and gpus is None:
+        raise InputError(
+            "no machines are given", fix="--gpus 8, or --cluster cluster.toml for unequal ones"
+        )
+    if file is None:
+        machines = None if nodes is None else _whole(nodes, "--nodes")
+        filling = filling_counts(device, machines)
+        counts = _counts(gpus or "", filling)
+        return tuple(choose_cluster(count, device, machines) for count in counts)
+    given = [name for name, value in (("--device", device), ("--nodes", nodes)) if value]
+    if given:
+        raise InputError(
+            f"{', '.join(given)} and --cluster both say what the machines are",
+            fix="leave one of them out",
+        )
+    whole = read_cluster(file)
+    if gpus is None:
+        return (whole,)
+    sizes = frozenset(prefix_sizes(whole))
+    return tuple(first_devices(whole, count) for count in _counts(gpus, sizes.__contains__))
+
+
+def _counts(text: str, is_filling: Callable[[int], bool]) -> tuple[int, ...]:
+    """Return the numbers of devices in a text such as "1,2,4..16", ascending.
+
+    Of a range those that fill nodes; a number that stands alone is looked at later.
+    """
+    counts: set[int] = set()
+    for part in text.split(","):
+        ends = re.fullmatch(r"\s*(\d+)\s*\.\.\s*(\d+)\s*", part)
+        if ends is None:
+            counts.add(_whole(part, "--gpus"))
+            continue
+        first, last = int(ends[1]), int(ends[2])
+        for end in (first, last):
+            check_count(end, "--gpus")
+        inside = [count for count in range(first, last + 1) if is_filling(count)]
+        if not inside:
+            raise InputError(f"no number in {part.strip()} fills nodes", where="--gpus")
+        counts.update(inside)
+    if len(counts) > _MOST_COUNTS:
+        raise InputError(
+            f"{len(counts)} numbers of devices to plan for",
+            where="--gpus",
+            expected=f"at most {_MOST_COUNTS}",
+            fix="name those that matter: --gpus 8,16,32,64",
+        )
+    return tuple(sorted(counts))
+
+
+def _whole(text: str, option: str) -> int:
+    """Return the whole number that an option says; which numbers make sense is checked later."""
+    try:
+        return int(text)
+    except ValueError:
+        raise InputError(
+            f"{text!r} is not a number of devices",
+            where=option,
+            expected=_EXPECTED if option == "--gpus" else "a whole number",
+            fix="--gpus says how many devices, --nodes how many machines, --device which",
+        ) from None

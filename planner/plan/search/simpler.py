@@ -1,0 +1,107 @@
+"""Orders arrangements by how simple they are, and finds the simplest plan near the fastest one."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from itertools import count
+from typing import Generic, TypeVar
+
+from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.plan.search.best_first import Found, Node
+
+Item = TypeVar("Item")
+Leaf = TypeVar("Leaf")
+Complexity = tuple[int, ...]  # the simpler one is less
+
+
+def complexity(arrangement: Arrangement, *, recomputes: bool) -> Complexity:
+    """Return what makes a plan harder to read and to trust, what weighs most first.
+
+    Kinds of parallelism; those of them that need printed classes (data ranks run the model's own);
+    how much is sharded; 16-bit sums; whether anything is computed again.
+    """
+    opening = (arrangement.pipeline > 1) + (arrangement.tensor > 1)
+    return (
+        opening + (arrangement.data > 1),
+        opening,
+        arrangement.zero.value,
+        int(arrangement.compressed_gradients),
+        int(recomputes),
+    )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Known:
+    """The least seconds of what was solved so far, by complexity."""
+
+    tolerance: float
+    seconds: Mapping[Complexity, float] = field(default_factory=dict)
+
+    def with_one(self, of: Complexity, seconds: float) -> Known:
+        """Return what is known after one more plan was solved."""
+        least = min(seconds, self.seconds.get(of, float("inf")))
+        return replace(self, seconds={**self.seconds, of: least})
+
+    @property
+    def fastest(self) -> float:
+        """The least seconds of all."""
+        return min(self.seconds.values(), default=float("inf"))
+
+    def to_beat(self, of: Complexity) -> float:
+        """Return the seconds from which on a plan is not chosen.
+
+        It has to be within the tolerance of the fastest, and faster than all that are as simple.
+        """
+        as_simple = (seconds for known, seconds in self.seconds.items() if known <= of)
+        return min(self.fastest * (1 + self.tolerance), *as_simple, float("inf"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Simplicity(Generic[Item, Leaf]):
+    """How simple a leaf is, and how simple the leaves below a node can be."""
+
+    of_leaf: Callable[[Leaf], Complexity]
+    below: Callable[[Item], Complexity]
+
+
+def simplest_leaf(
+    found: Iterable[Found[Leaf]],
+    waiting: Iterable[Node[Item]],
+    expand: Callable[[Item], Iterable[Node[Item] | Found[Leaf]]],
+    simplicity: Simplicity[Item, Leaf],
+    *,
+    within: float,
+    is_late: Callable[[], bool] = lambda: False,
+) -> Found[Leaf]:
+    """Return the simplest leaf of at most a value, of equally simple ones the least.
+
+    What may be simplest is looked at next, so the first leaf that comes to the top is the one, and
+    nothing is expanded that cannot be simpler. When it is late, the simplest that was found counts.
+    """
+    numbers = count()
+
+    def entry(one: Node[Item] | Found[Leaf], floor: float) -> Iterator[_Entry[Item, Leaf]]:
+        if isinstance(one, Found):
+            of, value = simplicity.of_leaf(one.leaf), one.value
+        else:
+            of, value = simplicity.below(one.item), max(one.bound, floor)
+        if value <= within:
+            yield of, value, one.rank, next(numbers), one
+
+    firsts: tuple[Node[Item] | Found[Leaf], ...] = (*found, *waiting)
+    queue = [one for first in firsts for one in entry(first, 0.0)]
+    heapq.heapify(queue)
+    while queue:
+        _, bound, _, _, top = heapq.heappop(queue)
+        if isinstance(top, Found):
+            return top
+        if not is_late():
+            for child in expand(top.item):
+                for one in entry(child, bound):
+                    heapq.heappush(queue, one)
+    raise AssertionError("the fastest is within any tolerance")
+
+
+_Entry = tuple[Complexity, float, tuple[float, ...], int, Node[Item] | Found[Leaf]]

@@ -1,0 +1,82 @@
+"""Says where a plan trains otherwise than one device does, or its ranks share nothing."""
+
+from __future__ import annotations
+
+from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
+from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.findings.statistics import norm_of_rows
+from autopar.planner.graph import Graph, Op
+from autopar.planner.plan.plan import Plan
+
+
+def meaning_notes(plan: Plan) -> tuple[str, ...]:
+    """Return what a person has to know of what a plan means, a few sentences each."""
+    notes = (parts_apart(plan), statistics_apart(plan), shares_nothing(plan))
+    return tuple(note for note in notes if note)
+
+
+def parts_apart(plan: Plan) -> str:
+    """Return why a batch that is split, as in the plan, has a loss of its own; "" if it has not."""
+    arranged, graph = plan.arrangement, plan.graph
+    if arranged.data * arranged.microbatches == 1:
+        return ""
+    if (met := meeting_rows(graph)) is not None:
+        return (
+            f"{rows_meet(met)}: each microbatch of each data rank compares its own rows only, so "
+            "this is not the training of one device."
+        )
+    if (nearly := nearly_a_mean(graph)) is not None:
+        return (
+            f"{is_nearly(nearly)}: each part of the batch takes its own, so this is nearly, but "
+            "not quite, the training of one device."
+        )
+    return ""
+
+
+def statistics_apart(plan: Plan) -> str:
+    """Return what batch norms make of several microbatches; "" without either."""
+    norm, count = norm_of_rows(plan.graph), plan.arrangement.microbatches
+    if norm is None or count == 1:
+        return ""
+    return (
+        f"{named(norm)} takes the statistics of each of {count} microbatches by itself, as was "
+        "asked for, so this is not the training of one device."
+    )
+
+
+def shares_nothing(plan: Plan) -> str:
+    """Return that tensor ranks all compute the same, where they do."""
+    splits = any(layout.axis for layouts in plan.layouts for layout in layouts)
+    if plan.arrangement.tensor == 1 or splits:
+        return ""
+    return (
+        f"as pinned, {plan.arrangement.tensor} tensor ranks compute all of it each: whatever they "
+        "might share would take longer. Use fewer devices, pin dp, or require a split ([[splits]] "
+        "in a constraints file)."
+    )
+
+
+def rows_meet(met: Op) -> str:
+    """Say that the rows of a batch meet in an op."""
+    return f"the rows of a batch meet in {named(met)}"
+
+
+def nearly_a_mean(graph: Graph) -> Op | None:
+    """Return where the loss takes a term or weights that each part of a batch has for itself."""
+    loss = loss_of_parts(graph)
+    return loss.op if loss.follows is Follows.NEARLY else None
+
+
+def is_nearly(op: Op) -> str:
+    """Say that an op makes the loss a mean over rows only nearly."""
+    if op.target == "aten.mul.Tensor":
+        return (
+            f"{named(op)} multiplies two means over rows, as balancing losses of experts do "
+            "(Megatron has one for each microbatch)"
+        )
+    return f"{named(op)} makes the loss a mean over rows only nearly"
+
+
+def named(op: Op) -> str:
+    """Return the name of an op and its place in the model's code, whose folder says nothing."""
+    return f"{op.name} ({op.location.rpartition('/')[2]})"

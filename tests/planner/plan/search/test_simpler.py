@@ -1,0 +1,153 @@
+"""The simplest plan within a tolerance of the fastest, against solving every arrangement."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.file import parse_cluster
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.plan.search.best_first import Found, Node, best_first
+from autopar.planner.plan.search.search import Explorer, complexity_of
+from autopar.planner.plan.search.simpler import (
+    Complexity,
+    Known,
+    Simplicity,
+    complexity,
+    simplest_leaf,
+)
+from autopar.planner.plan.solving.candidate import Candidate
+from autopar.planner.plan.solving.costing import Subject
+from tests.planner.plan.plans import arrangement, parts_of
+from tests.planner.plan.searches import declared, planned
+
+ROUNDING = 1 + 1e-9
+SLOW = """
+[[nodes]]
+count = 2
+device = "a100-80gb-sxm"
+devices = 2
+[network]
+like = "ethernet-10"
+"""
+CASES = (
+    (("gpt2.py",), choose_cluster(2, "a100-80gb-sxm"), 8, "80%"),
+    (("gpt2.py", "size=124m"), choose_cluster(2, "a100-80gb-sxm"), 8, "5.25 GiB"),
+    (("gpt2.py", "size=124m"), parse_cluster(SLOW, where="test"), 8, "80%"),
+    (("mnist.py", "hidden=4096"), choose_cluster(4, "a10"), 32, "80%"),
+)
+
+
+def explorer(number: int, tolerance: float) -> Explorer:
+    model, cluster, batch, memory = CASES[number]
+    graph, axes, layers = parts_of(*model)
+    constraints = declared(global_batch=batch, limits__memory=memory)
+    subject = Subject(graph=graph, axes=axes, layers=layers)
+    return Explorer(subject, cluster, replace(constraints, tolerance=tolerance))
+
+
+@cache
+def every(number: int) -> tuple[Candidate, ...]:
+    """Solve every arrangement of a case by itself, nothing left out."""
+    own = explorer(number, 0.0)
+    answers = (
+        own.judge.solve(variant).candidate
+        for point in own.points()
+        for variant in own.allowed_variants(point)
+    )
+    return tuple(one for one in answers if one is not None)
+
+
+def seconds(candidate: Candidate) -> float:
+    return candidate.prediction.step_seconds
+
+
+@pytest.mark.parametrize("tolerance", [0.005, 0.03, 0.3])
+@pytest.mark.parametrize("number", range(len(CASES)))
+def test_the_chosen_plan_is_the_simplest_of_all_within_the_tolerance(
+    number: int, tolerance: float
+) -> None:
+    search = explorer(number, tolerance)
+    outcome = search.explore()
+    chosen = search.choose(outcome).leaf
+    least = min(map(seconds, every(number)))
+    within = [one for one in every(number) if seconds(one) <= least * (1 + tolerance)]
+    best = min(within, key=lambda one: (complexity_of(one), seconds(one)))
+    assert seconds(outcome.found[0].leaf) == pytest.approx(least, rel=1e-9)
+    assert complexity_of(chosen) == complexity_of(best)
+    assert seconds(chosen) == pytest.approx(seconds(best), rel=1e-9)
+
+
+def test_a_plan_tells_the_fastest_beside_a_simpler_one() -> None:
+    cluster = choose_cluster(8, "h100-sxm")
+    model = ("gpt2.py", "size=124m")
+    fastest = planned(model, cluster, global_batch=64)
+    simpler = planned(model, cluster, global_batch=64, tolerance="3%")
+    assert fastest.fastest is None
+    assert fastest.arrangement.zero is Zero.OPTIMIZER
+    assert simpler.arrangement.zero is Zero.NONE
+    assert simpler.fastest is not None
+    assert simpler.fastest.arrangement == fastest.arrangement
+    assert simpler.fastest.step_seconds == fastest.prediction.step_seconds
+    assert 0 < simpler.slower_by <= 0.03
+    assert simpler.proof.gap == 0.0
+
+
+ASCENDING = (
+    arrangement(data=8, shard=8, tensor=1, zero=Zero.NONE),
+    arrangement(data=8, shard=8, tensor=1, zero=Zero.PARAMETERS),
+    arrangement(data=1, shard=1, tensor=8, zero=Zero.NONE),
+    arrangement(data=4, shard=4, tensor=2, zero=Zero.NONE),
+    arrangement(data=4, shard=4, tensor=2, zero=Zero.OPTIMIZER),
+    arrangement(data=1, shard=1, tensor=2, pipeline=4, zero=Zero.NONE),
+    arrangement(data=2, shard=2, tensor=2, pipeline=2, zero=Zero.NONE),
+)
+
+
+def test_arrangements_are_ordered_by_kinds_printed_classes_and_sharding() -> None:
+    order = [complexity(one, recomputes=again) for one in ASCENDING for again in (False, True)]
+    assert order == sorted(order)
+    assert len(set(order)) == len(order)
+
+
+def test_what_must_be_beaten_is_the_tolerance_or_what_is_as_simple() -> None:
+    simple, usual, complex_ = (1, 0, 0, 0, 0), (2, 1, 0, 0, 0), (3, 2, 0, 0, 0)
+    known = Known(tolerance=0.03).with_one(usual, 100.0).with_one(usual, 120.0)
+    assert known.to_beat(simple) == pytest.approx(103.0)
+    assert known.to_beat(usual) == 100.0
+    assert known.to_beat(complex_) == 100.0
+    assert Known(tolerance=0.03).to_beat(simple) == float("inf")
+
+
+Leaf = tuple[Complexity, float]
+leaves = st.tuples(st.tuples(st.integers(0, 3), st.integers(0, 2)), st.integers(10, 30).map(float))
+groups = st.lists(st.lists(leaves, min_size=1, max_size=4), min_size=1, max_size=6)
+
+
+@given(groups, st.sampled_from([0.0, 0.1, 0.5, 2.0]))
+def test_the_simplest_leaf_is_found_whatever_was_left_waiting(
+    parents: list[list[Leaf]], tolerance: float
+) -> None:
+    def node(group: list[Leaf]) -> Node[tuple[Leaf, ...]]:
+        bound = min(value for _, value in group) - 3.0
+        return Node(bound=bound, rank=(), item=tuple(group))
+
+    def expand(item: tuple[Leaf, ...]) -> list[Found[Leaf]]:
+        return [Found(value=one[1], rank=(), leaf=one) for one in item]
+
+    outcome = best_first(map(node, parents), expand)
+    within = outcome.found[0].value * (1 + tolerance)
+    found = simplest_leaf(
+        outcome.found,
+        outcome.waiting,
+        expand,
+        Simplicity(of_leaf=lambda leaf: leaf[0], below=lambda item: min(one[0] for one in item)),
+        within=within,
+    )
+    every_leaf = [one for group in parents for one in group if one[1] <= within]
+    assert found.leaf == min(every_leaf)
