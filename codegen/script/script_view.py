@@ -43,7 +43,6 @@ class ScriptView:
     ties: bool
     scales_loss: bool  # fp16
     scaling: Source  # of the losses of a pipeline
-    step_arguments: Source  # of train_step, before the microbatches
     clipping: Source
     dtypes: Source
     waits_for_last: Source  # microbatch: a remark that says what does

@@ -90,9 +90,6 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         ties=bool(stages.ties),
         scales_loss=scales_loss(plan),
         scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
-        step_arguments=Source(
-            "model, optimizer, loss_scale" if scales_loss(plan) else "model, optimizer"
-        ),
         clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
         dtypes=dtypes(plan),
         waits_for_last=Source(_waits_for_last(plan.arrangement)),
@@ -249,7 +246,7 @@ def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
     parts = "model.parts" if _is_pipelined(plan) else "[model]"
     split = "split" if has_splits or _is_pipelined(plan) else "frozenset()"
     tied = ", tied=tied.not_owned" if has_ties else ""
-    return Source(f"clip_by_global_norm({parts}, clip_norm, mesh, split={split}{tied})")
+    return Source(f"clip_by_global_norm({parts}, clip, mesh, split={split}{tied})")
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:

@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 7e80381839835b35.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 205109d8844f740e.
 
 from __future__ import annotations
 
@@ -184,16 +184,12 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def train_step(
-    model: Pipeline,
-    optimizer: Optimizer,
-    microbatches: Sequence[Weighed],
-    mesh: Mesh,
-    clip_norm: float,
+    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> Tensor:
     """Take one step over this rank's microbatches, and return its part of the loss."""
     loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     split: frozenset[str] = frozenset()
-    clip_by_global_norm(model.parts, clip_norm, mesh, split=split)
+    clip_by_global_norm(model.parts, clip, mesh, split=split)
     optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -204,18 +200,12 @@ def train_step(
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
+    seed = options.seed
     if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(
-            new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=options.seed
-        )
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=seed)
     else:
         data = dataset_batches(
-            new_dataset,
-            new_batch,
-            mesh,
-            microbatch=MICROBATCH,
-            seed=options.seed,
-            workers=options.workers,
+            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=seed, workers=options.workers
         )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
@@ -241,8 +231,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     losses: list[float] = []
     progress = Progress(mesh, TOKENS_PER_STEP, "tokens", as_json=options.json)
     for step in range(1, options.steps + 1):
-        rows = list(islice(data, MICROBATCHES))
-        loss = train_step(model, optimizer, rows, mesh, options.clip)
+        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
@@ -256,8 +245,7 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         with watched.second_step(model.parts, optimizer):
-            rows = list(islice(data, MICROBATCHES))
-            train_step(model, optimizer, rows, mesh, options.clip)
+            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
     return watched.report().to_json()
 
 
