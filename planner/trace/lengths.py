@@ -23,7 +23,9 @@ from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import TRACED_BATCH
 
-_Sizes = Mapping[tuple[str, int], int]  # by the key in the batch, and the dim
+_Place = tuple[str, int]  # the name of an input, and the dim
+_Sizes = Mapping[_Place, int]
+_SHORTEST = 3  # of half of which nothing is left
 
 
 def with_other_lengths(
@@ -62,16 +64,22 @@ def _other_sizes(graph: Graph, axes: Axes) -> Iterator[_Sizes]:
     }
     free = {k: d for k, d in dims.items() if learnt.isdisjoint(leaf.name for leaf in leaves(d))}
     numbered = {k: d for k, d in dims.items() if graph.tensors[k[0]].is_whole_numbered}
-    for chosen in (free, numbered | free, numbered):
-        groups: list[Dim] = list(dict.fromkeys(chosen.values()))
-        sizes = {key: graph.tensors[key[0]].shape[key[1]].at(0) for key in chosen}
-        ways = [
-            {key: sizes[key] * (2 + groups.index(dim)) for key, dim in chosen.items()},
-            {key: size * 2 for key, size in sizes.items()},
-            {key: size // 2 for key, size in sizes.items()},
-        ]
-        if chosen and all(size > 3 for size in sizes.values()):
-            yield from (ways[1:] if len(groups) == 1 else ways)
+    every = (free, numbered | free, numbered)
+    choices = [one for place, one in enumerate(every) if one not in every[:place]]
+    usual, last = zip(*(_ways(graph, chosen) for chosen in choices), strict=True)
+    yield from (sizes for ways in (*usual, *last) for sizes in ways)
+
+
+def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], list[_Sizes]]:
+    """Return larger sizes of some dims, and smaller ones."""
+    groups: list[Dim] = list(dict.fromkeys(chosen.values()))
+    sizes = {key: graph.tensors[key[0]].shape[key[1]].at(0) for key in chosen}
+    if not chosen or min(sizes.values()) <= _SHORTEST:
+        return [], []
+    unlike = {key: sizes[key] * (2 + groups.index(dim)) for key, dim in chosen.items()}
+    double = {key: size * 2 for key, size in sizes.items()}
+    half = {key: size // 2 for key, size in sizes.items()}
+    return [double] if len(groups) == 1 else [unlike, double], [half]
 
 
 def _resized(file: ModelFile, sizes: _Sizes, rows: int) -> dict[str, Any]:
