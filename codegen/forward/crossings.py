@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 from autopar.codegen.forward.body import BodyBuilder
@@ -19,6 +20,7 @@ from autopar.planner.graph import MODEL_DTYPE
 from autopar.planner.layouts import Kind
 
 CROSSING = "crossing"
+_UNPACKED = re.compile(r"\s+((?:\w+, )+\w+) = .*\.shape")
 
 
 def printed_crossing(opening: Opening, gives: Sequence[Crossing]) -> str:
@@ -34,7 +36,14 @@ def printed_crossing(opening: Opening, gives: Sequence[Crossing]) -> str:
     style = Style(typed=frozenset(), returns="", axis="", indent=4)
     doc = '    """Return what a stage gives to the next of a microbatch."""'
     head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
-    return "\n".join([head, doc, *written(builder.body(result), builder.owner, style)]) + "\n"
+    lines = map(_of_any_rank, written(builder.body(result), builder.owner, style))
+    return "\n".join([head, doc, *lines]) + "\n"
+
+
+def _of_any_rank(line: str) -> str:
+    """Unpack as many sizes as there are names: before there is a batch, a stand-in has more."""
+    found = _UNPACKED.fullmatch(line)
+    return line if found is None else f"{line}[:{found[1].count(',') + 1}]"
 
 
 def _crossing(one: Crossing, builder: BodyBuilder) -> Expression:
