@@ -11,6 +11,7 @@ from torch.utils.data import default_collate
 
 from autopar.runtime.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.refusal import refuse
+from autopar.runtime.user_code import told
 
 Row: TypeAlias = dict[str, Tensor]
 Collate: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
@@ -22,14 +23,26 @@ def stacked(rows: list[Row]) -> Row:
     for key, value in first.items():
         other = next((row[key] for row in rows if row[key].shape != value.shape), None)
         if other is not None:
+            shapes = sorted((list(value.shape), list(other.shape)))  # as other ranks say it
             refuse(
-                f"{key!r} is {list(value.shape)} in one row of the dataset and "
-                f"{list(other.shape)} in another",
+                f"{key!r} is {shapes[0]} in one row of the dataset and {shapes[1]} in another",
                 fix="pad them in build_collate() of the model file, or let __getitem__ pad or cut "
                 "all rows to the shape that example_batch has",
             )
     batch: Row = default_collate(rows)
     return batch
+
+
+def built_collate(new_collate: Callable[[], Any]) -> Collate:
+    """Return the collate of the model file; leaves where that gives none."""
+    with told("build_collate() of the model file"):
+        collate: Collate = new_collate()
+    if not callable(collate):
+        refuse(
+            f"build_collate() of the model file returns a {type(collate).__name__}",
+            fix="return a function that makes a batch of a list of rows",
+        )
+    return collate
 
 
 class Collated:
@@ -48,7 +61,8 @@ class Collated:
         rows = [row for _, row in placed]
         with kept_numbers():
             seed_numbers(mixed_seed(self.seed, *placed[0][0], 1))
-            batch = self.collate(rows)
+            with told("build_collate()'s function"):
+                batch = self.collate(rows)
         self._check(batch, len(rows))
         return {key: as_column(batch[key], kind)[self.own] for key, kind in self.columns.items()}
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autopar.runtime.agreement import agreed
-from autopar.runtime.collated import Collate, Collated, stacked
+from autopar.runtime.collated import Collate, Collated, built_collate, stacked
 from autopar.runtime.cuts import cut
 from autopar.runtime.dataset_rows import (
     Place,
@@ -33,6 +33,7 @@ from autopar.runtime.mesh import ALONE, Axis, Mesh
 from autopar.runtime.randomness import mixed_seed, seeded
 from autopar.runtime.slices import gather_along
 from autopar.runtime.streamed_rows import Alike, StreamedRows
+from autopar.runtime.user_code import told
 
 Batch = dict[str, Tensor]
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
@@ -80,8 +81,9 @@ def dataset_batches(
     of `rows_over` read a share of the rows each, or share what a collate has made of all of them.
     """
     with seeded(seed):
-        dataset = new_dataset()
-        collate = new_collate() if new_collate is not None else None
+        with told("build_dataset() of the model file"):
+            dataset = new_dataset()
+        collate = built_collate(new_collate) if new_collate is not None else None
     each = _each_rank(microbatch, mesh.data)
     share = _share(each[mesh.data.rank], rows_over)
     rows = _OwnRows(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
+from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from autopar.runtime.collated import Row, as_column, is_number, is_same_kind
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.refusal import refuse
+from autopar.runtime.user_code import told
 
 
 class Place(NamedTuple):
@@ -48,7 +50,8 @@ class RawRows(Dataset[Any]):
         with kept_numbers():
             if self.reads_at_once:
                 self._seed_by(places[0])
-                found = self.dataset.__getitems__([place.row for place in places])
+                with told_of_row(self.dataset):
+                    found = self.dataset.__getitems__([place.row for place in places])
                 return list(map(self.made, places, found))
             return [self._read(place) for place in places]
 
@@ -58,7 +61,9 @@ class RawRows(Dataset[Any]):
 
     def _read(self, place: Place) -> Any:
         self._seed_by(place)
-        return self.made(place, self.dataset[place.row])
+        with told_of_row(self.dataset):
+            row = self.dataset[place.row]
+        return self.made(place, row)
 
     def _seed_by(self, place: Place) -> None:
         seed_numbers(mixed_seed(self.seed, *place))
@@ -102,9 +107,16 @@ def rows_like(
     no model is given; numbers among it are told, and so are other shapes and kinds, and fewer rows
     than the data ranks train on at once.
     """
-    check_row(dataset[0], dataset, example)
-    tell([*_notes(dataset[0], example), *few(dataset, at_once)], mesh)
+    with told_of_row(dataset):
+        first = dataset[0]
+    check_row(first, dataset, example)
+    tell([*_notes(first, example), *few(dataset, at_once)], mesh)
     return Rows(dataset, columns_of(example), seed=seed)
+
+
+def told_of_row(dataset: Any) -> AbstractContextManager[None]:
+    """Leave where reading a row fails, with one message for all ranks, whose rows are others."""
+    return told(f"reading a row of the dataset ({type(dataset).__name__})")
 
 
 def columns_of(example: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
@@ -155,12 +167,19 @@ def check_row(row: Any, dataset: Any, example: Mapping[str, Tensor]) -> None:
                 f"{key!r} in a row of {name} is a {type(row[key]).__name__}, which is no tensor",
                 fix="let __getitem__ return tensors, arrays or numbers, of one shape in all rows",
             )
+        found, planned = torch.as_tensor(row[key]), example[key][0]
+        if found.ndim != planned.ndim or not is_same_kind(found, planned.dtype):
+            refuse(
+                f"{key!r} is {_words(found.dtype, found.shape)} in a row of {name}, and the plan "
+                f"was made for {_words(planned.dtype, planned.shape)}",
+                fix="let both be alike: change the dataset, or example_batch and plan again",
+            )
 
 
 def _notes(row: Mapping[str, Any], example: Mapping[str, Tensor]) -> Iterator[str]:
     for key, value in example.items():
         found, planned = torch.as_tensor(row[key]), value.shape[1:]
-        if found.shape != planned or not is_same_kind(found, value.dtype):
+        if found.shape != planned:
             yield (
                 f"{key!r} is {_words(found.dtype, found.shape)} in the dataset's rows, and the "
                 f"plan was made for {_words(value.dtype, planned)}\n"

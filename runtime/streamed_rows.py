@@ -10,10 +10,11 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from autopar.runtime.collated import Row, stacked
-from autopar.runtime.dataset_rows import check_row, columns_of, row_of
+from autopar.runtime.dataset_rows import check_row, columns_of, row_of, told_of_row
 from autopar.runtime.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.refusal import refuse
 
+_END = object()
 Placed = tuple[tuple[int, int], Any]  # the time through the data and the number of a row, the row
 
 
@@ -50,10 +51,10 @@ class StreamedRows(IterableDataset[Row]):
             for number in count():
                 with kept_numbers():
                     seed_numbers(mixed_seed(self.seed, epoch, number))
-                    try:
-                        row = next(stream)
-                    except StopIteration:
-                        break
+                    with told_of_row(self.dataset):
+                        row = next(stream, _END)
+                if row is _END:
+                    break
                 yield (epoch, number), row
             if number == 0:
                 refuse_empty(self.dataset, is_first=epoch == 0)
@@ -63,7 +64,8 @@ class StreamedRows(IterableDataset[Row]):
             self.dataset.set_epoch(epoch)
         with kept_numbers():
             seed_numbers(mixed_seed(self.seed, epoch))
-            return iter(self.dataset)
+            with told_of_row(self.dataset):
+                return iter(self.dataset)
 
 
 class Alike:

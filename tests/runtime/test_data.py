@@ -182,7 +182,7 @@ class Unseeded(Numbers):
         self.generator = np.random.default_rng()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor(index), "y": torch.tensor(self.generator.random())}
+        return {"x": torch.tensor(float(index)), "y": torch.tensor(self.generator.random())}
 
 
 def refusal_of_unseeded(pipeline: int, tensor: int) -> str:
