@@ -28,7 +28,7 @@ Memory of the fullest device: 10.86 GiB of 67.2 GiB (16%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: ce77bbffa0631955.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a0f1637046af094e.
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ from autopar.runtime.model_source import note_device, refuse_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all, split_randomness
-from autopar.runtime.refusal import OptionParser
+from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
 from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, shard_parameters
 from autopar.runtime.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
@@ -305,19 +305,17 @@ def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh:
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = OptionParser()
-    parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
+    parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
-    parser.add_argument("--clip", type=float, default=CLIP_NORM, help="largest gradient norm")
+    parser.add_argument("--workers", type=from_zero, default=WORKERS, help="how many read ahead")
+    parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
-    parser.add_argument("--log-every", type=int, default=LOG_EVERY, help="steps to a line")
+    parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
-    if options.steps < 1 or options.log_every < 1 or options.workers < 0:
-        parser.error("--steps and --log-every count from 1, --workers from 0")
     options.dtype = DTYPES[options.dtype]
     return options
 
