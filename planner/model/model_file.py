@@ -110,7 +110,14 @@ def _check_function(function: object, name: str, *, path: Path, module: ModuleTy
 
 
 def _check_optional(module: ModuleType, path: Path) -> None:
-    """Refuse what is surely a misspelt optional function: it would be passed over in silence."""
+    """Refuse what would be passed over in silence: a misspelt function, a collate without rows."""
+    has_dataset = getattr(module, "build_dataset", None) is not None
+    if getattr(module, "build_collate", None) is not None and not has_dataset:
+        raise InputError(
+            "there is a build_collate, and no build_dataset whose rows it would make batches of",
+            where=str(path),
+            fix="define build_dataset(), which returns the rows; or leave build_collate out",
+        )
     for name in OPTIONAL:
         near = get_close_matches(name, vars(module), n=1, cutoff=0.9)
         if near and near[0] != name and name not in vars(module):
