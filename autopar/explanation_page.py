@@ -11,7 +11,8 @@ from rich.text import Text
 
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.explanation import Explanation
+from autopar.planner.plan.telling.explanation import Explanation, term_percents
+from autopar.planner.plan.telling.percents import added_up
 from autopar.planner.plan.telling.split_lines import ClassLayouts
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 from autopar.planner.plan.why_not import WhyNot
@@ -43,11 +44,12 @@ def _head(plan: Plan, explanation: Explanation) -> Text:
 def _time(plan: Plan) -> Table:
     table = plain_table("Where the step goes", "term", "", "time", "share", "from", left=2)
     step = plan.prediction.step_seconds
-    for term in plan.prediction.terms:
+    percents = term_percents(plan.prediction)
+    for term, percent in zip(plan.prediction.terms, percents, strict=True):
         share = term.seconds / step
         source = str(term.provenance)
         seconds = seconds_text(term.seconds) if term.seconds else "0"
-        table.add_row(term.name, bar(share), seconds, f"{share:.0%}", source)
+        table.add_row(term.name, bar(share), seconds, f"{percent}%", source)
     return table
 
 
@@ -88,10 +90,11 @@ def memory_table(explanation: Explanation, only: int | None = None) -> Table:
         if only not in (None, one.stage):
             continue
         held = [(category, size) for category, size in one.categories if size]
+        shares = [size * one.share_of_limit / one.device_bytes for _, size in held]
+        tenths = added_up(shares, units=1000)  # of a percent
         for number, (category, size) in enumerate(held):
-            share = size * one.share_of_limit / one.device_bytes
-            stage = "" if number else str(one.stage)
-            table.add_row(stage, category, bar(share), bytes_text(size), f"{share:.1%}")
+            stage, share = "" if number else str(one.stage), f"{tenths[number] / 10:.1f}%"
+            table.add_row(stage, category, bar(shares[number]), bytes_text(size), share)
         table.add_row(
             "",
             "together",

@@ -12,6 +12,7 @@ from rich.text import Text
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.chosen import chosen
 from autopar.planner.plan.telling.explanation import Part, part_seconds, proof_line
 from autopar.planner.plan.telling.words import (
     batch_words,
@@ -60,6 +61,7 @@ def _head(plan: Plan) -> Text:
         f"global batch {plan.arrangement.global_batch:,}, {plan.arrangement.precision}, "
         f"least {plan.objective}",
         *(f"declared: {one}" for one in plan.constraints),
+        f"chosen: {'; '.join(chosen(plan))}",
     ]
     return Text.assemble((model, "bold"), "\n", "\n".join(lines), "\n")
 

@@ -20,14 +20,14 @@ def mesh_of(script: Any) -> Mesh:
 def step_of(script: Any, mesh: Mesh) -> Callable[[], Tensor]:
     """Build the script's training as its `main` does, and return its step."""
     options = script.parsed(["--data", "synthetic"])
-    model, recipe = script.built(mesh, options.dtype)
+    model, recipe = script.built(mesh, options.dtype, options.seed)
     data = script.batches(options, mesh)
     optimizer = script.ready(model, recipe, options, mesh)
-    seed_all(script.SEED, mesh)
+    seed_all(options.seed, mesh)
 
     def step() -> Tensor:
         microbatches = list(islice(data, script.MICROBATCHES))
-        loss: Tensor = script.train_step(model, optimizer, microbatches, mesh)
+        loss: Tensor = script.train_step(model, optimizer, microbatches, mesh, options.clip)
         return loss
 
     return step

@@ -12,7 +12,7 @@ from autopar.codegen.forward.emit import opened_classes
 from autopar.codegen.forward.opened import Opened
 from autopar.codegen.forward.reading.modules import Modules, modules_of
 from autopar.codegen.forward.reading.split import split_of
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
@@ -20,6 +20,7 @@ from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.model_facts import source_hash
 from autopar.planner.plan.parts import check_parts
 from autopar.planner.plan.plan import Plan
+from autopar.planner.trace.lengths import with_other_lengths
 from autopar.runtime.initial_weights import record
 
 
@@ -47,7 +48,7 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     model = _built(file)
     _check_same_parameters(plan, model, file.path)
     modules = modules_of(model)
-    split = split_of(plan, modules)
+    split = split_of(plan, modules, _on_other_lengths(plan, file))
     check_parts(plan, split.layers, where="the plan")
     return Subject(
         file=file,
@@ -57,6 +58,15 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
         layers=split.layers,
         opened=opened_classes(plan, split),
     )
+
+
+def _on_other_lengths(plan: Plan, file: ModelFile) -> Graph | None:
+    """Return what the model computes on rows of other lengths, where its code may be printed."""
+    arranged = plan.arrangement
+    if arranged.pipeline * arranged.data * arranged.tensor * arranged.microbatches == 1:
+        return None
+    axes, precision = infer_axes(plan.graph), arranged.precision
+    return with_other_lengths(file, plan.graph, axes, precision)
 
 
 def _built(file: ModelFile) -> nn.Module:

@@ -21,7 +21,8 @@
     first_gradient R → I    nothing                   gradient on rank 0, zeros else
 
 `parts` says how a dim is cut (see cuts.py). Left out, the dim is one part of single elements;
-where only the local size is known, every rank then holds the same number.
+where only the local size is known, every rank then holds the same number, unless it is a share of
+a length that is known (see lengths.py).
 """
 
 from collections.abc import Callable
@@ -30,7 +31,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.runtime.cuts import Cut, Parts, cut, even_cut
+from autopar.runtime.cuts import Cut, Parts, cut
+from autopar.runtime.lengths import cut_of_share, note_length
 from autopar.runtime.mesh import Axis
 from autopar.runtime.slices import (
     exchange_along,
@@ -142,6 +144,8 @@ def _convert_along(
 def _cut_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
     """Cut a dim that is whole on this rank."""
     held = cut(((x.shape[dim], 1),) if parts is None else parts, axis.size)
+    if parts is None:
+        note_length(x.shape[dim])
     if held.whole != x.shape[dim]:
         raise ValueError(f"dim {dim} has {x.shape[dim]} elements, its parts {parts} {held.whole}")
     return held
@@ -150,7 +154,7 @@ def _cut_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
 def _cut_local(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
     """Cut a dim of which this rank holds its slice."""
     local = x.shape[dim]
-    held = even_cut(local, axis.size) if parts is None else cut(parts, axis.size)
+    held = cut_of_share(local, axis, x.device) if parts is None else cut(parts, axis.size)
     if held.sizes[axis.rank] != local:
         expected = held.sizes[axis.rank]
         raise ValueError(f"dim {dim} has {local} elements, rank {axis.rank} holds {expected}")

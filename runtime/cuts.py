@@ -36,12 +36,6 @@ def cut(parts: Parts, size: int) -> Cut:
     return Cut(ranges, sizes, is_even)
 
 
-@lru_cache(maxsize=1024)
-def even_cut(local: int, size: int) -> Cut:
-    """Cut a dim of which every rank holds the same number of elements."""
-    return cut(((local * size, 1),), size)
-
-
 def part_ranges(parts: Parts, rank: int, size: int) -> Ranges:
     """Find the non-empty ranges of the whole dim that one rank holds, in order."""
     ranges, start = [], 0

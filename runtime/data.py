@@ -9,6 +9,7 @@ Data ranks have as many rows each, or each its own number of them, as unlike dev
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import Any, TypeAlias
 
@@ -17,11 +18,22 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 from autopar.runtime.agreement import agreed
+from autopar.runtime.collated import Collate, Collated, built_collate, stacked
 from autopar.runtime.cuts import cut
-from autopar.runtime.dataset_rows import Place, batch_of, rows_like
+from autopar.runtime.dataset_rows import (
+    Place,
+    RawRows,
+    columns_of,
+    few,
+    is_streamed,
+    rows_like,
+    tell,
+)
 from autopar.runtime.mesh import ALONE, Axis, Mesh
 from autopar.runtime.randomness import mixed_seed, seeded
 from autopar.runtime.slices import gather_along
+from autopar.runtime.streamed_rows import Alike, StreamedRows
+from autopar.runtime.user_code import told
 
 Batch = dict[str, Tensor]
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
@@ -53,7 +65,7 @@ class RankRows(Sampler[list[Place]]):
 
 
 def dataset_batches(
-    new_dataset: Callable[[], Dataset[Any]],
+    new_dataset: Callable[[], Any],
     example_batch: Example,
     mesh: Mesh,
     *,
@@ -61,29 +73,83 @@ def dataset_batches(
     seed: int,
     workers: int = 0,
     rows_over: Axis = ALONE,
+    new_collate: Callable[[], Collate] | None = None,
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of a dataset, without end, with the keys of the example.
 
     `workers` are processes that read ahead; without any, rows are read when they are needed. Ranks
-    of `rows_over` read a share of the rows each.
+    of `rows_over` read a share of the rows each, or share what a collate has made of all of them.
     """
     with seeded(seed):
-        dataset = new_dataset()
+        with told("build_dataset() of the model file"):
+            dataset = new_dataset()
+        collate = built_collate(new_collate) if new_collate is not None else None
     each = _each_rank(microbatch, mesh.data)
-    example = _example(example_batch, each[mesh.data.rank], seed)
-    rows = rows_like(dataset, example, mesh, at_once=sum(each), seed=seed)
-    own = _own_rows(each, mesh.data, rows_over)
-    places = RankRows(rows, block=sum(each), own=own, seed=seed)
-    is_pinned = mesh.device.type == "cuda"
-    loader = DataLoader(
-        rows,
-        batch_sampler=places,
-        collate_fn=batch_of,
-        num_workers=workers,
-        pin_memory=is_pinned,
+    share = _share(each[mesh.data.rank], rows_over)
+    rows = _OwnRows(
+        dataset=dataset,
+        example=_example(example_batch, each[mesh.data.rank], seed),
+        mesh=mesh,
+        block=sum(each),
+        of_rank=_of_rank(each, mesh.data),
+        share=share,
+        seed=seed,
     )
+    read = _streamed if is_streamed(dataset) else _listed
+    loader = read(rows, collate, workers)
     sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
     return agreed(iter(loader), sharers, mesh.device)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _OwnRows:
+    """What a loader is made of: a dataset, and which of its rows are this rank's."""
+
+    dataset: Any
+    example: Batch
+    mesh: Mesh
+    block: int  # rows of all data ranks together
+    of_rank: slice  # the rows of a block that this data rank trains on
+    share: slice  # the rows of those that this rank reads
+    seed: int
+
+    @property
+    def read(self) -> slice:
+        """The rows of a block that this rank reads."""
+        first = self.of_rank.start
+        return slice(first + self.share.start, first + self.share.stop)
+
+
+def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
+    """Read rows by their numbers."""
+    listed: RawRows
+    batch_of: Callable[[list[Any]], Batch]
+    if collate is None:
+        listed = rows_like(of.dataset, of.example, of.mesh, at_once=of.block, seed=of.seed)
+        read, batch_of = of.read, stacked
+    else:  # rows are as long as the longest of their microbatch: a share of them has to be, too
+        tell(few(of.dataset, of.block), of.mesh)
+        listed, read = RawRows(of.dataset, seed=of.seed), of.of_rank
+        batch_of = Collated(collate, columns_of(of.example), of.share, seed=of.seed)
+    return DataLoader(
+        listed,
+        batch_sampler=RankRows(of.dataset, block=of.block, own=read, seed=of.seed),
+        collate_fn=batch_of,
+        num_workers=workers,
+        pin_memory=of.mesh.device.type == "cuda",
+    )
+
+
+def _streamed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
+    """Read rows in the order in which they come; one process alone can do so ahead."""
+    batch_of = (
+        Alike(of.dataset, of.example, of.share)
+        if collate is None
+        else Collated(collate, columns_of(of.example), of.share, seed=of.seed)
+    )
+    rows = StreamedRows(of.dataset, batch_of, block=of.block, own=of.of_rank, seed=of.seed)
+    is_pinned = of.mesh.device.type == "cuda"
+    return DataLoader(rows, batch_size=None, num_workers=min(workers, 1), pin_memory=is_pinned)
 
 
 def synthetic_batches(
@@ -132,9 +198,19 @@ def _each_rank(rows: Rows, data: Axis) -> Sequence[int]:
 
 def _own_rows(each: Sequence[int], data: Axis, axis: Axis) -> slice:
     """Return which rows of a block this data rank reads, of which ranks of an axis share."""
+    before, share = _of_rank(each, data).start, _share(each[data.rank], axis)
+    return slice(before + share.start, before + share.stop)
+
+
+def _of_rank(each: Sequence[int], data: Axis) -> slice:
+    """Return which rows of a block are of this data rank."""
     before = sum(each[: data.rank])
-    first, stop = cut(((each[data.rank], 1),), axis.size).ranges[axis.rank][0]
-    return slice(before + first, before + stop)
+    return slice(before, before + each[data.rank])
+
+
+def _share(rows: int, axis: Axis) -> slice:
+    """Return which of so many rows this rank of an axis has."""
+    return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])
 
 
 def _example(example_batch: Example, rows: int, seed: int) -> Batch:

@@ -34,7 +34,7 @@ def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axi
 @torch.no_grad()
 def clip_by_global_norm(
     model_parts: Sequence[nn.Module],
-    max_norm: float,
+    max_norm: float | None,
     mesh: Mesh,
     *,
     split: frozenset[str],
@@ -42,11 +42,14 @@ def clip_by_global_norm(
 ) -> Tensor:
     """Scale all gradients so that the norm of the whole model's is at most max_norm; return it.
 
+    Without a max_norm, or with 0, gradients stay as they are, and no norm is asked for.
     `split` names the parameters that are cut over the tensor axis, `tied` those that another
     pipeline stage counts. A parameter that is whole on several ranks is counted by the first. Ranks
     that hold the same gradients (copies of the data axis) do not ask each other: none is asked
     where every gradient is whole.
     """
+    if not max_norm:
+        return torch.zeros((), device=mesh.device)
     axes = _axes_of_shares(model_parts, mesh)
     if not tied and _counts_everything(model_parts, mesh, axes):
         gradients = counted = gradient_memory(model_parts)

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
 
 from autopar.runtime.layer_names import named
+from autopar.runtime.lengths import begin_anew
 from autopar.runtime.mesh import Axis
-from autopar.runtime.shards import Split, local_size, places
+from autopar.runtime.shards import Split, local_size, note_ties, places
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,17 +32,27 @@ class Crossing:
         dtype = self.dtype or dtype
         return torch.empty(shape, dtype=dtype, device="meta", requires_grad=self.has_gradient)
 
+    @property
+    def length(self) -> int | None:
+        """How long the dim is that is split, where that may vary: one of single elements."""
+        parts = self.split.parts if self.split is not None else ()
+        return parts[0][0] if len(parts) == 1 and parts[0][1] == 1 else None
+
+
+Gives: TypeAlias = tuple[Crossing, ...] | Callable[[Mapping[str, Tensor]], tuple[Crossing, ...]]
+
 
 @dataclass(frozen=True, slots=True)
 class StagePart:
     """A pipeline stage: the model's class there, what it holds, what it gives to the next.
 
+    What it gives is a function of the batch where its lengths vary from one to another.
     `bounds` are the numbers in which stages of one class differ: their first layer, and its end.
     """
 
     kind: type[nn.Module]
     holds: tuple[str, ...]
-    gives: tuple[Crossing, ...] = ()
+    gives: Gives = ()
     bounds: Mapping[str, int] = field(default_factory=dict)
 
     def taken_from(self, model: nn.Module, tensor: Axis) -> nn.Module:
@@ -61,6 +73,7 @@ def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tenso
 
     In the modules' names * stands for the number of a layer.
     """
+    begin_anew(model)
     modules = dict(model.named_modules())
     for name, kind in named(classes, modules).items():
         take_class(modules[name], kind, tensor)
@@ -82,6 +95,7 @@ def keep_only(model: nn.Module, held: Collection[str]) -> None:
     stands in several places is held where one of them is.
     """
     found = list(places(model))
+    note_ties(model, found)
     kept = {(place.module, place.attribute) for place in found if is_held(place.name, held)}
     for place in found:
         if (place.module, place.attribute) not in kept:

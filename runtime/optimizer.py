@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, TypeAlias
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -13,6 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 from autopar.runtime.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel import buckets_of
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.optimizer_arguments import OptimizerFactory, made_optimizer
 from autopar.runtime.optimizer_pieces import Piece, local_pieces, state_of
 from autopar.runtime.sharded_optimizer import (
     FlatShard,
@@ -20,8 +21,6 @@ from autopar.runtime.sharded_optimizer import (
     gather_parameters,
     shard_parameters_flat,
 )
-
-OptimizerFactory: TypeAlias = Callable[[Iterable[nn.Parameter]], Optimizer]
 
 # They read a parameter as a matrix (or all parameters as one vector): a slice of it says nothing.
 NEED_WHOLE_PARAMETERS = ("Muon", "Adafactor", "LBFGS")
@@ -46,7 +45,7 @@ def build_optimizer(
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     # A stage of frozen layers steps nothing, and torch refuses an optimizer of nothing.
     stepped = trainable or [nn.Parameter(torch.empty(0, device=mesh.device))]
-    optimizer = AdamW(stepped) if factory is None else factory(stepped)
+    optimizer = made_optimizer(factory or _adamw, model_parts, stepped)
     _prefer_fused(optimizer)
     _use_pieces(optimizer, trainable, model_parts, zero=zero, mesh=mesh)
     optimizer.register_step_pre_hook(_lay_gradients_like_parameters)
@@ -54,6 +53,10 @@ def build_optimizer(
         for group in optimizer.param_groups:
             group["lr"] = lr
     return optimizer
+
+
+def _adamw(params: Sequence[nn.Parameter]) -> Optimizer:
+    return AdamW(params)
 
 
 def _use_pieces(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -19,8 +19,8 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from autopar.runtime.loss import scale_loss
 from autopar.runtime.mesh import Mesh
-from autopar.runtime.model_parts import StagePart
-from autopar.runtime.pipeline_stage import Stage, cut, stage_of
+from autopar.runtime.model_parts import Crossing, StagePart
+from autopar.runtime.pipeline_stage import Shapes, Stage, cut, stage_of
 
 __all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indices", "stage_of"]
 
@@ -50,17 +50,44 @@ def stage_at(
 ) -> Stage:
     """Make a module the stage of this index among parts that tell what each gives to the next."""
 
-    def crossing(part: StagePart) -> list[Tensor]:
-        return [one.described(mesh.tensor, dtype) for one in part.gives]
+    def crossing(part: StagePart, batch: Mapping[str, Any]) -> tuple[Crossing, ...]:
+        return part.gives(batch) if callable(part.gives) else part.gives
 
+    def described(crossings: Sequence[Crossing]) -> list[Tensor]:
+        return [one.described(mesh.tensor, dtype) for one in crossings]
+
+    def shapes(batch: Mapping[str, Any]) -> Shapes:
+        received = crossing(parts[index - 1], batch) if index else ()
+        return Shapes(
+            received=[tensor.shape for tensor in described(received)],
+            sent=[tensor.shape for tensor in described(crossing(parts[index], batch))],
+            lengths=[one.length for one in received if one.length is not None],
+        )
+
+    unknown = _Unknown()
+    around = parts[max(index - 1, 0) : index + 1]
     return stage_of(
         module,
         mesh,
         index=index,
         stages=len(parts),
-        receives=crossing(parts[index - 1]) if index else (),
-        sends=crossing(parts[index]),
+        receives=described(crossing(parts[index - 1], unknown)) if index else (),
+        sends=described(crossing(parts[index], unknown)),
+        shapes=shapes if any(callable(part.gives) for part in around) else None,
     )
+
+
+class _Unknown(Mapping[str, Tensor]):
+    """A batch before there is one: its tensors have no known sizes, and all of them are 1."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.empty((1,) * 9, device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
 
 
 def build_schedule(

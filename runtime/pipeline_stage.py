@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
@@ -11,14 +12,30 @@ from torch.distributed.pipelining._backward import stage_backward
 
 from autopar.runtime.data_parallel import buckets_of, set_last
 from autopar.runtime.gradient_buckets import GradientBuckets
+from autopar.runtime.lengths import receives
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.split_backward import SplitBackward
-from autopar.runtime.torch_stage import InputGradients, TorchStage, refuse_earlier_torch
+from autopar.runtime.torch_stage import InputGradients, TorchStage, refuse_earlier_torch, resize
 
 
 def cut(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
     """Describe one tensor that crosses a cut, for one microbatch; it has no memory."""
     return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What crosses a stage's borders for one microbatch, and how long the dims of its shares are.
+
+    These shapes are a rank's own; `lengths` are of whole dims of what is received.
+    """
+
+    received: Sequence[torch.Size]
+    sent: Sequence[torch.Size]
+    lengths: Sequence[int]
+
+
+ShapesOf: TypeAlias = Callable[[Mapping[str, Any]], Shapes]
 
 
 def stage_of(
@@ -29,12 +46,13 @@ def stage_of(
     stages: int,
     receives: Sequence[Tensor],
     sends: Sequence[Tensor],
+    shapes: ShapesOf | None = None,
 ) -> Stage:
     """Make a module (wrapped for data parallelism already) the stage `index` of `stages`.
 
     Its forward takes the received tensors in order, then the batch by keyword, and returns a tuple
     of the tensors to send; the last one returns the loss. `cut(…)` describes each tensor, so no
-    forward is run to find out.
+    forward is run to find out; `shapes` tells those of a microbatch where they vary.
     """
     refuse_earlier_torch()
     return Stage(
@@ -44,6 +62,7 @@ def stage_of(
         stages=stages,
         receives=tuple(receives),
         sends=tuple(sends),
+        shapes=shapes,
     )
 
 
@@ -63,6 +82,7 @@ class Stage(TorchStage):
         stages: int,
         receives: tuple[Tensor, ...],
         sends: tuple[Tensor, ...],
+        shapes: ShapesOf | None = None,
     ) -> None:
         super().__init__(
             module,
@@ -73,6 +93,8 @@ class Stage(TorchStage):
             output_args=sends or (torch.empty((), device="meta"),),  # the last one's loss
             group=mesh.pipeline.group,
         )
+        self._shapes_of = shapes
+        self._shapes: Sequence[Shapes] = ()
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward runs
@@ -90,6 +112,20 @@ class Stage(TorchStage):
         and a loss times its weight would be four more operations of autograd.
         """
         self._microbatches, self._weights = microbatches, weights
+        if self._shapes_of is not None:
+            self._shapes = [self._shapes_of(batch) for batch in microbatches]
+            self.resize(self._shapes)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        self.resize(self._shapes)
+        return result
+
+    def resize(self, shapes: Sequence[Shapes]) -> None:
+        """Receive tensors of these shapes, once torch has noted what is received."""
+        for chunk, own in enumerate(shapes):
+            resize(self.args_recv_info.get(chunk, ()), own.received)
+            resize(self.grad_recv_info.get(chunk, ()), own.sent)
 
     def _warmup_forward_vote(
         self, has_backward: bool, received_acc: Tensor | None = None
@@ -109,6 +145,8 @@ class Stage(TorchStage):
         torch's own looks through nested inputs and outputs and words them for its log.
         """
         received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+        if self._shapes:
+            receives(self.submod, self._shapes[fwd_chunk_id].lengths)
         result = self.submod(*received, **self._microbatches[fwd_chunk_id])
         outputs = result if isinstance(result, tuple) else (result,)
         sendable = tuple(self._sendable(output) for output in outputs)

@@ -17,6 +17,7 @@ from torch.utils.checkpoint import (
 )
 
 from autopar.runtime.given_objects import run_alike
+from autopar.runtime.lengths import remembered
 from autopar.runtime.own_forward import OUTERMOST, class_with_forward
 from autopar.runtime.written_buffers import WrittenBuffers
 
@@ -72,6 +73,7 @@ def _contexts(
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return what surrounds the forward, and what surrounds it when it runs again."""
     first, again = buffers.contexts()
+    again = _both(remembered()(), again)
     if policy is None:
         return first, _both(_Stopping(), again)
     keeping, kept = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]

@@ -6,21 +6,52 @@ import os
 import sys
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 
 USAGE = 2  # as autopar's commands have it: bad usage
 MISMATCH = 6  # environment and plan do not match
+_Number = TypeVar("_Number", int, float)
 _PATIENCE = timedelta(seconds=10)
 
 
 class OptionParser(argparse.ArgumentParser):
     """Reads the options of a script; what is wrong with them is told once, not by every rank."""
 
+    def add_argument(self, *flags: Any, **how: Any) -> argparse.Action:
+        """Add an option; its default, a setting of the script, is read as what is typed is."""
+        if how.get("type") is not None and how.get("default") is not None:
+            how["default"] = str(how["default"])  # argparse reads defaults that are text
+        return super().add_argument(*flags, **how)
+
     def error(self, message: str) -> NoReturn:
         """Say how the script is used and what is wrong, and leave."""
         _leave(f"{self.format_usage()}{self.prog}: error: {message}", USAGE)
+
+
+def from_zero(text: str) -> int:
+    """Read a whole number of an option that counts from 0."""
+    return _read(text, int, least=0)
+
+
+def from_one(text: str) -> int:
+    """Read a whole number of an option that counts from 1."""
+    return _read(text, int, least=1)
+
+
+def norm(text: str) -> float:
+    """Read a norm, which is never below 0: clipped to -1, gradients would point the other way."""
+    return _read(text, float, least=0)
+
+
+def _read(text: str, kind: type[_Number], *, least: int) -> _Number:
+    with suppress(ValueError):
+        found = kind(text)
+        if found >= least:  # which nan is not
+            return found
+    what = "whole number" if kind is int else "number"
+    raise argparse.ArgumentTypeError(f"{text} is not a {what} of {least} or more")
 
 
 def refuse(found: str, *, fix: str) -> NoReturn:

@@ -12,7 +12,7 @@ from torch import nn
 from autopar.runtime.filling import ShapeError, fill
 from autopar.runtime.mesh import Axis, Mesh
 from autopar.runtime.refusal import refuse
-from autopar.runtime.shards import Place, Split, group_aliases, places
+from autopar.runtime.shards import Place, Split, group_aliases, places, tied_names
 
 _MOST_TOLD = 5
 
@@ -34,9 +34,9 @@ def load_safetensors(
     aliases = group_aliases(places(model))
     with ExitStack() as files:
         stored = dict(_open(folder, files))
-        _check_all_there(aliases, stored, folder)
+        _check_all_there(model, aliases, stored, folder)
         for group in aliases:
-            name = _stored_name(group, stored)
+            name = _stored_name(model, group, stored)
             if name is not None:
                 source = stored[name].get_slice(name)
                 shape = tuple(source.get_shape())
@@ -89,16 +89,22 @@ def _open(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
             yield name, file
 
 
-def _stored_name(group: list[Place], stored: Mapping[str, Any]) -> str | None:
-    """Find a tensor under one of its names; files keep one name of a tied weight."""
-    return next((place.name for place in group if place.name in stored), None)
+def _stored_name(model: nn.Module, group: list[Place], stored: Mapping[str, Any]) -> str | None:
+    """Find a tensor under one of its names; files keep one name of a tied weight.
+
+    That may be the name which another stage has for it.
+    """
+    names = (name for place in group for name in tied_names(model, place.name))
+    return next((name for name in names if name in stored), None)
 
 
-def _check_all_there(aliases: list[list[Place]], stored: Mapping[str, Any], folder: Path) -> None:
+def _check_all_there(
+    model: nn.Module, aliases: list[list[Place]], stored: Mapping[str, Any], folder: Path
+) -> None:
     missing = [
         group[0].name
         for group in aliases
-        if isinstance(group[0].tensor, nn.Parameter) and _stored_name(group, stored) is None
+        if isinstance(group[0].tensor, nn.Parameter) and _stored_name(model, group, stored) is None
     ]
     if missing:
         shown = ", ".join(missing[:_MOST_TOLD]) + (" …" if len(missing) > _MOST_TOLD else "")

@@ -4,7 +4,7 @@ Shards are plain local parameters, so that the user's own nn.Linear works on its
 shard holds of the whole is recorded (see chunks.py).
 """
 
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -14,6 +14,8 @@ from autopar.runtime.chunks import Chunks, record_chunks, whole
 from autopar.runtime.cuts import Parts, Ranges, cut
 from autopar.runtime.mesh import Axis
 from autopar.runtime.slices import pick
+
+_TIES = "tied_names"  # where a model that is a part of one has the names of that
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,12 +89,25 @@ def places(model: nn.Module) -> Iterator[Place]:
                 yield Place(name, module, attribute, tensor)
 
 
-def group_aliases(found: Iterator[Place]) -> list[list[Place]]:
+def group_aliases(found: Iterable[Place]) -> list[list[Place]]:
     """Gather the places that hold the same tensor."""
     groups: dict[int, list[Place]] = {}
     for place in found:
         groups.setdefault(id(place.tensor), []).append(place)
     return list(groups.values())
+
+
+def note_ties(model: nn.Module, found: Iterable[Place]) -> None:
+    """Note which names of a whole model stand for one tensor, before a part of it is let go."""
+    names = (tuple(place.name for place in group) for group in group_aliases(found))
+    ties = {name: group for group in names for name in group if len(group) > 1}
+    model.__dict__.setdefault(_TIES, ties)
+
+
+def tied_names(model: nn.Module, name: str) -> tuple[str, ...]:
+    """Return all names that a tensor has in the whole model, its own first."""
+    ties: Mapping[str, tuple[str, ...]] = model.__dict__.get(_TIES, {})
+    return (name, *(other for other in ties.get(name, ()) if other != name))
 
 
 def check_names(splits: Mapping[str, Split], known: Collection[str]) -> None:

@@ -8,6 +8,7 @@ keep what a forward leaves in another place, and have fully_shard reduce once, a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import torch
@@ -33,6 +34,14 @@ def refuse_earlier_torch() -> None:
         )
 
 
+def resize(infos: Sequence[_RecvInfo], shapes: Sequence[torch.Size]) -> None:
+    """Have what is received be of other shapes, in the order of what crosses."""
+    for info, shape in zip(infos, shapes, strict=False):
+        if info.tensor_meta is not None:
+            stride = torch.empty(shape, device="meta").stride()
+            info.tensor_meta = replace(info.tensor_meta, shape=shape, stride=stride)
+
+
 class _EarlierStage(pipelining.PipelineStage):
     """Of torch 2.13 and 2.14."""
 
@@ -50,6 +59,21 @@ class _EarlierStage(pipelining.PipelineStage):
         if self.has_backward and not self.is_last:
             self._allocate(self.grad_recv_info[bwd_chunk_id])
         return super().get_bwd_recv_ops(bwd_chunk_id)
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run a backward; what no gradient reaches gets zeros, as large as what was received."""
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+        gradients = self.bwd_cache.get(bwd_chunk_id)
+        if gradients is not None:
+            infos = self.args_recv_info[bwd_chunk_id]
+            pairs = zip(gradients, infos, strict=True)
+            self.bwd_cache[bwd_chunk_id] = tuple(self._sent_back(*pair) for pair in pairs)
+
+    def _sent_back(self, gradient: Tensor | None, info: _RecvInfo) -> Tensor | None:
+        meta = info.tensor_meta
+        if gradient is not None or meta is None or not meta.requires_grad or info.is_root_arg:
+            return gradient
+        return meta.to_tensor(self.device).detach().zero_()
 
     def set_local_bwd_input(self, next_stage_bwd_outputs: InputGradients, mb_index: int) -> None:
         """Take gradients from the next stage where it lives on this rank (the turn of a V)."""

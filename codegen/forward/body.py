@@ -29,10 +29,16 @@ from autopar.codegen.forward.text.repeats import Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import Op, Origin, Value
+from autopar.planner.graph import Op, Origin, Value, size
 from autopar.planner.layouts import Layout
 
+_RANGES = ("aten.arange.default", "aten.arange.start")
 LOSS_WEIGHTS = "loss_weights"  # the name that a microbatch has for them
+
+
+def _is_from_zero(op: Op) -> bool:
+    """Whether a range counts each number from nothing, so that it is as long as its end says."""
+    return op.target == "aten.arange.default" or op.argument("start") == 0
 
 
 class BodyBuilder:
@@ -175,7 +181,9 @@ class BodyBuilder:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
         is_activation = given.origin in (Origin.OP, Origin.INPUT)
-        return given.shape == made.shape and is_activation and not self.reads_written(op)
+        others = (self.split.lengths.shape(one.name, self.graph) for one in (given, made))
+        keeps_all = given.shape == made.shape and len(set(others)) == 1
+        return keeps_all and is_activation and not self.reads_written(op)
 
     def reads_written(self, op: Op) -> bool:
         """Whether an op touches memory that this body writes to."""
@@ -281,19 +289,26 @@ class BodyBuilder:
             return {name: special.result_sizes(op, given, self)}
         found: dict[str, Expression] = {}
         for key, value in op.arguments:
-            if key == "end" and op.target == "aten.arange.default":
-                size = self.sizes.of_all(whole_sizes(self.split, op.outputs[0]))[0]
-                found[key] = size if size is not None else self.plain_size(value)
-            elif isinstance(value, Extent):
-                found[key] = self.sizes.whole(value)
-            elif isinstance(value, tuple) and any(isinstance(v, Extent) for v in value):
-                found[key] = joined(tuple(map(self.plain_size, value)))
+            other = self.split.lengths.argument(op, key)
+            if key == "end" and op.target in _RANGES and _is_from_zero(op):
+                length = self.sizes.of_all(whole_sizes(self.split, op.outputs[0]))[0]
+                found[key] = self.plain_size(value, other) if length is None else length
+            elif isinstance(value, Extent) or (value != other and isinstance(value, int)):
+                found[key] = self.plain_size(value, other)
+            elif (
+                isinstance(value, tuple)
+                and isinstance(other, tuple)
+                and (value != other or any(isinstance(v, Extent) for v in value))
+            ):
+                found[key] = joined(tuple(map(self.plain_size, value, other)))
         return found | special.local_arguments(op, self)
 
-    def plain_size(self, value: Value) -> Expression:
-        """Return a whole size, or another plain argument."""
-        if isinstance(value, Extent):
-            return self.sizes.whole(value)
+    def plain_size(self, value: Value, other: Value = None) -> Expression:
+        """Return a whole size, or another plain argument, that at other lengths is another."""
+        if isinstance(value, Extent) or (type(value) is int and other not in (None, value)):
+            more = value if other is None else other
+            assert isinstance(more, (int, Extent))
+            return self.sizes.whole(size(value), size(more))
         assert value is None or isinstance(value, (bool, int, float, complex, str))
         return literal(value)
 

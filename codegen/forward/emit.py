@@ -116,6 +116,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     counts = valid_targets(split, tree)
     sources = [c.source for c in (*classes, *(stage.cls for stage in stages))]
     sources += [source for source in (loss, counts) if source is not None]
+    sources += [stage.crossing for stage in stages]
     return Opened(
         classes=classes,
         stages=stages,

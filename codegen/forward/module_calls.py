@@ -33,7 +33,12 @@ def call_line(unit: str, body: BodyBuilder) -> Line:
     """Return the call of a module that is called as a whole."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
-    arguments = [(name, _argument(value, unit, body)) for name, value in _given(unit, body)]
+    others = body.split.lengths.calls.get(unit, record)
+    by_name = dict(others.keywords)
+    arguments = [
+        (name, _argument(value, unit, body, by_name[name] if name else others.arguments[place]))
+        for place, (name, value) in enumerate(_given(unit, body))
+    ]
     results = _pattern(record.result, unit, body)
     target = _target(unit, body)
     positional = [value for name, value in arguments if not name]
@@ -108,18 +113,23 @@ def _is_left_out(name: str, value: Value, unit: str, body: BodyBuilder) -> bool:
     return is_opened and is_number(value)  # its printed code has that number itself
 
 
-def _argument(value: Value, unit: str, body: BodyBuilder) -> Expression:
+def _argument(value: Value, unit: str, body: BodyBuilder, other: Value) -> Expression:
+    """Print an argument, which is another where the inputs have other lengths."""
     if isinstance(value, Ref):
         return _handed(value.tensor, unit, body)
     if isinstance(value, Mapped):
-        return mapped((literal(key), _argument(item, unit, body)) for key, item in pairs(value))
+        assert isinstance(other, Mapped)  # of the same call
+        shown = zip(pairs(value), pairs(other), strict=True)
+        return mapped((literal(k), _argument(one, unit, body, two)) for (k, one), (_, two) in shown)
     if is_mapping(value):
         raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
     if isinstance(value, tuple):
-        given = sequence(value, tuple(_argument(item, unit, body) for item in value))
+        assert isinstance(other, tuple)
+        both = zip(value, other, strict=True)
+        given = sequence(value, tuple(_argument(one, unit, body, two) for one, two in both))
         return text(body.containers[given]) if given in body.containers else given
-    if isinstance(value, Extent):
-        return body.sizes.whole(value)
+    if isinstance(value, (bool, int, float, Extent)):
+        return body.plain_size(value, other)
     if isinstance(value, DType):
         own = body.dtype() if value.name == "model" else None
         return own if own is not None else text(f"torch.{value.name}")

@@ -43,7 +43,8 @@ class Stage:
     Its forward takes `takes` by position and the batch by keyword, and returns `gives`; the last
     one returns what the model returns, or the loss itself where `returns_loss`. `modules` are the
     modules that it calls or reads; the script drops the others. `bounds` are attributes that
-    the script sets: stages of one form share one class and differ in these numbers.
+    the script sets: stages of one form share one class and differ in these numbers. `crossing` is
+    the source of a function that tells the shapes of what it gives, where these vary.
     """
 
     cls: OpenedClass
@@ -53,6 +54,7 @@ class Stage:
     modules: tuple[str, ...]
     parameters: tuple[str, ...]
     bounds: tuple[tuple[str, int], ...] = ()
+    crossing: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

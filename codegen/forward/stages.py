@@ -19,6 +19,7 @@ from autopar.codegen.forward.classes import (
     forward,
     printed_forward,
 )
+from autopar.codegen.forward.crossings import printed_crossing
 from autopar.codegen.forward.opened import Crossing, OpenedClass, Stage
 from autopar.codegen.forward.opening.cutting import Cutter, Part
 from autopar.codegen.forward.opening.opening import Opening
@@ -150,10 +151,12 @@ class _Printer:
             source=class_source(name, base, title, printed, fields=fields),
             uses_axis=printed.uses_axis,
         )
+        gives = tuple(map(self._crossing, draft.part.gives))
         return Stage(
             cls=cls,
             takes=tuple(map(self._crossing, draft.part.takes)),
-            gives=tuple(map(self._crossing, draft.part.gives)),
+            gives=gives,
+            crossing=printed_crossing(self.opening, gives),
             returns_loss=draft.number == self.last and self.returns_loss,
             modules=self._modules(draft.part),
             parameters=self._parameters(draft.part),

@@ -21,6 +21,7 @@ from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batch
 from autopar.runtime.initial_weights import build
 from autopar.runtime.loss import loss_in
 from autopar.runtime.mesh import Mesh, start, stop
+from autopar.runtime.optimizer_arguments import made_optimizer
 
 _STATISTICS = ("running_mean", "running_var")
 LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.1  # as scripts have them
@@ -86,8 +87,8 @@ def train_alone(task: Task) -> Trained:
     model = build(file.build_model, seed=task.seed).to(dtype)
     mesh = start(pipeline=1, data=1, tensor=1)
     batches = (placed(batch, mesh, dtype) for batch in _batches(file, task, mesh))
-    make = file.build_optimizer or _adamw
-    optimizer = make([p for p in model.parameters() if p.requires_grad])
+    learning = [p for p in model.parameters() if p.requires_grad]
+    optimizer = made_optimizer(file.build_optimizer or _adamw, [model], learning)
     scheduler = file.build_scheduler(optimizer) if file.build_scheduler else None
     losses, norms, gradients = [], [], dict[str, Tensor]()
     for step in range(1, task.steps + 1):
@@ -117,7 +118,12 @@ def train_alone(task: Task) -> Trained:
 def _batches(file: ModelFile, task: Task, mesh: Mesh) -> Iterator[Batch]:
     if file.build_dataset is not None and task.uses_dataset:
         return dataset_batches(
-            file.build_dataset, file.example_batch, mesh, microbatch=task.rows, seed=task.seed
+            file.build_dataset,
+            file.example_batch,
+            mesh,
+            microbatch=task.rows,
+            seed=task.seed,
+            new_collate=file.build_collate,
         )
     return synthetic_batches(file.example_batch, mesh, rows=(1, task.rows), seed=task.seed)
 

@@ -9,6 +9,7 @@ from textwrap import wrap
 from autopar.codegen.python_text import WIDTH, Source, prose
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.chosen import chosen
 from autopar.planner.plan.telling.explanation import (
     MEMORY_CATEGORIES,
     TERM_PARTS,
@@ -34,6 +35,7 @@ def docstring(plan: Plan, file_name: str) -> Source:
         _title(plan),
         *([*_wrapped(f"Note: {note}")] for note in meaning_notes(plan)),
         _how_to_run(plan, file_name),
+        _chosen(plan),
         _predicted(plan),
         _why(plan),
     )
@@ -70,6 +72,10 @@ def _how_to_run(plan: Plan, file_name: str) -> Iterator[str]:
         yield f"    torchrun {places} --master-addr HOST {file_name}"
     if not plan.cluster.has_equal_nodes:
         yield from _wrapped(f"Nodes are unlike, and NODE says which is which: {nodes_words(plan)}.")
+
+
+def _chosen(plan: Plan) -> Iterator[str]:
+    yield from _wrapped(f"Chosen here, as nobody said: {'; '.join(chosen(plan))}.")
 
 
 def _predicted(plan: Plan) -> Iterator[str]:

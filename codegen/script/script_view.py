@@ -43,11 +43,13 @@ class ScriptView:
     ties: bool
     scales_loss: bool  # fp16
     scaling: Source  # of the losses of a pipeline
-    step_arguments: Source  # of train_step, before the microbatches
     clipping: Source
     dtypes: Source
     waits_for_last: Source  # microbatch: a remark that says what does
+    for_gpus: bool
+    prints_forwards: bool  # of the model's classes
     has_dataset: bool
+    has_collate: bool
     gathers_rows: bool  # which tensor ranks have read each for itself
     has_optimizer: bool
     has_scheduler: bool

@@ -10,6 +10,7 @@ from autopar.codegen.python_text import Source, identifier, literal, remark
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.plan.telling.chosen import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
 from autopar.planner.plan.telling.words import unit_word
 from autopar.planner.precision import Precision
 
@@ -49,10 +50,11 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     """Yield what a person may change without planning again."""
     yield Setting("STEPS", literal(100), "--steps")
     if not plan.model.has_optimizer:
-        yield Setting("LEARNING_RATE", literal(3e-4), "of AdamW; --lr")
-        yield Setting("WEIGHT_DECAY", literal(0.1), "of AdamW")
-    yield Setting("CLIP_NORM", literal(1.0), "the norm of all gradients together is at most this")
-    yield Setting("SEED", literal(0), "of weights, order of the data and dropout")
+        yield Setting("LEARNING_RATE", literal(LEARNING_RATE), "of AdamW; --lr")
+        yield Setting("WEIGHT_DECAY", literal(WEIGHT_DECAY), "of AdamW")
+    clipped = "of all gradients together, at most; 0: they stay as they are; --clip"
+    yield Setting("CLIP_NORM", literal(CLIP_NORM), clipped)
+    yield Setting("SEED", literal(0), "of weights, order of the data and dropout; --seed")
     precision = plan.arrangement.precision
     yield Setting("DTYPE", literal(DTYPES[precision]), _DTYPE_WORDS[precision])
     if scales_loss(plan):
@@ -64,6 +66,11 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     if synchronises_batch_norms(plan):
         meaning = "over all data ranks, as one device would; False: on each"
         yield Setting("SYNC_BATCH_NORM", literal(True), meaning)
+
+
+def is_for_gpus(plan: Plan) -> bool:
+    """Whether the plan is for GPUs, though its script runs on CPUs as well."""
+    return plan.machines.backend != "gloo"
 
 
 def scales_loss(plan: Plan) -> bool:
@@ -107,6 +114,8 @@ def planned(plan: Plan) -> Iterator[Setting]:
         per_rank = "of consecutive layers each"
         yield Setting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield _units(plan.model, arranged)
+    if is_for_gpus(plan):
+        yield Setting("DEVICE", literal(plan.machines.device), "that the plan is for")
 
 
 def _each(rows: tuple[int, ...]) -> Source:

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import takewhile
 
+from autopar.codegen.forward.crossings import CROSSING
 from autopar.codegen.forward.opened import Crossing, Opened, Stage
 from autopar.codegen.python_text import (
     Group,
@@ -40,8 +41,11 @@ class StageTables:
 def stage_tables(plan: Plan, opened: Opened, axes: Axes, *, last: str) -> StageTables:
     """Return what the stages hold and give; `last` is the class of the last one."""
     holds = stage_holds(plan.graph, opened.stages)
-    gives = [_gives(stage, plan, axes) for stage in opened.stages]
-    are_alike = len(set(gives[:-1])) == 1
+    functions = crossing_names(opened)
+    gives: list[Group | str] = [
+        functions.get(stage.crossing) or _gives(stage, plan, axes) for stage in opened.stages
+    ]
+    are_alike = len(set(gives[:-1])) == 1 and not functions
     rows = []
     for number, stage in enumerate(opened.stages):
         kind = last if stage is opened.stages[-1] else stage.cls.name
@@ -54,9 +58,18 @@ def stage_tables(plan: Plan, opened: Opened, axes: Axes, *, last: str) -> StageT
         rows.append(("", call("StagePart", *arguments), ""))
     stages = table("STAGES", ("(", ")"), rows)
     if are_alike:
+        assert isinstance(gives[0], Group)
         crossing = assigned("CROSSING", gives[0], "what each stage gives to the next")
         stages = Source(f"{crossing}\n{stages}")
     return StageTables(stages=stages, ties=_ties(plan, holds))
+
+
+def crossing_names(opened: Opened) -> dict[str, Source]:
+    """Return the names of the functions that tell what stages give, by their sources."""
+    sources = list(dict.fromkeys(stage.crossing for stage in opened.stages if stage.crossing))
+    if len(sources) == 1:
+        return {sources[0]: Source(CROSSING)}
+    return {source: Source(f"{CROSSING}{n}") for n, source in enumerate(sources, start=1)}
 
 
 def _gives(stage: Stage, plan: Plan, axes: Axes) -> Group:

@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from autopar.codegen.forward.crossings import CROSSING
 from autopar.codegen.forward.opened import Opened, OpenedClass
 from autopar.codegen.forward.reading.imported import LOSS_STAGE, Imported
 from autopar.codegen.python_text import (
@@ -30,13 +31,14 @@ from autopar.codegen.script.prose import docstring
 from autopar.codegen.script.script_view import ScriptView
 from autopar.codegen.script.settings_lines import (
     dtypes,
+    is_for_gpus,
     lines,
     planned,
     scales_loss,
     settings_of,
     synchronises_batch_norms,
 )
-from autopar.codegen.script.stage_tables import StageTables, stage_tables
+from autopar.codegen.script.stage_tables import StageTables, crossing_names, stage_tables
 from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
@@ -88,13 +90,13 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         ties=bool(stages.ties),
         scales_loss=scales_loss(plan),
         scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
-        step_arguments=Source(
-            "model, optimizer, loss_scale" if scales_loss(plan) else "model, optimizer"
-        ),
         clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
         dtypes=dtypes(plan),
         waits_for_last=Source(_waits_for_last(plan.arrangement)),
+        for_gpus=is_for_gpus(plan),
+        prints_forwards=bool(opened.classes or opened.stages or opened.loss),
         has_dataset=plan.model.has_dataset,
+        has_collate=subject.file.build_collate is not None,
         gathers_rows=bool(opened.own_rows),
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
@@ -196,6 +198,8 @@ def _classes(plan: Plan, opened: Opened, calls: ModelCalls) -> Source:
     has_own_arguments = _is_pipelined(plan) or _returns_loss(opened)
     sources += map(_overriding, stages) if has_own_arguments else stages
     sources += [opened.loss] if opened.loss is not None else []
+    names = crossing_names(opened)
+    sources += [source.replace(CROSSING, name, 1) for source, name in names.items()]
     if _is_pipelined(plan) and not opened.stages[-1].returns_loss:
         sources.append(_loss_stage(opened.stages[-1].cls.name, _loss(opened, calls)))
     return Source("\n\n\n".join(source.strip("\n") for source in sources))
@@ -242,7 +246,7 @@ def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
     parts = "model.parts" if _is_pipelined(plan) else "[model]"
     split = "split" if has_splits or _is_pipelined(plan) else "frozenset()"
     tied = ", tied=tied.not_owned" if has_ties else ""
-    return Source(f"clip_by_global_norm({parts}, CLIP_NORM, mesh, split={split}{tied})")
+    return Source(f"clip_by_global_norm({parts}, clip, mesh, split={split}{tied})")
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:

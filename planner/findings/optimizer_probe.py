@@ -9,25 +9,31 @@ parameters, that trains otherwise, without an error.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.findings.optimizer_call import NAME, Make, make_on_stand_ins
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile
 
 _LARGEST_DIM = 4  # of a stand-in
 _FP32_BYTES = 4
 _STEPS = 3
+_LISTS = ("params", "param_names")  # of a group
 _APART = 1e-3  # of the largest update, by which two are not the same
 
-Make = Callable[[Sequence[nn.Parameter]], Any]
+
+class StandIn(NamedTuple):
+    """A parameter that is made small."""
+
+    name: str
+    size: tuple[int, ...]
 
 
 class Reach(IntEnum):
@@ -53,9 +59,12 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
 
     One that a script cannot make or call, or whose scheduler it cannot, is refused.
     """
-    make = model_file.build_optimizer or AdamW
-    shapes = [one.shape for one in graph.parameters if one.trainable]
-    sizes = [tuple(min(_LARGEST_DIM, size.at(1)) for size in shape) for shape in shapes]
+    make = make_on_stand_ins(model_file, graph)
+    sizes = [
+        StandIn(one.name, tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape))
+        for one in graph.parameters
+        if one.trainable
+    ]
     try:
         optimizer = make(_stand_ins(sizes))
         scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
@@ -110,15 +119,18 @@ def _check_step(called: Any, maker: str, fix: str, where: str) -> None:
         ) from None
 
 
-def _stand_ins(sizes: Sequence[tuple[int, ...]]) -> list[nn.Parameter]:
-    made = torch.Generator().manual_seed(0)
-    return [nn.Parameter(torch.randn(size, generator=made)) for size in sizes]
+def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
+    made, found = torch.Generator().manual_seed(0), []
+    for one in sizes:
+        found.append(nn.Parameter(torch.randn(one.size, generator=made)))
+        setattr(found[-1], NAME, one.name)
+    return found
 
 
-def _reach(make: Make, sizes: Sequence[tuple[int, ...]]) -> Reach:
+def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
     """Change some numbers and their gradients, and see whether others are updated otherwise."""
-    second_halves = [torch.arange(_count(size)) >= (_count(size) + 1) // 2 for size in sizes]
-    second_ones = [torch.full((_count(size),), bool(n % 2)) for n, size in enumerate(sizes)]
+    second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in sizes]
+    second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(sizes)]
     if not _same_where_unchanged(make, sizes, second_ones):
         return Reach.MODEL
     if not _same_where_unchanged(make, sizes, second_halves):
@@ -126,9 +138,7 @@ def _reach(make: Make, sizes: Sequence[tuple[int, ...]]) -> Reach:
     return Reach.NUMBER
 
 
-def _same_where_unchanged(
-    make: Make, sizes: Sequence[tuple[int, ...]], changed: Sequence[Tensor]
-) -> bool:
+def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> bool:
     nothing = [torch.zeros_like(one) for one in changed]
     plain, other = _updates(make, sizes, nothing), _updates(make, sizes, changed)
     if not all(bool(one.isfinite().all()) for one in (*plain, *other)):
@@ -140,13 +150,11 @@ def _same_where_unchanged(
     )
 
 
-def _updates(
-    make: Make, sizes: Sequence[tuple[int, ...]], changed: Sequence[Tensor]
-) -> list[Tensor]:
+def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> list[Tensor]:
     """Return by what each number changes in some steps, those that `changed` names being others."""
     parameters = _stand_ins(sizes)
     factors = [
-        1 + 9 * is_changed.view(size) for is_changed, size in zip(changed, sizes, strict=True)
+        1 + 9 * is_changed.view(one.size) for is_changed, one in zip(changed, sizes, strict=True)
     ]
     with torch.no_grad():
         for parameter, factor in zip(parameters, factors, strict=True):
@@ -168,7 +176,7 @@ def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[T
     return optimizer
 
 
-def _moments(make: Make, sizes: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
+def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:
     """Return what is kept of each parameter in its own shape, in fp32 numbers for each of its."""
     parameters = _stand_ins(sizes)
     state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).state
@@ -182,11 +190,11 @@ def _moments(make: Make, sizes: Sequence[tuple[int, ...]]) -> tuple[float, ...]:
     )
 
 
-def _count(size: tuple[int, ...]) -> int:
-    return torch.Size(size).numel()
+def _count(one: StandIn) -> int:
+    return torch.Size(one.size).numel()
 
 
-def _groups_by_place(make: Make, sizes: Sequence[tuple[int, ...]]) -> bool:
+def _groups_by_place(make: Make, sizes: Sequence[StandIn]) -> bool:
     """Whether halves of the list are given other settings than they have in the whole."""
     parameters = _stand_ins(sizes)
     middle = len(parameters) // 2
@@ -202,7 +210,7 @@ def _groups_by_place(make: Make, sizes: Sequence[tuple[int, ...]]) -> bool:
 def _settings(optimizer: Any) -> dict[int, str]:
     """Return the settings of each parameter, by its identity."""
     return {
-        id(parameter): repr(sorted((key, repr(group[key])) for key in group if key != "params"))
+        id(parameter): repr(sorted((key, repr(group[key])) for key in group if key not in _LISTS))
         for group in optimizer.param_groups
         for parameter in group["params"]
     }

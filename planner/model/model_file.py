@@ -18,7 +18,7 @@ from autopar.planner.model.importing import import_file
 from autopar.planner.model.remedies import INSTEAD, instead_of, nearest_file
 
 REQUIRED = ("example_batch",)
-OPTIONAL = ("loss", "build_dataset", "build_optimizer", "build_scheduler")
+OPTIONAL = ("loss", "build_dataset", "build_collate", "build_optimizer", "build_scheduler")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -34,6 +34,7 @@ class ModelFile:
     build_dataset: Callable[[], Any] | None
     build_optimizer: Callable[..., Any] | None
     build_scheduler: Callable[..., Any] | None
+    build_collate: Callable[[], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -64,6 +65,7 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
         build_dataset=bound.get("build_dataset"),
         build_optimizer=bound.get("build_optimizer"),
         build_scheduler=bound.get("build_scheduler"),
+        build_collate=bound.get("build_collate"),
     )
 
 
@@ -108,7 +110,14 @@ def _check_function(function: object, name: str, *, path: Path, module: ModuleTy
 
 
 def _check_optional(module: ModuleType, path: Path) -> None:
-    """Refuse what is surely a misspelt optional function: it would be passed over in silence."""
+    """Refuse what would be passed over in silence: a misspelt function, a collate without rows."""
+    has_dataset = getattr(module, "build_dataset", None) is not None
+    if getattr(module, "build_collate", None) is not None and not has_dataset:
+        raise InputError(
+            "there is a build_collate, and no build_dataset whose rows it would make batches of",
+            where=str(path),
+            fix="define build_dataset(), which returns the rows; or leave build_collate out",
+        )
     for name in OPTIONAL:
         near = get_close_matches(name, vars(module), n=1, cutoff=0.9)
         if near and near[0] != name and name not in vars(module):

@@ -27,6 +27,7 @@ from autopar.planner.trace.surroundings.ctc import ctc_traced
 from autopar.planner.trace.surroundings.drawn import AT_RANDOM, note_drawn
 from autopar.planner.trace.surroundings.each_row import loss_of_each_row
 from autopar.planner.trace.surroundings.fixing import fixing_noted
+from autopar.planner.trace.surroundings.full_slices import sliced
 from autopar.planner.trace.surroundings.grouped import grouped_products_traced
 from autopar.planner.trace.surroundings.inference import inference_without_gradients
 from autopar.planner.trace.surroundings.lengths import lengths_as_sizes
@@ -149,7 +150,7 @@ class _OnMeta(TorchFunctionMode):
                 torch.tensor(i, device="cpu") if isinstance(i, list) else i for i in args[1]
             )
             args = (args[0], index)
-        results = (way(func, args, kwargs) for way in (picked, loss_of_each_row, unchecked))
+        results = (way(func, args, kwargs) for way in (picked, loss_of_each_row, unchecked, sliced))
         result = next((one for one in results if one is not None), None)
         result = func(*args, **kwargs) if result is None else result
         note_drawn(func, args, result)

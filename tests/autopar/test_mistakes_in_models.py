@@ -137,6 +137,11 @@ FUNCTIONS = {
         files=changed("def build_optimiser(params): ..."),
         telling=("no function build_optimiser", "did you mean build_optimizer?"),
     ),
+    "a collate without a dataset": Mistake(
+        arguments=INSPECT,
+        files=changed("def build_collate(): return list"),
+        telling=("a build_collate, and no build_dataset", "define build_dataset()"),
+    ),
     "a loss of another name": Mistake(
         arguments=INSPECT,
         files={"model.py": MODEL.replace("def loss", "def loss_fn")},

@@ -256,8 +256,11 @@ def test_a_script_of_bytes_is_not_the_one_of_the_plan(
     [
         ((), "", 6, "this plan needs 2 processes, and 1 started"),
         ((), "3", 6, "torchrun --nproc-per-node 2"),
-        (("--steps", "0"), "2", 2, "--steps and --log-every count from 1"),
-        (("--log-every", "0"), "2", 2, "--steps and --log-every count from 1"),
+        (("--steps", "0"), "2", 2, "--steps: 0 is not a whole number of 1 or more"),
+        (("--log-every", "0"), "2", 2, "--log-every: 0 is not a whole number of 1 or more"),
+        (("--steps", "few"), "2", 2, "--steps: few is not a whole number"),
+        (("--clip", "-1"), "2", 2, "argument --clip: -1 is not a number of 0 or more"),
+        (("--clip", "nan"), "2", 2, "argument --clip: nan is not a number of 0 or more"),
         (("--stesp", "3"), "2", 2, "unrecognized arguments: --stesp"),
         (("--dtype", "fp16"), "2", 2, "invalid choice: 'fp16'"),
     ],

@@ -200,7 +200,11 @@ def plans(tmp_path: Path) -> tuple[Path, Path]:
 @pytest.mark.parametrize(
     ("options", "telling", "missing"),
     [
-        ((), ("compute takes", "critical", "together", "all-reduce", "No better plan"), ()),
+        (
+            (),
+            ("recompute) takes 70% of", "critical", "together", "all-reduce", "No better plan"),
+            (),
+        ),
         (
             ("--memory",),
             ("0 parameters", "1 parameters", "together"),

@@ -89,7 +89,9 @@ def test_the_command_says_which_model_it_verified(
     assert told["is_equal"]
     assert told["arguments"]["dim"] == "32"
     assert [edit["found"][0][:14] for edit in told["edits"]] == ["LOG_EVERY = 50"]
-    script.write_text(text.replace("mesh.data.rank", "0").replace("seed_all(SEED, mesh)", "..."))
+    script.write_text(
+        text.replace("mesh.data.rank", "0").replace("seed_all(options.seed, mesh)", "...")
+    )
     ran = run(monkeypatch, capsys, "verify", str(tmp_path), *given, "--steps", "1")
     assert ran.code == 1
     assert "seed_all is missing" in ran.out

@@ -51,9 +51,9 @@ class Edit:
     new: str = ""
 
 
-_SEEDING = "    seed_all(SEED, mesh)  # dropout differs from data rank to data rank\n"
-_CLIP = "    clip_by_global_norm([model], CLIP_NORM, mesh, split=split)\n"
-_CLIP_WHOLE = "    clip_by_global_norm([model], CLIP_NORM, mesh, split=frozenset())\n"
+_SEEDING = "    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank\n"
+_CLIP = "    clip_by_global_norm([model], clip, mesh, split=split)\n"
+_CLIP_WHOLE = "    clip_by_global_norm([model], clip, mesh, split=frozenset())\n"
 _STEP = "    optimizer.step()\n"
 _SCALED = "scale_loss(loss_of(model, batch), scale)"
 
@@ -108,7 +108,7 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit("parameters that are whole count twice in the norm", "split=split",
                  'split=frozenset(n for n, _ in model.named_parameters())'),
             Edit("clipped after the step", _CLIP + _STEP, _STEP + _CLIP),
-            Edit("data ranks draw alike", _SEEDING, "    torch.manual_seed(SEED)\n"),
+            Edit("data ranks draw alike", _SEEDING, "    torch.manual_seed(options.seed)\n"),
         ),
         "tp, sequence": (
             Edit("gradients are kept", "    optimizer.zero_grad()\n"),
@@ -132,7 +132,7 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
         "pp": (
             Edit("gradients of tied weights not summed", "    tied.sum_gradients()\n"),
             Edit("tied weights count twice in the norm", ", tied=tied.not_owned"),
-            Edit("stages draw alike", _SEEDING, "    torch.manual_seed(SEED)\n"),
+            Edit("stages draw alike", _SEEDING, "    torch.manual_seed(options.seed)\n"),
             Edit("nothing is seeded", _SEEDING),
             Edit("no dropout after the embedding", "self.drop(self.wte(input_ids) + x)",
                  "self.wte(input_ids) + x"),
@@ -145,13 +145,13 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit("no scale of a microbatch's loss", _SCALED, "loss_of(model, batch)"),
             Edit("averaged with the first microbatch", "number == MICROBATCHES", "number == 1"),
             Edit("gradients are not clipped", _CLIP_WHOLE),
-            Edit("clipped at twice the norm", "CLIP_NORM, mesh", "2 * CLIP_NORM, mesh"),
+            Edit("clipped at twice the norm", "clip, mesh", "2 * clip, mesh"),
             Edit("no schedule of the rate", "        scheduler.step()\n"),
             Edit("every rank has an order of its own",
-                 "mesh, microbatch=MICROBATCH, seed=SEED,",
-                 "mesh, microbatch=MICROBATCH, seed=SEED + mesh.data.rank,"),
-            Edit("weights of another seed", "record(new_model, seed=SEED)",
-                 "record(new_model, seed=SEED + 1)"),
+                 "mesh, microbatch=MICROBATCH, seed=seed,",
+                 "mesh, microbatch=MICROBATCH, seed=seed + mesh.data.rank,"),
+            Edit("weights of another seed", "record(new_model, seed=seed)",
+                 "record(new_model, seed=seed + 1)"),
         ),
         "dp, batch norm": (
             Edit("statistics of each rank alone", "sync_batch_norm=SYNC_BATCH_NORM",

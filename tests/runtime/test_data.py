@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
 from autopar.runtime.data import Rows, dataset_batches, gathered_rows, placed, synthetic_batches
-from autopar.runtime.mesh import Mesh, start
+from autopar.runtime.mesh import ALONE, Mesh, start
 from tests.runtime.ranks import run_on_ranks
 
 LENGTH = 10
@@ -54,8 +54,69 @@ class Pairs(Numbers):
 
 
 class Stream(IterableDataset[dict[str, Tensor]]):
+    """Rows of which nobody knows how many there are, with a number drawn for each."""
+
+    def __init__(self, length: int) -> None:
+        self.length = length
+
     def __iter__(self) -> Iterator[dict[str, Tensor]]:
-        yield {"x": torch.tensor(0.0)}
+        for index in range(self.length):
+            yield {"x": torch.tensor([float(index), random.random()])}
+
+
+class OneTime:
+    def __init__(self) -> None:
+        self.rows = iter([{"x": torch.tensor(0.0)}])
+
+    def __iter__(self) -> Iterator[dict[str, Tensor]]:
+        return self.rows
+
+
+class Lines(Numbers):
+    """Rows as long as their numbers."""
+
+    def __getitem__(self, index: int) -> Any:
+        return [index] * (index + 1)
+
+
+def padding() -> Callable[[list[Any]], dict[str, Tensor]]:
+    def padded(rows: list[Any]) -> dict[str, Tensor]:
+        tensors = [torch.tensor(row) for row in rows]
+        x = torch.nn.utils.rnn.pad_sequence(tensors, batch_first=True, padding_value=-1)
+        return {"x": x, "drawn": torch.rand(len(rows)), "more": torch.ones(())}
+
+    return padded
+
+
+def streamed(data: int, microbatch: int, count: int, workers: int = 0) -> list[Any]:
+    mesh = start(pipeline=1, data=data, tensor=1)
+    batches = dataset_batches(
+        lambda: Stream(5), lambda rows: {"x": torch.zeros(rows, 2)}, mesh,
+        microbatch=microbatch, seed=0, workers=workers,
+    )  # fmt: skip
+    return [batch["x"].tolist() for batch in islice(batches, count)]
+
+
+def collated(tensor: int, shares: bool, collate: Callable[[], Any] = padding) -> list[Any]:
+    mesh = start(pipeline=1, data=1, tensor=tensor)
+    axis = mesh.tensor if shares else ALONE
+    batches = dataset_batches(
+        Lines,
+        lambda rows: {"x": torch.zeros(rows, 2).long(), "drawn": torch.zeros(rows)},
+        mesh,
+        microbatch=3,
+        seed=0,
+        rows_over=axis,
+        new_collate=collate,
+    )
+    return [(one["x"].tolist(), one["drawn"].tolist()) for one in islice(batches, 3)]
+
+
+def refusal_of_collate(made: Any) -> str:
+    told = io.StringIO()
+    with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
+        collated(1, False, lambda: lambda _: made)
+    return told.getvalue()
 
 
 class Augmented(Numbers):
@@ -121,7 +182,7 @@ class Unseeded(Numbers):
         self.generator = np.random.default_rng()
 
     def __getitem__(self, index: int) -> dict[str, Tensor]:
-        return {"x": torch.tensor(index), "y": torch.tensor(self.generator.random())}
+        return {"x": torch.tensor(float(index)), "y": torch.tensor(self.generator.random())}
 
 
 def refusal_of_unseeded(pipeline: int, tensor: int) -> str:
@@ -135,10 +196,10 @@ def refusal_of_unseeded(pipeline: int, tensor: int) -> str:
     return told.getvalue()
 
 
-def refusal(dataset: Dataset[Any]) -> str:
+def refusal(dataset: Any) -> str:
     mesh, told = start(pipeline=1, data=1, tensor=1), io.StringIO()
     with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
-        dataset_batches(lambda: dataset, _example, mesh, microbatch=1, seed=0)
+        list(islice(dataset_batches(lambda: dataset, _example, mesh, microbatch=1, seed=0), 2))
     return told.getvalue()
 
 
@@ -250,12 +311,13 @@ def test_what_a_model_writes_into_a_batch_stays_in_it() -> None:
     [
         (Numbers(0), "the dataset (Numbers) is empty"),
         (Pairs(), "a row of the dataset (Pairs) is a tuple"),
-        (Stream(), "the dataset (Stream) has no length"),
-        (DataLoader(Numbers(4)), "the dataset (DataLoader) gives no row for a number"),
+        (Stream(0), "the dataset (Stream) is empty"),
+        (OneTime(), "the dataset (OneTime) has no rows the second time it is read"),
+        (DataLoader(Numbers(4)), "the dataset (DataLoader) is a loader"),
         ({"train": Numbers(4)}, "the dataset (dict) gives no row for a number"),
     ],
 )
-def test_a_dataset_that_makes_no_batches_is_refused(dataset: Dataset[Any], telling: str) -> None:
+def test_a_dataset_that_makes_no_batches_is_refused(dataset: Any, telling: str) -> None:
     (told,) = run_on_ranks(refusal, 1, dataset)
     assert telling in told
 
@@ -276,3 +338,36 @@ def test_a_batch_in_16_bits_is_taken_as_the_training_needs_it(
     mesh = start(pipeline=1, data=1, tensor=1)
     batch = {"x": torch.zeros(1, dtype=torch.float16)}
     assert placed(batch, mesh, training)["x"].dtype is expected
+
+
+def test_a_stream_of_rows_is_shared_out_as_it_comes_and_begins_anew() -> None:
+    ((*alone,),) = run_on_ranks(streamed, 1, 1, 4, 3)
+    first, second = run_on_ranks(streamed, 2, 2, 2, 3)
+    assert [a + b for a, b in zip(first, second, strict=True)] == alone
+    rows = [row for batch in alone for row in batch]
+    assert [number for number, _ in rows] == [*range(5), *range(5), 0, 1]
+    assert len({drawn for _, drawn in rows}) == len(rows)  # anew the second time
+    assert streamed(1, 4, 3, workers=3) == alone  # as read ahead
+
+
+def test_rows_are_as_long_as_the_longest_of_their_microbatch() -> None:
+    (alone,) = run_on_ranks(collated, 1, 1, False)
+    for x, _ in alone:
+        assert {len(row) for row in x} == {max(row[0] for row in x) + 1}
+    assert run_on_ranks(collated, 2, 2, False) == [alone, alone]  # what is drawn is the same
+    first, second = run_on_ranks(collated, 2, 2, True)
+    assert [(a + c, b + d) for (a, b), (c, d) in zip(first, second, strict=True)] == alone
+
+
+@pytest.mark.parametrize(
+    ("made", "telling"),
+    [
+        (torch.ones(3), "build_collate() makes a Tensor of rows"),
+        ({"x": torch.ones(3)}, "build_collate() makes batches of x, not drawn"),
+        ({"x": torch.ones(3), "drawn": "a"}, "'drawn' of build_collate() is a str"),
+        ({"x": torch.ones(2), "drawn": torch.ones(3)}, "'x' of build_collate() is [2] for 3 rows"),
+    ],
+)
+def test_a_collate_that_makes_no_batches_is_refused(made: Any, telling: str) -> None:
+    (told,) = run_on_ranks(refusal_of_collate, 1, made)
+    assert telling in told

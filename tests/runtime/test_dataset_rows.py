@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset
+from torch.utils.data import Dataset, IterableDataset
 
 from autopar.runtime.data import dataset_batches
 from autopar.runtime.mesh import start
@@ -123,7 +124,6 @@ def test_rows_without_what_the_model_reads_are_refused(
             {"ids": [1, 2], "score": 0.5},
             "'ids' is int64[2] in the dataset's rows, and the plan was",
         ),
-        ({"ids": [0.1, 1, 1], "score": 0.5}, "'ids' is float32[3] in the dataset's rows"),
         ({"ids": [1, 1, 1], "score": 0.5, "mask": [1, 1, 1]}, "the model is not given mask of"),
     ],
 )
@@ -132,3 +132,73 @@ def test_rows_that_are_not_what_the_plan_was_made_for_are_told(
 ) -> None:
     assert list(batch_of(Same(row))) == ["ids", "score"]
     assert telling in capsys.readouterr().err
+
+
+class Broken(Same):
+    """Rows that cannot be read."""
+
+    def __getitem__(self, _: int) -> Mapping[str, Any]:
+        return {"ids": self.row["tokens"]}
+
+
+def _no_file() -> Dataset[Any]:
+    raise FileNotFoundError("no file train.bin")
+
+
+def _no_key(rows: list[Any]) -> dict[str, Any]:
+    return {"ids": [row["tokens"] for row in rows]}
+
+
+GOOD = {"ids": [1, 2, 3], "score": 0.5}
+
+
+@pytest.mark.parametrize(
+    ("new_dataset", "new_collate", "telling"),
+    [
+        (_no_file, None, "build_dataset() of the model file fails: FileNotFoundError: no file"),
+        (lambda: Broken(GOOD), None, "reading a row of the dataset (Broken) fails: KeyError"),
+        (lambda: Stream(Broken(GOOD)), None, "reading a row of the dataset (Stream) fails"),
+        (lambda: Same(GOOD), lambda: _no_key, "build_collate()'s function fails: KeyError"),
+        (lambda: Same(GOOD), lambda: None, "build_collate() of the model file returns a NoneType"),
+        (lambda: Same(GOOD), lambda: 1 / 0, "build_collate() of the model file fails: ZeroDiv"),
+        (lambda: Same(GOOD), lambda: list, "build_collate() makes a list of rows"),
+        (
+            lambda: Same({**GOOD, "ids": [0.5, 0.5, 0.5]}),
+            None,
+            "'ids' is float32[3] in a row of the dataset (Same), and the plan was made for int64",
+        ),
+        (
+            lambda: Same({**GOOD, "ids": [[1, 2, 3]]}),
+            None,
+            "'ids' is int64[1, 3] in a row of the dataset (Same), and the plan was made for int64",
+        ),
+    ],
+)
+def test_a_fault_of_the_data_is_one_message(
+    capsys: pytest.CaptureFixture[str],
+    new_dataset: Callable[[], Any],
+    new_collate: Callable[[], Any] | None,
+    telling: str,
+) -> None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    with pytest.raises(SystemExit, match="6"):
+        next(
+            dataset_batches(
+                new_dataset, example, mesh, microbatch=2, seed=0, new_collate=new_collate
+            )
+        )
+    said, fix = capsys.readouterr().err.splitlines()
+    assert said.startswith(f"error: {telling}")
+    assert fix.startswith("  fix: ")
+    if " fails: " in said:
+        assert Path(__file__).name in fix
+
+
+class Stream(IterableDataset[Any]):
+    """The rows of a dataset, one after another."""
+
+    def __init__(self, dataset: Dataset[Any]) -> None:
+        self.dataset = dataset
+
+    def __iter__(self) -> Iterator[Any]:
+        yield self.dataset[0]

@@ -190,3 +190,18 @@ def test_gradients_of_a_bucket_are_clipped_as_one_tensor(zero: int, max_norm: fl
             torch.testing.assert_close(one.sort().values, wanted, rtol=0, atol=1e-12)
     else:
         torch.testing.assert_close(torch.cat(held).sort().values, wanted, rtol=0, atol=1e-12)
+
+
+def _unclipped(max_norm: float | None) -> float:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    model = nn.Linear(2, 2)
+    for parameter in model.parameters():
+        parameter.grad = torch.full_like(parameter, 5.0)
+    clip_by_global_norm([model], max_norm, mesh, split=frozenset())
+    return min(float(parameter.grad.min()) for parameter in model.parameters())  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(("max_norm", "kept"), [(0.0, True), (None, True), (1.0, False)])
+def test_no_norm_clips_nothing(max_norm: float | None, kept: bool) -> None:
+    (smallest,) = run_on_ranks(_unclipped, 1, max_norm)
+    assert (smallest == 5.0) is kept

@@ -8,7 +8,7 @@ from types import ModuleType
 import pytest
 
 from autopar.runtime.mesh import start, stop
-from autopar.runtime.model_source import note_changes, source_digest
+from autopar.runtime.model_source import note_changes, refuse_changes, source_digest
 
 
 def test_a_changed_model_file_is_noted_and_an_unchanged_one_is_not(
@@ -29,3 +29,19 @@ def test_a_changed_model_file_is_noted_and_an_unchanged_one_is_not(
     note_changes(module, names[:1], source_digest([neighbour]), mesh)
     assert "note: net.py has changed since this script was written" in capsys.readouterr().err
     stop(mesh)
+
+
+def test_forwards_of_a_model_that_has_changed_do_not_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path, module = tmp_path / "net.py", ModuleType("net")
+    module.__file__ = str(path)
+    path.write_text("x = 1\n", encoding="utf-8")
+    digest = source_digest([path])
+    refuse_changes(module, ("net.py",), digest)
+    path.write_text("x = 2\n", encoding="utf-8")
+    with pytest.raises(SystemExit, match="6"):
+        refuse_changes(module, ("net.py",), digest)
+    told = capsys.readouterr().err
+    assert "net.py has changed since this script was written, which has classes" in told
+    refuse_changes(module, ("net.py",), told.split('"')[1])  # as it says

@@ -14,6 +14,7 @@ from autopar.runtime.initial_weights import build as build_from_recipe
 from autopar.runtime.initial_weights import record
 from autopar.runtime.mesh import start
 from autopar.runtime.optimizer import build_optimizer
+from autopar.runtime.optimizer_arguments import made_optimizer
 from tests.runtime.ranks import run_on_ranks
 from tests.runtime.small_training import whole
 
@@ -37,6 +38,10 @@ OPTIMIZERS = {
     "adagrad": lambda p: Adagrad(p, lr=0.1, initial_accumulator_value=0.1),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5),
     "hooks of the user's": clamping,
+    "named parameters": lambda named_parameters: SGD(
+        [one for _, one in sorted(named_parameters)], lr=0.1, momentum=0.9
+    ),
+    "the model": lambda model: SGD(model.parameters(), lr=0.1, momentum=0.9),
 }
 
 SGD_OF_TENTHS = partial(SGD, lr=0.1)
@@ -76,7 +81,7 @@ def train(name: str, zero: int) -> tuple[list[torch.Tensor], list[float]]:
 @pytest.mark.parametrize("zero", [0, 1, 2, 3])
 def test_any_elementwise_optimizer_and_its_scheduler_work_sharded(name: str, zero: int) -> None:
     model = build()
-    optimizer = OPTIMIZERS[name](model.parameters())
+    optimizer = made_optimizer(OPTIMIZERS[name], [model], list(model.parameters()))
     scheduler = StepLR(optimizer, step_size=2, gamma=0.5)
     for _ in range(5):
         step(model, optimizer, data())

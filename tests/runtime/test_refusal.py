@@ -11,7 +11,7 @@ from textwrap import dedent
 
 import pytest
 
-from autopar.runtime.refusal import OptionParser, refuse
+from autopar.runtime.refusal import OptionParser, from_one, norm, refuse
 
 RANKS = 3
 
@@ -82,3 +82,15 @@ def test_one_process_tells_by_itself(
     with pytest.raises(SystemExit, match="2"):
         OptionParser(prog="train.py").parse_args(["--stesp"])
     assert "train.py: error: unrecognized arguments: --stesp" in capsys.readouterr().err
+
+
+def test_a_setting_is_read_as_its_option_is(capsys: pytest.CaptureFixture[str]) -> None:
+    parser = OptionParser(prog="train.py")
+    parser.add_argument("--steps", type=from_one, default=0)
+    parser.add_argument("--clip", type=norm, default=None)
+    with pytest.raises(SystemExit, match="2"):
+        parser.parse_args([])
+    assert "--steps: 0 is not a whole number of 1 or more" in capsys.readouterr().err
+    read = parser.parse_args(["--steps", "3"])
+    assert (read.steps, read.clip) == (3, None)
+    assert parser.parse_args(["--steps", "3", "--clip", "0"]).clip == 0

@@ -8,6 +8,7 @@ from torch import nn
 
 from autopar.runtime.initial_weights import record
 from autopar.runtime.mesh import Axis, start, stop
+from autopar.runtime.model_parts import keep_only
 from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, local_part
 
@@ -123,3 +124,15 @@ def test_what_is_no_file_of_weights_is_refused(
     with pytest.raises(SystemExit):
         load_safetensors(model, tmp_path / "all.pt", {}, Axis(0, 1, None), device=CPU)
     assert "is no whole .safetensors file" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("kept", ["embedding", "head"])
+def test_a_stage_finds_a_tied_weight_under_the_name_that_another_has(
+    tmp_path: Path, kept: str
+) -> None:
+    weights = _weights()
+    save_file({"embedding.weight": weights["embedding.weight"]}, tmp_path / "all.safetensors")
+    model, _ = record(_Model, seed=0)
+    keep_only(model, [kept])
+    load_safetensors(model, tmp_path, {}, Axis(0, 1, None), device=CPU)
+    assert torch.equal(model.get_parameter(f"{kept}.weight"), weights["embedding.weight"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from autopar.codegen.forward.reading.parts import Parts, parts_of
 from autopar.codegen.forward.text.expressions import Expression, Form, Held, call, text
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Op
@@ -31,12 +30,10 @@ def convert(value: Expression, wanted: Held, held: Held, body: BodyBuilder) -> F
     if layout.kind is not Kind.SPLIT:
         return call(conversion.function, value, body.axis)
     dim = text(str(layout.dim))
-    parts = _parts(held.tensor, layout, body)
-    if parts.may_be_omitted(
-        body.split.degree, body.split.batch, is_whole=needed.kind is Kind.SPLIT
-    ):
+    cut = body.split.axes.dims[held.tensor][layout.dim], layout.axis
+    if body.sizes.may_omit_parts(*cut, is_whole=needed.kind is Kind.SPLIT):
         return call(conversion.function, value, dim, body.axis)
-    keywords = (("parts", body.sizes.listed(parts)),)
+    keywords = (("parts", body.sizes.listed(*cut)),)
     return call(conversion.function, value, dim, body.axis, keywords=keywords)
 
 
@@ -55,17 +52,11 @@ def _exchange(value: Expression, wanted: Held, held: Held, body: BodyBuilder, na
     gathered, cut = held.layout, wanted.layout
     keywords: list[tuple[str, Expression]] = []
     for key, layout in (("gather_parts", gathered), ("split_parts", cut)):
-        parts = _parts(held.tensor, layout, body)
-        if not parts.may_be_omitted(
-            body.split.degree, body.split.batch, is_whole=key == "split_parts"
-        ):
-            keywords.append((key, body.sizes.listed(parts)))
+        parts = body.split.axes.dims[held.tensor][layout.dim], layout.axis
+        if not body.sizes.may_omit_parts(*parts, is_whole=key == "split_parts"):
+            keywords.append((key, body.sizes.listed(*parts)))
     dims = text(str(gathered.dim)), text(str(cut.dim))
     return call(name, value, *dims, body.axis, keywords=tuple(keywords))
-
-
-def _parts(tensor: str, layout: Layout, body: BodyBuilder) -> Parts:
-    return parts_of(body.split.axes.dims[tensor][layout.dim], layout.axis)
 
 
 def _used_along(users: Sequence[Op], body: BodyBuilder) -> str:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
+from itertools import combinations_with_replacement
 
-from autopar.codegen.forward.reading.parts import Parts, parts_of
+from autopar.codegen.forward.reading.parts import parts_of
 from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.text.expressions import (
     Expression,
@@ -25,22 +27,37 @@ from autopar.planner.layouts import WHOLE, Layout
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """A size to be printed: what the dim means, and along which axis it is local ("" is whole)."""
+    """A size to be printed: what the dim means, and along which axis it is local ("" is whole).
+
+    `other` is the whole size where the inputs have other lengths.
+    """
 
     dim: Dim
     axis: str
+    other: Extent
 
     @property
     def extent(self) -> Extent:
         """The whole size."""
         return size_of(self.dim)
 
+    @property
+    def varies(self) -> bool:
+        """Whether it depends on the batch, on its rows or on how long they are."""
+        return not self.extent.is_constant or self.other != self.extent
+
+
+def size_along(split: Split, dim: Dim, axis: str) -> Wanted:
+    """Return a size that is no dim of a tensor."""
+    return Wanted(dim, axis, size_of(split.lengths.dim(dim)))
+
 
 def wanted(split: Split, tensor: str, layout: Layout) -> tuple[Wanted, ...]:
     """Return the sizes of a tensor in a layout."""
+    others = split.lengths.shape(tensor, split.graph)
     return tuple(
-        Wanted(dim, layout.axis if layout.axis and layout.dim == position else "")
-        for position, dim in enumerate(split.axes.dims[tensor])
+        Wanted(dim, layout.axis if layout.axis and layout.dim == position else "", other)
+        for position, (dim, other) in enumerate(zip(split.axes.dims[tensor], others, strict=True))
     )
 
 
@@ -76,7 +93,8 @@ class Sizes:
         """Return each size as it can be read from shapes; one value serves as many as it can.
 
         Shapes of arguments and converted values come first, then that of the value at hand
-        (`near`), then any, but only for what depends on the batch.
+        (`near`), then any, but only for what depends on the batch. A length may also be read where
+        a dim that means something else is always as long.
         """
         best: dict[Wanted, Fact] = {}
         todo = [size for size in sizes if size is not None and size.extent != ONE]
@@ -87,11 +105,18 @@ class Sizes:
                 best.setdefault(size, fact)
         if near is not None:
             best = self._read(near, todo) | best
-        varying = [size for size in todo if not size.extent.is_constant]
+        varying = [size for size in todo if size.varies]
         for held in self.seen:
             for size, fact in self._read(held, varying).items():
                 best.setdefault(size, fact)
-        return [None if size is None else best.get(size) or self._product(size) for size in sizes]
+        return [None if size is None else best.get(size) or self._made(size) for size in sizes]
+
+    def _made(self, size: Wanted) -> Expression | None:
+        """Return a size as it follows from others, where that can be read."""
+        found = self._product(size)
+        if found is None and size.varies and size.extent.is_constant and not size.axis:
+            return self._from_lengths(size.extent.at(0), size.other.at(0))
+        return found
 
     def _rank(self, held: Held, sizes: Sequence[Wanted]) -> tuple[int, bool]:
         """Return what is least for the value that tells most sizes, and that of the batch."""
@@ -107,61 +132,125 @@ class Sizes:
 
     def _product(self, size: Wanted) -> Expression | None:
         """Return a size as the product of what it consists of, where that can be read."""
-        if size.axis or not isinstance(size.dim, Product) or size.extent.is_constant:
+        if size.axis or not isinstance(size.dim, Product) or not size.varies:
             return None
+        inner = [size_along(self.split, factor, "") for factor in size.dim.factors]
         factors = [
-            literal(size_of(factor).at(0))
-            if size_of(factor).is_constant
-            else next(iter(self.of_all([Wanted(factor, "")])))
-            for factor in size.dim.factors
+            next(iter(self.of_all([one]))) if one.varies else literal(one.extent.at(0))
+            for one in inner
         ]
         known = [factor for factor in factors if factor is not None]
         return _chain(known, "*", Level.PRODUCT) if len(known) == len(factors) else None
 
-    def whole(self, extent: Extent) -> Expression:
-        """Return a size that no dim tells more of: a number, or so many times the batch."""
-        if extent.is_constant:
+    def whole(self, extent: Extent, other: Extent | None = None) -> Expression:
+        """Return a size that no dim tells more of: a number, or so many times the batch.
+
+        `other` is what it is where the inputs have other lengths, if that is something else.
+        """
+        other = extent if other is None else other
+        if extent.is_constant and extent == other:
             return literal(extent.at(0))
-        for held in self.seen:
-            for position, size in enumerate(self.split.graph.tensors[held.tensor].shape):
-                local = held.layout.axis and held.layout.dim == position
-                if size == extent and not local:
-                    return Fact(held, f"shape[{position}]")
+        for held, place, sizes in self._readable():
+            if sizes == (extent, other):
+                return Fact(held, f"shape[{place}]")
+        if extent.is_constant:
+            derived = self._from_lengths(extent.at(0), other.at(0))
+            return literal(extent.at(0)) if derived is None else derived
         if extent == BATCH:  # split in everything at hand
             return literal(self.split.batch)
         batch, total = self.whole(BATCH), None
-        for power, factor in enumerate(extent.coefficients):
-            if factor:
-                factors = [literal(factor)] * (factor != 1 or not power) + [batch] * power
+        for power, pair in enumerate(zip(extent.coefficients, other.coefficients, strict=True)):
+            if any(pair):
+                has_factor = pair != (1, 1) or not power
+                factors = [self.whole(*map(Extent.of, pair))] * has_factor + [batch] * power
                 term = _chain(factors, "*", Level.PRODUCT)
                 total = term if total is None else binary(total, "+", term, Level.SUM)
         assert total is not None
         return total
 
+    def _readable(self) -> Iterator[tuple[Held, int, tuple[Extent, Extent]]]:
+        """Yield the whole dims of the values at hand, each with its size and its other size."""
+        for held in (*self.sources, *self.seen):
+            for place, size in enumerate(wanted(self.split, held.tensor, held.layout)):
+                if not size.axis:
+                    yield held, place, (size.extent, size.other)
+
+    def _from_lengths(self, here: int, other: int) -> Expression | None:
+        """Return a number as it follows from the lengths at hand; two values of it are known."""
+        lengths = {
+            (size.at(0), another.at(0)): Fact(held, f"shape[{place}]")
+            for held, place, (size, another) in reversed([*self._readable()])
+            if size.is_constant and size != another
+        }
+        if (here, other) in lengths:
+            return lengths[here, other]
+        for (size, another), fact in lengths.items():
+            times = here // size
+            if times and (times * size, times * another) == (here, other):
+                return binary(fact, "*", literal(times), Level.PRODUCT)
+            parts = size // here if here else 0
+            if parts and (size // parts, another // parts) == (here, other):
+                return binary(fact, "//", literal(parts), Level.PRODUCT)
+        for (one, two), (first, second) in combinations_with_replacement(lengths.items(), 2):
+            times = here // (one[0] * first[0])
+            if times and tuple(times * a * b for a, b in zip(one, first, strict=True)) == (
+                here,
+                other,
+            ):
+                return _chain([two, second, *[literal(times)] * (times != 1)], "*", Level.PRODUCT)
+        for (size, another), fact in lengths.items():
+            times, rest = divmod(other - here, another - size)
+            added = here - times * size
+            if not rest and times > 0 and abs(added) < size:
+                scaled = _chain([fact, *[literal(times)] * (times != 1)], "*", Level.PRODUCT)
+                sign = "+" if added > 0 else "-"
+                return binary(scaled, sign, literal(abs(added)), Level.SUM)
+        return None
+
     def local(self, size: Wanted) -> Expression:
         """Return the rank's share of a size from the degree of the axis."""
         parts = parts_of(size.dim, size.axis)
-        total = size.extent
-        if total.is_constant and parts.are_even(self.split.degree, self.split.batch):
+        if not size.varies and parts.are_even(self.split.degree, self.split.batch):
             ways = Form((*self.axis.parts, ".size"))
-            return binary(literal(total.at(0)), "//", ways, Level.PRODUCT)
-        return call("local_size", self.listed(parts), self.axis, is_tensor=False)
+            return binary(literal(size.extent.at(0)), "//", ways, Level.PRODUCT)
+        return call("local_size", self.listed(size.dim, size.axis), self.axis, is_tensor=False)
 
-    def listed(self, parts: Parts) -> Expression:
-        """Return parts as they are printed: repeated where something lies outside of the axis."""
-        alike = len(set(parts.listed)) == 1
-        shown = parts.listed[:1] if alike else parts.listed
-        times = parts.times * Extent.of(len(parts.listed) // len(shown))
+    def listed(self, dim: Dim, axis: str, *, unit: int = 1) -> Expression:
+        """Return the parts of a dim that is split along an axis: what lies outside repeats them.
+
+        Their units are counted in so many elements.
+        """
+        parts, others = parts_of(dim, axis), parts_of(self.split.lengths.dim(dim), axis)
+        pairs = tuple(zip(parts.listed, others.listed, strict=True))
+        alike = len(set(pairs)) == 1
+        shown = pairs[:1] if alike else pairs
+        repeated = Extent.of(len(pairs) // len(shown))
+        times, other_times = parts.times * repeated, others.times * repeated
         printed = joined(
-            tuple(joined((self.whole(count), self.whole(unit))) for count, unit in shown)
+            tuple(
+                joined((self.whole(count, more), self.whole(*map(partial(_divided, by=unit), own))))
+                for (count, more), own in (zip(*pair, strict=True) for pair in shown)
+            )
         )
-        if times == ONE:
+        if times == other_times == ONE:
             return printed
-        return binary(printed, "*", self.whole(times), Level.PRODUCT)
+        return binary(printed, "*", self.whole(times, other_times), Level.PRODUCT)
+
+    def may_omit_parts(self, dim: Dim, axis: str, *, is_whole: bool) -> bool:
+        """Whether the runtime finds by itself how a dim is cut.
+
+        It does so for one of elements where it has the whole, or where every rank has as many;
+        among lengths that vary it takes a share for one of those.
+        """
+        parts = parts_of(dim, axis)
+        if self.split.lengths.axes:
+            is_length = is_whole or self.split.lengths.dim(dim) != dim
+            return is_length and parts.times == ONE and [u for _, u in parts.listed] == [ONE]
+        return parts.may_be_omitted(self.split.degree, self.split.batch, is_whole=is_whole)
 
     def named(self, size: Wanted, numbers: Sequence[tuple[str, int | float]]) -> str | None:
         """Return the module's own name for a whole size, where its name and its value agree."""
-        if size.axis or not size.extent.is_constant:
+        if size.axis or size.varies:
             return None
         axis = self.split.axes.text(size.dim)
         alike = [name for name, value in numbers if value == size.extent.at(0)]
@@ -175,6 +264,10 @@ class Sizes:
 def whole_sizes(split: Split, tensor: str) -> tuple[Wanted, ...]:
     """Return the sizes of a tensor that is not split."""
     return wanted(split, tensor, WHOLE)
+
+
+def _divided(extent: Extent, *, by: int) -> Extent:
+    return extent if by == 1 else Extent.of(extent.at(0) // by)
 
 
 def _chain(items: Sequence[Expression], operator: str, level: Level) -> Expression:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from autopar.codegen.forward.opening import changes
-from autopar.codegen.forward.ops.sizes import Wanted, wanted
+from autopar.codegen.forward.ops.sizes import Wanted, size_along, wanted
 from autopar.codegen.forward.ops.table import REDUCTIONS
 from autopar.codegen.forward.reading.parts import parts_of
 from autopar.codegen.forward.text.expressions import (
@@ -23,7 +22,7 @@ from autopar.codegen.forward.text.expressions import (
 from autopar.codegen.forward.text.literals import literal
 from autopar.planner.axes.terms import Dim, Product, leaves, product, size_of
 from autopar.planner.errors import InputError
-from autopar.planner.extent import ONE, Extent, constant
+from autopar.planner.extent import ONE, Extent
 from autopar.planner.graph import Op, Ref, Value, size
 from autopar.planner.layouts import PARTIAL, Kind, Layout
 
@@ -108,7 +107,7 @@ def _loss(op: Op, body: BodyBuilder) -> Form:
 def _parts(op: Op, position: int, body: BodyBuilder) -> Expression:
     layout = body.split.need(op, position)
     dims = body.split.axes.dims[op.inputs[position]]
-    return body.sizes.listed(parts_of(dims[layout.dim], layout.axis))
+    return body.sizes.listed(dims[layout.dim], layout.axis)
 
 
 def _number(value: Value) -> int:
@@ -139,7 +138,7 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: BodyBuilder) -> Form:
             shown.append(text(f"{_owner(op, body)}.{name}"))
         elif fact is not None:
             shown.append(fact)
-        elif not own.axis and own.extent.is_constant:
+        elif not own.axis and not own.varies:
             shown.append(literal(own.extent.at(0)))
         elif may_guess:
             may_guess = False
@@ -152,7 +151,7 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: BodyBuilder) -> Form:
 
 
 def _computed(size: Wanted, body: BodyBuilder) -> Expression:
-    return body.sizes.local(size) if size.axis else body.sizes.whole(size.extent)
+    return body.sizes.local(size) if size.axis else body.sizes.whole(size.extent, size.other)
 
 
 def _numbers(op: Op, body: BodyBuilder) -> tuple[tuple[str, int | float], ...]:
@@ -193,8 +192,7 @@ def _local_groups(op: Op, groups: int, body: BodyBuilder) -> Expression:
         ways = Form((*body.axis.parts, ".size"))
         return binary(literal(groups), "//", ways, Level.PRODUCT)
     each = channels.extent.at(0) // groups  # channels of a group
-    listed = tuple((count, constant(unit.at(0) // each)) for count, unit in parts.listed)
-    printed = body.sizes.listed(replace(parts, listed=listed))
+    printed = body.sizes.listed(channels.dim, channels.axis, unit=each)
     return call("local_size", printed, body.axis, is_tensor=False)
 
 
@@ -203,7 +201,7 @@ def _local_cut(op: Op, layout: Layout, body: BodyBuilder) -> dict[str, Expressio
 
     def size_of_output(tensor: str) -> Expression:
         size = wanted(split, tensor, split.made(tensor))[layout.dim]
-        return body.sizes.local(size) if size.axis else literal(size.extent.at(0))
+        return _computed(size, body)
 
     match op.target:
         case "aten.split.Tensor":
@@ -223,6 +221,7 @@ def _local_cut(op: Op, layout: Layout, body: BodyBuilder) -> dict[str, Expressio
 
 def _local_repeats(op: Op, body: BodyBuilder) -> dict[str, Expression]:
     """Return how often a dim is repeated on a rank: what is split may be the repetitions."""
+    split = body.split
     need, made = body.split.need(op, 0), body.split.made(op.outputs[0])
     if made.kind is not Kind.SPLIT or need.kind is Kind.SPLIT:
         return {}
@@ -237,7 +236,7 @@ def _local_repeats(op: Op, body: BodyBuilder) -> dict[str, Expression]:
             where=op.location,
             fix="write it with expand, or never split this axis (a constraints file's splits)",
         )
-    local = body.sizes.local(Wanted(repeated, made.axis))
+    local = body.sizes.local(size_along(split, repeated, made.axis))
     if not isinstance(given, tuple):
         return {"repeats": local}
     shown = [local if i == place else body.plain_size(item) for i, item in enumerate(given)]
@@ -284,7 +283,8 @@ def _local_bound(op: Op, key: str, layout: Layout, body: BodyBuilder) -> Express
             where=op.location,
             fix="write it with chunk or split, or choose a degree that divides it",
         )
-    return binary(literal(bound), "//", Form((*body.axis.parts, ".size")), Level.PRODUCT)
+    whole = body.plain_size(bound, body.split.lengths.argument(op, key))
+    return binary(whole, "//", Form((*body.axis.parts, ".size")), Level.PRODUCT)
 
 
 def late_bias(op: Op, body: BodyBuilder) -> str | None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from autopar.codegen.forward.reading.lengths import FIXED, Lengths, lengths_of
 from autopar.codegen.forward.reading.modules import Modules
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.errors import InputError
@@ -23,6 +24,7 @@ class Split:
     `crossing` holds the layouts in which tensors pass from one layer to others, where that is not
     how they are made. `weighed` are ops that are terms of the loss: each is multiplied by a weight
     of the microbatch, in this order. `own_rows` are inputs of which a rank is given its rows alone.
+    `lengths` tells which sizes follow those of the inputs.
     """
 
     graph: Graph
@@ -38,6 +40,7 @@ class Split:
     row_axes: frozenset[str]  # the axes whose sizes depend on the batch
     weighed: tuple[str, ...] = ()
     own_rows: tuple[str, ...] = ()
+    lengths: Lengths = FIXED
 
     def need(self, op: Op, position: int) -> Layout:
         """Return the layout that an op needs of its input at a position."""
@@ -66,8 +69,11 @@ class Split:
         return self.axes.names.get(layout.axis, layout.axis) if layout is not None else ""
 
 
-def split_of(plan: Plan, modules: Modules) -> Split:
-    """Return the layouts of a plan, for each op and tensor of its graph."""
+def split_of(plan: Plan, modules: Modules, other: Graph | None = None) -> Split:
+    """Return the layouts of a plan, for each op and tensor of its graph.
+
+    `other` is the graph where the inputs have other lengths.
+    """
     return split_graph(
         plan.graph,
         modules,
@@ -75,6 +81,7 @@ def split_of(plan: Plan, modules: Modules) -> Split:
         batch=plan.arrangement.microbatch,
         layouts=plan.layouts,
         outside=(*plan.parameters, *plan.crossing),
+        other=other,
     )
 
 
@@ -86,6 +93,7 @@ def split_graph(
     batch: int = 1,
     layouts: Sequence[Sequence[OpLayout]] = (),
     outside: Sequence[ParameterLayout] = (),
+    other: Graph | None = None,
 ) -> Split:
     """Return a graph with layouts per layer class; `outside` are parameters and what crosses."""
     axes = infer_axes(graph)
@@ -108,6 +116,7 @@ def split_graph(
         crossing=MappingProxyType({n: x for n, x in given.items() if degree > 1 and n in is_made}),
         layer_of=MappingProxyType(dict(_places(layers))),
         row_axes=axes.of_rows(),
+        lengths=lengths_of(graph, other, axes),
     )
 
 

@@ -67,10 +67,10 @@ from autopar.planner.plan.search.space import Choices, microbatches_of, simplest
 from autopar.planner.plan.solving.candidate import Answer, Candidate, Judge, recomputes
 from autopar.planner.plan.solving.costing import Costing, Prices, Subject, model_flops
 from autopar.planner.plan.solving.questions import Questions
+from autopar.planner.plan.telling.chosen import ROWS_PER_DEVICE
 from autopar.planner.plan.telling.words import arrangement_words, degrees_words
 from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH
 
-ROWS_PER_DEVICE = 8  # of the global batch, where none is declared
 MOST_RUNNERS_UP = 4
 _ENDLESS_BYTES = 1 << 60
 EFFORTS = (QUICK, THOROUGH, EXACT)  # for one arrangement, in turn

@@ -12,6 +12,7 @@ from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import MemoryPrediction, Prediction
 from autopar.planner.layers import Layers
 from autopar.planner.plan.plan import Plan, RunnerUp
+from autopar.planner.plan.telling.percents import added_up
 from autopar.planner.plan.telling.split_lines import ClassLayouts, class_layouts
 from autopar.planner.plan.telling.words import other_words
 
@@ -49,12 +50,14 @@ MEMORY_CATEGORIES = (
 _TIGHT = 0.9  # of the limit: above that, memory has ruled out what would be faster
 _HELP: Mapping[Part, str] = MappingProxyType(
     {
-        Part.COMPUTE: "a faster device or fewer recomputed layers would help, "
-        "a faster network would not",
+        Part.COMPUTE: "a faster device would help, a faster network would not",
         Part.COMMUNICATION: "a faster network, or more work for each byte sent, would help most",
         Part.BUBBLE: "more microbatches or fewer pipeline ranks would help most",
         Part.OVERHEAD: "larger microbatches would help most: the host cannot keep up",
     }
+)
+_HELP_RECOMPUTING = (
+    "a faster device or fewer recomputed layers would help, a faster network would not"
 )
 
 
@@ -126,6 +129,11 @@ def part_seconds(prediction: Prediction, part: Part) -> float:
     )
 
 
+def term_percents(prediction: Prediction) -> tuple[int, ...]:
+    """Return what percentage of the step each term is; together they are 100."""
+    return added_up([term.seconds / prediction.step_seconds for term in prediction.terms])
+
+
 def critical_stage(prediction: Prediction) -> int:
     """Return the stage that the others wait for: of the rank that idles least, the slowest."""
     stages = prediction.stages
@@ -151,7 +159,7 @@ def _reasons(plan: Plan, shares: tuple[Share, ...]) -> tuple[str, ...]:
     most = max(shares, key=lambda share: share.seconds)
     rank, memory = plan.fullest
     used, limit = memory.device_bytes, plan.limit_bytes(rank)
-    reasons = [f"{most.part} takes {most.share:.0%} of the step: {_HELP[most.part]}"]
+    reasons = [f"{_part_words(plan.prediction, most.part)}: {_help(plan.prediction, most.part)}"]
     state = "so memory bounds the choice too" if used > _TIGHT * limit else "so memory is no limit"
     reasons.append(
         f"the fullest device holds {bytes_text(used)} of {bytes_text(limit)} "
@@ -160,6 +168,23 @@ def _reasons(plan: Plan, shares: tuple[Share, ...]) -> tuple[str, ...]:
     if plan.runners_up:
         reasons.append(_against(plan, plan.runners_up[0]))
     return tuple(reasons)
+
+
+def _part_words(prediction: Prediction, part: Part) -> str:
+    """Say how much of the step a part is, and which of its terms that adds up."""
+    own = [
+        (term, percent)
+        for term, percent in zip(prediction.terms, term_percents(prediction), strict=True)
+        if TERM_PARTS.get(term.name, Part.OVERHEAD) is part and percent
+    ]
+    names = [term.name for term, _ in own]
+    added = f" ({' + '.join(names)})" if names != [part.value] else ""
+    return f"{part}{added} takes {sum(percent for _, percent in own)}% of the step"
+
+
+def _help(prediction: Prediction, part: Part) -> str:
+    recomputes = any(term.name == "recompute" and term.seconds for term in prediction.terms)
+    return _HELP_RECOMPUTING if part is Part.COMPUTE and recomputes else _HELP[part]
 
 
 def _against(plan: Plan, other: RunnerUp) -> str:

@@ -11,11 +11,13 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import leaves
+from autopar.planner.axes.terms import Product, leaves
 from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.graph import Graph, Op
 from autopar.planner.layers import Layers, ancestors
 from autopar.planner.layouts import OpLayout
+from autopar.planner.rules.rule import Traffic
+from autopar.planner.rules.table import rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,8 @@ def permitted(
 ) -> tuple[OpLayout, ...]:
     """Return the strategies of an op that the rules leave; not splitting it is always one.
 
-    A pin leaves the strategies along its axis alone; an op that cannot be split so stays free.
+    A pin leaves the strategies along its axis alone; an op that cannot be split so stays free, and
+    so does a view that has the axis inside another: no conversion gathers what it would give.
     """
     banned = {ban.axis for ban in rules.bans if _lies_in(op, ban.modules, graph)}
     left = [s for s in found if not s.axis or _is_allowed(_name(s, axes), rules)]
@@ -63,8 +66,17 @@ def permitted(
     for pin in rules.pins:
         if _lies_in(op, pin.modules, graph):
             pinned = [s for s in left if _name(s, axes) == pin.axis]
-            left = pinned or left
+            left = left if _merges(op, pin.axis, axes) else pinned or left
     return tuple(left)
+
+
+def _merges(op: Op, axis: str, axes: Axes) -> bool:
+    """Whether an op is a view that flattens an axis, or takes one apart, as an inner factor."""
+    if rule_of(op.target).traffic is not Traffic.NONE:
+        return False
+    dims = [dim for name in (*op.inputs, *op.outputs) for dim in axes.dims[name]]
+    inner = [d for dim in dims if isinstance(dim, Product) for d in dim.factors[1:]]
+    return any(axes.names[leaf.name] == axis for dim in inner for leaf in leaves(dim))
 
 
 def check_rules(rules: LayoutRules, graph: Graph, axes: Axes, layers: Layers) -> None:

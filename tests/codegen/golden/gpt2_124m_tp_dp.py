@@ -7,6 +7,9 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST gpt2_124m_tp_dp.py
 
+Chosen here, as nobody said: 8 rows for each device (--global-batch); gradients clipped to a norm of
+1 (CLIP_NORM).
+
 Predicted on 8 × h100-sxm: 30.06 ms per step, 2,180,280 tokens/s, 24.1% of the peak FLOPs
     compute 23.87 ms, tensor communication 2.511 ms, exposed data parallel 1.69 ms, framework
       1.72 ms
@@ -25,7 +28,7 @@ Memory of the fullest device: 10.86 GiB of 67.2 GiB (16%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 244bd0bf1c0a5818.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a0f1637046af094e.
 
 from __future__ import annotations
 
@@ -51,11 +54,11 @@ from autopar.runtime.layer_names import named
 from autopar.runtime.loss import Weighed, mean_loss, scale_loss, weighed_ahead
 from autopar.runtime.mesh import Axis, Mesh, start, stop
 from autopar.runtime.model_parts import names_of, take_classes
-from autopar.runtime.model_source import note_changes
+from autopar.runtime.model_source import note_device, refuse_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all, split_randomness
-from autopar.runtime.refusal import OptionParser
+from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
 from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, shard_parameters
 from autopar.runtime.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
@@ -76,8 +79,8 @@ new_scheduler = model_file.build_scheduler
 # --------------------------------------------------------------------------------- settings
 
 STEPS = 100  # --steps
-CLIP_NORM = 1.0  # the norm of all gradients together is at most this
-SEED = 0  # of weights, order of the data and dropout
+CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
+SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
@@ -94,6 +97,7 @@ SHARD = 4  # data ranks that share one copy of the model's states
 ZERO = 1  # optimizer states are shared out over the data ranks of a shard
 BUCKET_BYTES = 100 * 2**20  # gradients that travel together, beside the backward
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 1024  # of 64 rows
+DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "c02da646044de0c5"  # of their text
 
@@ -119,7 +123,8 @@ class TensorParallelSelfAttention(SelfAttention):
                 q, k, v, dropout_p=self.dropout if self.training else 0.0, is_causal=True
             )
         # from shards of heads to shards of seq
-        x = self.c_proj(exchange(y, 1, 2, self.tensor).transpose(1, 2).reshape(batch, seq2, -1))
+        x = exchange(y, 1, 2, self.tensor, gather_parts=((12, 1),)).transpose(1, 2)
+        x = self.c_proj(x.reshape(batch, seq2, -1))
         with split_randomness(self.tensor):
             return F.dropout(x, self.dropout, self.training)
 
@@ -190,9 +195,9 @@ SUMMED = (
 # -------------------------------------------------------------------------------- the model
 
 
-def built(mesh: Mesh, dtype: torch.dtype) -> tuple[nn.Module, Recipe]:
+def built(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
     """Build the model without memory, cut as planned, and return how to make its weights."""
-    model, recipe = record(new_model, seed=SEED)
+    model, recipe = record(new_model, seed=seed)
     if dtype is torch.float64:  # to compare plans to the last digits
         model.to(dtype)
     take_classes(model, OPENED, mesh.tensor)
@@ -224,7 +229,7 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def train_step(
-    model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh
+    model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> Tensor:
     """Take one step over this rank's microbatches, and return its part of the loss."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
@@ -235,7 +240,7 @@ def train_step(
         total += loss.detach()
     sum_replicated([model], SUMMED, mesh.tensor)
     split = frozenset(named(SPLITS, names_of(model)))
-    clip_by_global_norm([model], CLIP_NORM, mesh, split=split)
+    clip_by_global_norm([model], clip, mesh, split=split)
     optimizer.step()
     optimizer.zero_grad()
     return total
@@ -246,11 +251,12 @@ def train_step(
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
+    seed = options.seed
     if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=seed)
     else:
         data = dataset_batches(
-            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=SEED, workers=options.workers
+            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=seed, workers=options.workers
         )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
@@ -264,19 +270,20 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
-    note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
-    model, recipe = built(mesh, options.dtype)
+    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
+    note_device(DEVICE, mesh)
+    model, recipe = built(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
         return [model], []
     data = batches(options, mesh)
     optimizer = ready(model, recipe, options, mesh)
     scheduler = new_scheduler(optimizer)
-    seed_all(SEED, mesh)  # dropout differs from data rank to data rank
+    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     losses: list[float] = []
     progress = Progress(mesh, TOKENS_PER_STEP, "tokens", as_json=options.json)
     for step in range(1, options.steps + 1):
-        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         scheduler.step()
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
@@ -291,24 +298,24 @@ def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh:
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         with watched.second_step([model], optimizer):
-            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
     return watched.report().to_json()
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = OptionParser()
-    parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
+    parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
+    parser.add_argument("--workers", type=from_zero, default=WORKERS, help="how many read ahead")
+    parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
+    parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
-    parser.add_argument("--log-every", type=int, default=LOG_EVERY, help="steps to a line")
+    parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
-    if options.steps < 1 or options.log_every < 1 or options.workers < 0:
-        parser.error("--steps and --log-every count from 1, --workers from 0")
     options.dtype = DTYPES[options.dtype]
     return options
 

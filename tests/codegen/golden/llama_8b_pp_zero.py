@@ -7,6 +7,9 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 4 --node-rank NODE --master-addr HOST llama_8b_pp_zero.py
 
+Chosen here, as nobody said: 8 rows for each device (--global-batch); AdamW at a rate of 0.0003 with
+a decay of 0.1 (build_optimizer); gradients clipped to a norm of 1 (CLIP_NORM).
+
 Predicted on 8 × h100-sxm: 7.253 s per step, 72,288 tokens/s, 54.9% of the peak FLOPs
     compute 6.038 s, pipeline bubble 420.5 ms, exposed data parallel 717.3 ms
 Communication of the busiest rank in a step:
@@ -22,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 20caa0bdba36b80f.
+# Written by autopar 0.1.0, which never overwrites changes by hand: e656d59fd40637ea.
 
 from __future__ import annotations
 
@@ -47,13 +50,13 @@ from autopar.runtime.layer_names import numbered
 from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart, submodules
-from autopar.runtime.model_source import note_changes
+from autopar.runtime.model_source import note_device, refuse_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
 from autopar.runtime.recompute import recompute
-from autopar.runtime.refusal import OptionParser
+from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
 from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 
 # where the model file is, seen from here: to be changed when either moves
@@ -71,8 +74,8 @@ new_dataset = partial(model_file.build_dataset, size="8b")
 STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
 WEIGHT_DECAY = 0.1  # of AdamW
-CLIP_NORM = 1.0  # the norm of all gradients together is at most this
-SEED = 0  # of weights, order of the data and dropout
+CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
+SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
@@ -91,6 +94,7 @@ ZERO = 3  # parameters, gradients and optimizer states are shared out over data 
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # of consecutive layers each
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 64 rows
+DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
 
@@ -129,22 +133,26 @@ class LastStage(Llama):
         return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), labels.flatten())
 
 
+def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
+    """Return what a stage gives to the next of a microbatch."""
+    return (Crossing((MICROBATCH, batch["input_ids"].shape[1], 4096)),)
+
+
 LAYERS = ("embed_tokens", *numbered("layers.*", range(32)), "norm", "lm_head")
 RECOMPUTED_IN_PART = numbered("layers.*", range(13, 17))
-CROSSING = (Crossing((MICROBATCH, 8192, 4096)),)  # what each stage gives to the next
 STAGES = (
-    StagePart(FirstStage, ("embed_tokens", *numbered("layers.*", range(17))), CROSSING),
+    StagePart(FirstStage, ("embed_tokens", *numbered("layers.*", range(17))), crossing),
     StagePart(LastStage, (*numbered("layers.*", range(17, 32)), "norm", "lm_head")),
 )
 
 # -------------------------------------------------------------------------------- the model
 
 
-def built(mesh: Mesh, dtype: torch.dtype) -> tuple[Pipeline, Recipe]:
+def built(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
     """Build this rank's stages without memory, cut as planned, and how to make their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
-        model, recipe = record(new_model, seed=SEED)  # for each anew: a stage changes its model
+        model, recipe = record(new_model, seed=seed)  # for each anew: a stage changes its model
         stages.append(built_stage(model, index, mesh, dtype))
     return build_schedule(SCHEDULE, stages, MICROBATCHES), recipe
 
@@ -176,12 +184,12 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def train_step(
-    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh
+    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> Tensor:
     """Take one step over this rank's microbatches, and return its part of the loss."""
     loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     split: frozenset[str] = frozenset()
-    clip_by_global_norm(model.parts, CLIP_NORM, mesh, split=split)
+    clip_by_global_norm(model.parts, clip, mesh, split=split)
     optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -192,11 +200,12 @@ def train_step(
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
+    seed = options.seed
     if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=seed)
     else:
         data = dataset_batches(
-            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=SEED, workers=options.workers
+            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=seed, workers=options.workers
         )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
@@ -210,18 +219,19 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
-    note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
-    model, recipe = built(mesh, options.dtype)
+    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
+    note_device(DEVICE, mesh)
+    model, recipe = built(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
         return model.parts, []
     data = batches(options, mesh)
     optimizer = ready(model, recipe, options, mesh)
-    seed_all(SEED, mesh)  # dropout differs from data rank to data rank
+    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     losses: list[float] = []
     progress = Progress(mesh, TOKENS_PER_STEP, "tokens", as_json=options.json)
     for step in range(1, options.steps + 1):
-        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
@@ -235,24 +245,24 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         with watched.second_step(model.parts, optimizer):
-            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
     return watched.report().to_json()
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = OptionParser()
-    parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
+    parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
+    parser.add_argument("--workers", type=from_zero, default=WORKERS, help="how many read ahead")
+    parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
+    parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
-    parser.add_argument("--log-every", type=int, default=LOG_EVERY, help="steps to a line")
+    parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
-    if options.steps < 1 or options.log_every < 1 or options.workers < 0:
-        parser.error("--steps and --log-every count from 1, --workers from 0")
     options.dtype = DTYPES[options.dtype]
     return options
 

@@ -7,6 +7,9 @@ Run it on one node (its options: --help):
 Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
     torchrun --nnodes 2 --nproc-per-node 1 --node-rank NODE --master-addr HOST t5_pp.py
 
+Chosen here, as nobody said: 16 rows for each device (--global-batch); AdamW at a rate of 0.0003
+with a decay of 0.1 (build_optimizer); gradients clipped to a norm of 1 (CLIP_NORM).
+
 Predicted on 2 × h100-sxm: 43.04 ms per step, 380,658 tokens/s, 16.2% of the peak FLOPs
     compute 25.36 ms, pipeline bubble 13.24 ms, optimizer 1.875 ms, framework 2.24 ms
 Communication of the busiest rank in a step:
@@ -20,7 +23,7 @@ Memory of the fullest device: 9.918 GiB of 67.2 GiB (15%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 63% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: ba3d6a281008203f.
+# Written by autopar 0.1.0, which never overwrites changes by hand: e13200fc7a5368cd.
 
 from __future__ import annotations
 
@@ -45,12 +48,12 @@ from autopar.runtime.layer_names import numbered
 from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart
-from autopar.runtime.model_source import note_changes
+from autopar.runtime.model_source import note_device, refuse_changes
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
-from autopar.runtime.refusal import OptionParser
+from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
 from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.tied import Tie, TiedWeights
 
@@ -69,8 +72,8 @@ new_dataset = partial(model_file.build_dataset, size="base")
 STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
 WEIGHT_DECAY = 0.1  # of AdamW
-CLIP_NORM = 1.0  # the norm of all gradients together is at most this
-SEED = 0  # of weights, order of the data and dropout
+CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
+SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
@@ -88,6 +91,7 @@ ZERO = 0  # every data rank holds whole parameters, gradients and optimizer stat
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # of consecutive layers each
 TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 512  # of 32 rows
+DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "6054049c17faec02"  # of their text
 
@@ -121,10 +125,14 @@ class LastStage(T5):
         return F.cross_entropy(F.linear(x, self.shared.weight).flatten(0, 1), labels.flatten())
 
 
-# what each stage gives to the next
-CROSSING = (Crossing((1, 12, 512, 512)), Crossing((MICROBATCH, 512, 768)))
+def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
+    """Return what a stage gives to the next of a microbatch."""
+    seq = batch["input_ids"].shape[1]
+    return Crossing((1, 12, seq, seq)), Crossing((MICROBATCH, seq, 768))
+
+
 STAGES = (
-    StagePart(FirstStage, ("shared", *numbered("encoder.*", range(10))), CROSSING),
+    StagePart(FirstStage, ("shared", *numbered("encoder.*", range(10))), crossing),
     StagePart(
         LastStage,
         (
@@ -141,11 +149,11 @@ TIES = (Tie(("shared.weight",), (0, 1)),)
 # -------------------------------------------------------------------------------- the model
 
 
-def built(mesh: Mesh, dtype: torch.dtype) -> tuple[Pipeline, Recipe]:
+def built(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
     """Build this rank's stages without memory, cut as planned, and how to make their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
-        model, recipe = record(new_model, seed=SEED)  # for each anew: a stage changes its model
+        model, recipe = record(new_model, seed=seed)  # for each anew: a stage changes its model
         stages.append(built_stage(model, index, mesh, dtype))
     return build_schedule(SCHEDULE, stages, MICROBATCHES), recipe
 
@@ -175,14 +183,14 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 
 def train_step(
-    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh
+    model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> Tensor:
     """Take one step over this rank's microbatches, and return its part of the loss."""
     loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     tied = TiedWeights(mesh, model.parts, TIES)
     tied.sum_gradients()
     split: frozenset[str] = frozenset()
-    clip_by_global_norm(model.parts, CLIP_NORM, mesh, split=split, tied=tied.not_owned)
+    clip_by_global_norm(model.parts, clip, mesh, split=split, tied=tied.not_owned)
     optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -193,11 +201,12 @@ def train_step(
 
 def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
+    seed = options.seed
     if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=SEED)
+        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=seed)
     else:
         data = dataset_batches(
-            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=SEED, workers=options.workers
+            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=seed, workers=options.workers
         )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
@@ -211,18 +220,19 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parsed(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR)
-    note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
-    model, recipe = built(mesh, options.dtype)
+    refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
+    note_device(DEVICE, mesh)
+    model, recipe = built(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
         return model.parts, []
     data = batches(options, mesh)
     optimizer = ready(model, recipe, options, mesh)
-    seed_all(SEED, mesh)  # dropout differs from data rank to data rank
+    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     losses: list[float] = []
     progress = Progress(mesh, TOKENS_PER_STEP, "tokens", as_json=options.json)
     for step in range(1, options.steps + 1):
-        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
@@ -236,24 +246,24 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
     with recording() as watched:
         optimizer = ready(model, recipe, options, mesh)
         with watched.second_step(model.parts, optimizer):
-            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh)
+            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
     return watched.report().to_json()
 
 
 def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = OptionParser()
-    parser.add_argument("--steps", type=int, default=STEPS, help="how many to train")
+    parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")
     parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
     parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument("--workers", type=int, default=WORKERS, help="processes that read ahead")
+    parser.add_argument("--workers", type=from_zero, default=WORKERS, help="how many read ahead")
+    parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
+    parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
-    parser.add_argument("--log-every", type=int, default=LOG_EVERY, help="steps to a line")
+    parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
     options = parser.parse_args(argv)
-    if options.steps < 1 or options.log_every < 1 or options.workers < 0:
-        parser.error("--steps and --log-every count from 1, --workers from 0")
     options.dtype = DTYPES[options.dtype]
     return options
 

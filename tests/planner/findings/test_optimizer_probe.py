@@ -92,7 +92,8 @@ def by_place(parameters: list[nn.Parameter]) -> optim.Optimizer:
 def test_an_optimizer_is_known_by_what_changes_its_updates(
     make: Callable[[list[nn.Parameter]], Any], reach: Reach, groups_by_place: bool
 ) -> None:
-    traits = optimizer_traits(file_with(make), GRAPH)
+    file = replace(zoo_file("gpt2.py"), build_optimizer=make, build_scheduler=None)
+    traits = optimizer_traits(file, GRAPH)
     assert traits is not None
     assert (traits.reach, traits.groups_by_place) == (reach, groups_by_place)
 
@@ -189,3 +190,29 @@ def test_one_that_cannot_be_tried_here_is_left_to_the_script() -> None:
             raise RuntimeError("wants a GPU")
 
     assert optimizer_traits(file_with(lambda own: Elsewhere(own, lr=0.1)), GRAPH) is None
+
+
+def without_decay_of_norms(named_parameters: list[tuple[str, nn.Parameter]]) -> optim.Optimizer:
+    norms = [one for name, one in named_parameters if "ln" in name]
+    others = [one for name, one in named_parameters if "ln" not in name]
+    groups: list[dict[str, Any]] = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
+    return optim.AdamW([group for group in groups if group["params"]])
+
+
+def by_modules(model: nn.Module) -> optim.Optimizer:
+    norms = [
+        m.weight for m in model.modules() if isinstance(m, nn.LayerNorm) and m.weight is not None
+    ]
+    known = set(map(id, norms))
+    others = [one for one in model.parameters() if id(one) not in known]
+    groups: list[dict[str, Any]] = [{"params": norms, "weight_decay": 0.0}, {"params": others}]
+    return optim.AdamW([group for group in groups if group["params"]])
+
+
+@pytest.mark.parametrize("make", [without_decay_of_norms, by_modules])
+def test_groups_by_names_or_modules_are_no_groups_by_place(make: Callable[..., Any]) -> None:
+    file = replace(zoo_file("gpt2.py"), build_optimizer=make, build_scheduler=None)
+    traits = optimizer_traits(file, GRAPH)
+    assert traits is not None
+    assert (traits.reach, traits.groups_by_place) == (Reach.NUMBER, False)
+    assert set(traits.moments) == {2.0}

@@ -63,6 +63,17 @@ def test_shares_sum_to_the_step() -> None:
     assert explanation.bound is Part.COMPUTE
 
 
+def test_the_page_names_what_it_adds_up_and_advises_what_there_is() -> None:
+    axes, layers = axes_and_layers("mnist.py")
+    plain = explain(with_terms(compute=65, recompute=0, optimizer=2, framework=33), axes, layers)
+    assert plain.reasons[0].startswith("compute (compute + optimizer) takes 67% of the step")
+    assert "recomputed" not in plain.reasons[0]
+    again = explain(with_terms(compute=65, recompute=20, framework=15), axes, layers)
+    assert "fewer recomputed layers" in again.reasons[0]
+    alone = explain(with_terms(compute=7, framework=3), axes, layers)
+    assert alone.reasons[0].startswith("compute takes 70% of the step")
+
+
 @pytest.mark.parametrize(
     ("plan", "bound"),
     [

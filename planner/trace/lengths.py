@@ -1,0 +1,105 @@
+"""Traces a model once more, on a batch of other lengths: what differs then follows the lengths.
+
+A trace shows sizes as numbers: 1024 may be the width of the model or the length of its rows. Two
+traces tell them apart, for no more than another trace; a symbol for each length takes the exporter
+two to four times as long, and models that ask for a length (`if t > self.block_size`) fix it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import torch
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.terms import Dim, leaves
+from autopar.planner.errors import InputError, TraceError
+from autopar.planner.graph import Graph, batch_key
+from autopar.planner.model.model_file import ModelFile
+from autopar.planner.precision import Precision
+from autopar.planner.trace import trace
+from autopar.planner.trace.build import TRACED_BATCH
+
+_Place = tuple[str, int]  # the name of an input, and the dim
+_Sizes = Mapping[_Place, int]
+_SHORTEST = 3  # of half of which nothing is left
+
+
+def with_other_lengths(
+    file: ModelFile, graph: Graph, axes: Axes, precision: Precision
+) -> Graph | None:
+    """Return the graph of a model on longer or shorter rows; None where no other lengths do.
+
+    Its ops are those of the given graph, one by one, with the same names. Lengths that have nothing
+    to do with each other become unlike, if the model takes that.
+    """
+    for sizes in _other_sizes(graph, axes):
+        try:
+            other = trace(
+                replace(file, example_batch=partial(_resized, file, sizes)),
+                precision=precision,
+                batch_size=graph.fixed_batch or TRACED_BATCH,
+            )
+        except (InputError, TraceError):
+            continue
+        if _is_alike(graph, other):
+            return other
+    return None
+
+
+def _other_sizes(graph: Graph, axes: Axes) -> Iterator[_Sizes]:
+    """Yield other sizes of the inputs' dims, those first that tell most.
+
+    Twice as many divide as the model's own do, but there may be a longest; then half as many.
+    """
+    learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
+    dims = {
+        (name, place): dim
+        for name in graph.inputs
+        for place, dim in enumerate(axes.dims[name])
+        if place and (size := graph.tensors[name].shape[place]).is_constant and size.at(0) > 1
+    }
+    free = {k: d for k, d in dims.items() if learnt.isdisjoint(leaf.name for leaf in leaves(d))}
+    numbered = {k: d for k, d in dims.items() if graph.tensors[k[0]].is_whole_numbered}
+    every = (free, numbered | free, numbered)
+    choices = [one for place, one in enumerate(every) if one not in every[:place]]
+    usual, last = zip(*(_ways(graph, chosen) for chosen in choices), strict=True)
+    yield from (sizes for ways in (*usual, *last) for sizes in ways)
+
+
+def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], list[_Sizes]]:
+    """Return larger sizes of some dims, and smaller ones."""
+    groups: list[Dim] = list(dict.fromkeys(chosen.values()))
+    sizes = {key: graph.tensors[key[0]].shape[key[1]].at(0) for key in chosen}
+    if not chosen or min(sizes.values()) <= _SHORTEST:
+        return [], []
+    unlike = {key: sizes[key] * (2 + groups.index(dim)) for key, dim in chosen.items()}
+    double = {key: size * 2 for key, size in sizes.items()}
+    half = {key: size // 2 for key, size in sizes.items()}
+    return [double] if len(groups) == 1 else [unlike, double], [half]
+
+
+def _resized(file: ModelFile, sizes: _Sizes, rows: int) -> dict[str, Any]:
+    """Return an example batch whose numbers are repeated, or cut off, to other lengths."""
+    batch = dict(file.example_batch(rows))
+    for (name, dim), size in sizes.items():
+        value = batch[batch_key(name)]
+        times = -(-size // value.shape[dim])
+        batch[batch_key(name)] = torch.cat([value] * times, dim).narrow(dim, 0, size).contiguous()
+    return batch
+
+
+def _is_alike(graph: Graph, other: Graph) -> bool:
+    """Whether two graphs compute the same, but for numbers."""
+    ops = [
+        [(op.name, op.target, op.inputs, op.outputs, op.call) for op in g.ops]
+        for g in (graph, other)
+    ]
+    tensors = [
+        {(t.name, t.dtype, len(t.shape)) for t in g.tensors.values()} for g in (graph, other)
+    ]
+    constants = [{c.name: c.values for c in g.constants.values()} for g in (graph, other)]
+    return all(first == second for first, second in (ops, tensors, constants))
