@@ -64,9 +64,9 @@ def permitted(
     left = [s for s in found if not s.axis or _is_allowed(_name(s, axes), rules)]
     left = [s for s in left if not s.axis or _name(s, axes) not in banned]
     for pin in rules.pins:
-        if _lies_in(op, pin.modules, graph):
-            pinned = [s for s in left if _name(s, axes) == pin.axis]
-            left = left if _merges(op, pin.axis, axes) else pinned or left
+        pinned = [s for s in left if _name(s, axes) == pin.axis]
+        if pinned and _lies_in(op, pin.modules, graph):  # the first that the op can keep decides
+            return tuple(left if _merges(op, pin.axis, axes) else pinned)
     return tuple(left)
 
 
