@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,7 +49,7 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     model = _built(file)
     _check_same_parameters(plan, model, file.path)
     modules = modules_of(model)
-    split = split_of(plan, modules, _on_other_lengths(plan, file))
+    split = split_of(plan, modules, partial(_on_other_lengths, plan, file))
     check_parts(plan, split.layers, where="the plan")
     return Subject(
         file=file,
@@ -61,11 +62,8 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
 
 
 def _on_other_lengths(plan: Plan, file: ModelFile) -> Graph | None:
-    """Return what the model computes on rows of other lengths, where its code may be printed."""
-    arranged = plan.arrangement
-    if arranged.pipeline * arranged.data * arranged.tensor * arranged.microbatches == 1:
-        return None
-    axes, precision = infer_axes(plan.graph), arranged.precision
+    """Return what the model computes on rows of other lengths; asked where code is printed."""
+    axes, precision = infer_axes(plan.graph), plan.arrangement.precision
     return with_other_lengths(file, plan.graph, axes, precision)
 
 

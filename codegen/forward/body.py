@@ -181,7 +181,7 @@ class BodyBuilder:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
         is_activation = given.origin in (Origin.OP, Origin.INPUT)
-        others = (self.split.lengths.shape(one.name, self.graph) for one in (given, made))
+        others = (self.split.lengths.shape(one.name) for one in (given, made))
         keeps_all = given.shape == made.shape and len(set(others)) == 1
         return keeps_all and is_activation and not self.reads_written(op)
 

@@ -26,7 +26,7 @@ _UNPACKED = re.compile(r"\s+((?:\w+, )+\w+) = .*\.shape")
 def printed_crossing(opening: Opening, gives: Sequence[Crossing]) -> str:
     """Return the source of `crossing(batch)`, "" where what is given is always as long."""
     split = opening.split
-    others = [split.lengths.shape(one.name, split.graph) for one in gives]
+    others = [split.lengths.shape(one.name) for one in gives]
     if all(one.shape == other for one, other in zip(gives, others, strict=True)):
         return ""
     builder = BodyBuilder(opening, LOSS)
@@ -48,7 +48,7 @@ def _of_any_rank(line: str) -> str:
 
 def _crossing(one: Crossing, builder: BodyBuilder) -> Expression:
     split = builder.split
-    others = split.lengths.shape(one.name, split.graph)
+    others = split.lengths.shape(one.name)
     shape = [
         text("MICROBATCH") if size == other == BATCH else builder.sizes.whole(size, other)
         for size, other in zip(one.shape, others, strict=True)

@@ -33,7 +33,7 @@ def call_line(unit: str, body: BodyBuilder) -> Line:
     """Return the call of a module that is called as a whole."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
-    others = body.split.lengths.calls.get(unit, record)
+    others = body.split.lengths.call(unit) or record
     by_name = dict(others.keywords)
     arguments = [
         (name, _argument(value, unit, body, by_name[name] if name else others.arguments[place]))

@@ -54,7 +54,7 @@ def size_along(split: Split, dim: Dim, axis: str) -> Wanted:
 
 def wanted(split: Split, tensor: str, layout: Layout) -> tuple[Wanted, ...]:
     """Return the sizes of a tensor in a layout."""
-    others = split.lengths.shape(tensor, split.graph)
+    others = split.lengths.shape(tensor)
     return tuple(
         Wanted(dim, layout.axis if layout.axis and layout.dim == position else "", other)
         for position, (dim, other) in enumerate(zip(split.axes.dims[tensor], others, strict=True))
@@ -243,7 +243,7 @@ class Sizes:
         among lengths that vary it takes a share for one of those.
         """
         parts = parts_of(dim, axis)
-        if self.split.lengths.axes:
+        if self.split.lengths.are_known:
             is_length = is_whole or self.split.lengths.dim(dim) != dim
             return is_length and parts.times == ONE and [u for _, u in parts.listed] == [ONE]
         return parts.may_be_omitted(self.split.degree, self.split.batch, is_whole=is_whole)

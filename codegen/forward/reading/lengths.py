@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from types import MappingProxyType
 
 from autopar.planner.axes.infer import Axes
@@ -13,34 +14,54 @@ from autopar.planner.graph import Call, Graph, Op, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Lengths:
-    """What a graph's sizes are where its inputs have other lengths; all the same where unknown."""
+class _Sizes:
+    """What a graph's sizes are where its inputs have other lengths."""
 
     shapes: Mapping[str, tuple[Extent, ...]]
     arguments: Mapping[str, Mapping[str, Value]]  # of each op
     calls: Mapping[str, Call]
     axes: Mapping[str, Extent]  # the sizes of axes
 
-    def shape(self, tensor: str, graph: Graph) -> tuple[Extent, ...]:
+
+class Lengths:
+    """A graph's sizes at other lengths, all the same where unknown; traced when first asked for."""
+
+    def __init__(self, graph: Graph, axes: Axes, other: Callable[[], Graph | None]) -> None:
+        self._graph, self._axes, self._other = graph, axes, other
+
+    @cached_property
+    def _sizes(self) -> _Sizes:
+        other = self._other()
+        return _UNKNOWN if other is None else _sizes_of(self._graph, self._axes, other)
+
+    @property
+    def are_known(self) -> bool:
+        """Whether the model takes other lengths."""
+        return bool(self._sizes.axes)
+
+    def shape(self, tensor: str) -> tuple[Extent, ...]:
         """Return the other shape of a tensor."""
-        return self.shapes.get(tensor, graph.tensors[tensor].shape)
+        return self._sizes.shapes.get(tensor, self._graph.tensors[tensor].shape)
 
     def argument(self, op: Op, name: str) -> Value:
         """Return what an argument of an op is at other lengths."""
-        return self.arguments[op.name][name] if op.name in self.arguments else op.argument(name)
+        arguments = self._sizes.arguments
+        return arguments[op.name][name] if op.name in arguments else op.argument(name)
+
+    def call(self, unit: str) -> Call | None:
+        """Return how a module is called at other lengths."""
+        return self._sizes.calls.get(unit)
 
     def dim(self, dim: Dim) -> Dim:
         """Return a dim with its other size."""
-        return substituted(dim, lambda leaf: Leaf(leaf.name, self.axes.get(leaf.name, leaf.size)))
+        axes = self._sizes.axes
+        return substituted(dim, lambda leaf: Leaf(leaf.name, axes.get(leaf.name, leaf.size)))
 
 
-FIXED = Lengths(shapes={}, arguments={}, calls={}, axes={})
+_UNKNOWN = _Sizes(shapes={}, arguments={}, calls={}, axes={})
 
 
-def lengths_of(graph: Graph, other: Graph | None, axes: Axes) -> Lengths:
-    """Return what differs between a graph and the one of other lengths."""
-    if other is None:
-        return FIXED
+def _sizes_of(graph: Graph, axes: Axes, other: Graph) -> _Sizes:
     shapes = {t.name: t.shape for t in other.tensors.values()}
     sizes = {
         dim.name: size
@@ -48,7 +69,7 @@ def lengths_of(graph: Graph, other: Graph | None, axes: Axes) -> Lengths:
         for dim, size in zip(axes.dims[name], shapes[name], strict=True)
         if isinstance(dim, Leaf)
     }
-    return Lengths(
+    return _Sizes(
         shapes=MappingProxyType(shapes),
         arguments=MappingProxyType({op.name: dict(op.arguments) for op in other.ops}),
         calls=other.calls,

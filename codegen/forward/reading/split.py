@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
-from autopar.codegen.forward.reading.lengths import FIXED, Lengths, lengths_of
+from autopar.codegen.forward.reading.lengths import Lengths
 from autopar.codegen.forward.reading.modules import Modules
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.errors import InputError
@@ -38,9 +38,9 @@ class Split:
     crossing: Mapping[str, Layout]
     layer_of: Mapping[str, int]  # of an op, and of a tensor that an op makes
     row_axes: frozenset[str]  # the axes whose sizes depend on the batch
+    lengths: Lengths
     weighed: tuple[str, ...] = ()
     own_rows: tuple[str, ...] = ()
-    lengths: Lengths = FIXED
 
     def need(self, op: Op, position: int) -> Layout:
         """Return the layout that an op needs of its input at a position."""
@@ -69,10 +69,12 @@ class Split:
         return self.axes.names.get(layout.axis, layout.axis) if layout is not None else ""
 
 
-def split_of(plan: Plan, modules: Modules, other: Graph | None = None) -> Split:
+def split_of(
+    plan: Plan, modules: Modules, other: Callable[[], Graph | None] = lambda: None
+) -> Split:
     """Return the layouts of a plan, for each op and tensor of its graph.
 
-    `other` is the graph where the inputs have other lengths.
+    `other` gives the graph where the inputs have other lengths.
     """
     return split_graph(
         plan.graph,
@@ -93,7 +95,7 @@ def split_graph(
     batch: int = 1,
     layouts: Sequence[Sequence[OpLayout]] = (),
     outside: Sequence[ParameterLayout] = (),
-    other: Graph | None = None,
+    other: Callable[[], Graph | None] = lambda: None,
 ) -> Split:
     """Return a graph with layouts per layer class; `outside` are parameters and what crosses."""
     axes = infer_axes(graph)
@@ -116,7 +118,7 @@ def split_graph(
         crossing=MappingProxyType({n: x for n, x in given.items() if degree > 1 and n in is_made}),
         layer_of=MappingProxyType(dict(_places(layers))),
         row_axes=axes.of_rows(),
-        lengths=lengths_of(graph, other, axes),
+        lengths=Lengths(graph, axes, other),
     )
 
 
