@@ -399,7 +399,7 @@ class Explorer:
                 again = replace(item, effort=0, thriftier=())
                 self._left_out.append(Node(bound=bound, rank=rank, item=again))
             return []
-        if item.effort + 1 == len(EFFORTS):
+        if answer.is_final or item.effort + 1 == len(EFFORTS):
             return [Unproved(bound=bound)]
         again = replace(item, effort=item.effort + 1, thriftier=())
         return [Node(bound=bound, rank=rank, item=again, is_deep=False)]

@@ -35,12 +35,13 @@ class Candidate:
 class Answer:
     """What came of an arrangement: a candidate, and what no other one of it beats.
 
-    An infinite bound without a candidate: nothing fits.
+    An infinite bound without a candidate: nothing fits. `is_final`: more effort finds nothing else.
     """
 
     candidate: Candidate | None
     bound_seconds: float
     report: SolverReport
+    is_final: bool = True
 
 
 def _nothing(_: int) -> float:
@@ -79,12 +80,12 @@ class Judge:
     ) -> Answer:
         """Return the fastest candidate of an arrangement, as far as the effort goes.
 
-        Where the fastest layouts fit without computing anything again, no others are looked at.
-        Only where memory presses, the slower ones that need less of it are, unless what they come
-        to at `least` is no better than what was found, here or before.
+        The fastest layouts come first. Slower ones may need less memory, or have less to reduce;
+        they are looked at unless what they come to at `least` is no better than what was found,
+        here or before.
         """
         best: Candidate | None = None
-        bound, report = _ENDLESS, NOTHING_SOLVED
+        bound, report, is_final = _ENDLESS, NOTHING_SOLVED, True
         for number in self._in_turn(arrangement, least):
             found_seconds = best.prediction.step_seconds if best else _ENDLESS
             known = min(found_seconds, known_seconds)
@@ -94,12 +95,11 @@ class Judge:
             question = self.questions.asked(arrangement, number)
             answer = choose_stages(question, cutoff_seconds=known, effort=effort)
             report += answer.report
+            is_final = is_final and answer.is_final
             bound = min(bound, answer.bound_seconds)
             if answer.best is not None and answer.best.seconds < found_seconds:
                 best = self._candidate(question, number, answer.best)
-            if number == 0 and best and not recomputes(best):
-                break
-        return Answer(candidate=best, bound_seconds=bound, report=report)
+        return Answer(candidate=best, bound_seconds=bound, report=report, is_final=is_final)
 
     def _in_turn(self, arrangement: Arrangement, least: Callable[[int], float]) -> Iterator[int]:
         """Yield the layout solutions: the fastest, then the others if they are asked for."""

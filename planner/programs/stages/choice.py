@@ -25,7 +25,7 @@ from autopar.planner.programs.stages.question import StageQuestion
 
 QUICK = Effort(moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0)
 THOROUGH = Effort(moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1_000)
-EXACT = Effort(moves=8, cuts=60, program_seconds=5.0, gap=1e-7, most_columns=400)
+EXACT = Effort(moves=8, cuts=60, program_seconds=5.0, gap=1e-7, most_columns=1_000)
 
 _MOST_SHARED = 100  # intervals: a program of more, with rows for memory, branches for long
 _IN_TURN = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
@@ -66,8 +66,6 @@ def _several(chooser: Chooser) -> StageAnswer:
     question, effort = chooser.question, chooser.effort
     intervals = list(question.different_intervals(_longest_that_matters(chooser, 1)))
     asks = effort.cuts > 0 and len(intervals) <= _MOST_SHARED
-    if effort is EXACT and not asks:
-        return chooser.answer(0.0)  # nothing is left to do
     divided = _divided(chooser)
     bound = divided.bound_seconds + chooser.once
     if bound == math.inf or bound >= chooser.aim:
@@ -79,7 +77,7 @@ def _several(chooser: Chooser) -> StageAnswer:
         chooser.improve(cut, most_moves=effort.moves)
     if asks:
         bound = max(bound, chooser.by_program(chooser.columns.of_all(intervals)))
-    return chooser.answer(min(bound, chooser.top))
+    return chooser.answer(min(bound, chooser.top), is_final=effort.moves > 0 and not asks)
 
 
 def _divided(chooser: Chooser) -> Divided:
@@ -105,7 +103,8 @@ def _one_per_rank(chooser: Chooser) -> StageAnswer:
         columns = chooser.columns.of_all(question.different_intervals(longest))
         floors = _floors(chooser, columns) if columns else None
         if floors is not None and floors.cut:
-            moves = len(floors.cut) if question.arrangement.schedule in _IN_TURN else 0
+            is_quick = question.arrangement.schedule in _IN_TURN
+            moves = len(floors.cut) if is_quick else chooser.effort.moves
             chooser.improve(floors.cut, most_moves=moves)
         needed = _longest_that_matters(chooser, longest)
         if needed <= longest:

@@ -41,12 +41,13 @@ class Effort:
 class StageAnswer:
     """The best cut found below the cutoff, if any, and what no cut beats.
 
-    An infinite bound: nothing fits.
+    An infinite bound: nothing fits. `is_final`: more effort finds nothing else.
     """
 
     best: PricedCut | None
     bound_seconds: float
     report: SolverReport
+    is_final: bool
 
 
 class Chooser:
@@ -81,9 +82,14 @@ class Chooser:
         """The bound that is close enough to what is known."""
         return self.aim - self.effort.gap * self.top if self.top < math.inf else math.inf
 
-    def answer(self, bound_seconds: float) -> StageAnswer:
+    def answer(self, bound_seconds: float, *, is_final: bool = False) -> StageAnswer:
         """Return what came of the question."""
-        return StageAnswer(best=self.best, bound_seconds=bound_seconds, report=self.report)
+        return StageAnswer(
+            best=self.best,
+            bound_seconds=bound_seconds,
+            report=self.report,
+            is_final=is_final or bound_seconds >= self.aim,
+        )
 
     def price(self, cut: Cut, *, below_seconds: float = math.inf) -> CutAnswer:
         """Return what comes of a cut, and keep it if it is the best.
