@@ -193,10 +193,7 @@ KINDS: Mapping[str, Kind] = {
 
 # What the planner has to refuse, with what it says.
 _NOTHING_RUNS = "devices can run the model"
-_UNSPLIT = "no layouts split all that must be split"
 REFUSED: Mapping[tuple[str, str], str] = {
-    # the sequence meets attention, where each rank would need all of it
-    **{(model, "sp 2"): _UNSPLIT for model in ("llama", "bert", "t5")},
     # two layers make no more than two stages
     **{("intent", kind): _NOTHING_RUNS for kind, own in KINDS.items() if own.stages > 2},
 }
