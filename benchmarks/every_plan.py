@@ -213,8 +213,8 @@ class Planner:
         subject = self.subject
         own = Subject(graph=subject.graph, axes=subject.axes, layers=subject.layers)
         explorer = Explorer(own, self.cluster, self.free, measured=self.measured)
-        for point in explorer.points():
-            yield from explorer.allowed_variants(point)
+        for point in explorer.points:
+            yield from explorer.points.variants(point)
 
     def _planned(self, constraints: Constraints) -> Plan:
         subject, case = self.subject, self.subject.case

@@ -116,8 +116,7 @@ class _OwnRows:
     @property
     def read(self) -> slice:
         """The rows of a block that this rank reads."""
-        first = self.of_rank.start
-        return slice(first + self.share.start, first + self.share.stop)
+        return _part(self.of_rank, self.share)
 
 
 def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
@@ -168,7 +167,8 @@ def synthetic_batches(
     """
     microbatches, microbatch = rows
     each = _each_rank(microbatch, mesh.data)
-    block, share = sum(each), _own_rows(each, mesh.data, rows_over)
+    block = sum(each)
+    share = _part(_of_rank(each, mesh.data), _share(each[mesh.data.rank], rows_over))
     whole = _example(example_batch, microbatches * block, seed)
     tensors = {key: value.contiguous() for key, value in whole.items()}  # as loaders lay rows out
     own = [
@@ -196,16 +196,15 @@ def _each_rank(rows: Rows, data: Axis) -> Sequence[int]:
     return [rows] * data.size if isinstance(rows, int) else rows
 
 
-def _own_rows(each: Sequence[int], data: Axis, axis: Axis) -> slice:
-    """Return which rows of a block this data rank reads, of which ranks of an axis share."""
-    before, share = _of_rank(each, data).start, _share(each[data.rank], axis)
-    return slice(before + share.start, before + share.stop)
-
-
 def _of_rank(each: Sequence[int], data: Axis) -> slice:
     """Return which rows of a block are of this data rank."""
     before = sum(each[: data.rank])
     return slice(before, before + each[data.rank])
+
+
+def _part(rows: slice, share: slice) -> slice:
+    """Return a share of some rows of a block."""
+    return slice(rows.start + share.start, rows.start + share.stop)
 
 
 def _share(rows: int, axis: Axis) -> slice:

@@ -16,6 +16,7 @@ from autopar.codegen.proof.exactness import Exactly, Widely
 from autopar.planner.graph import Ref
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
 from autopar.runtime.buckets import HALF_DTYPES
 from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batches
 from autopar.runtime.initial_weights import build
@@ -24,7 +25,6 @@ from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.optimizer_arguments import made_optimizer
 
 _STATISTICS = ("running_mean", "running_var")
-LEARNING_RATE, WEIGHT_DECAY = 3e-4, 0.1  # as scripts have them
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

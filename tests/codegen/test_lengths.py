@@ -14,11 +14,12 @@ from torch.optim import AdamW
 
 from autopar.codegen import subject
 from autopar.codegen.proof.exactness import Exactly
-from autopar.codegen.proof.reference import LEARNING_RATE, WEIGHT_DECAY, clipped_share
+from autopar.codegen.proof.reference import clipped_share
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from autopar.planner.trace.lengths import with_other_lengths

@@ -109,7 +109,7 @@ def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:
     A rank begins with its first forward, runs all its actions, and where backwards are not split,
     the last gradients still have to pass the ranks before it.
     """
-    if kind in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B):
+    if kind.has_closed_form:
         return tuple(_closed(kind, shape, stage) for stage in range(shape.stages))
     return tuple(_through_rank(kind, shape, rank) for rank in range(shape.ranks))
 

@@ -65,7 +65,7 @@ def pipeline_seconds(
             rank_starts_seconds=(0.0,),
             rank_ends_seconds=(step_seconds,),
         )
-    if kind in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B):
+    if kind.has_closed_form:
         return _closed(kind, shape, stages, transfer_seconds)
     return _simulated(kind, shape, tuple(stages), tuple(transfer_seconds))
 

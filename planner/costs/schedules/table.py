@@ -38,6 +38,11 @@ class ScheduleKind(StrEnum):
     INTERLEAVED_ZERO_BUBBLE = "interleaved-zero-bubble"
     ZERO_BUBBLE_V = "zero-bubble-v"
 
+    @property
+    def has_closed_form(self) -> bool:
+        """Whether a formula tells its step: a rank has one stage, and no backward is split."""
+        return self in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PipelineShape:

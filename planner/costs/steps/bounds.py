@@ -6,7 +6,6 @@ It takes a total over all layers and holds for every way to cut the layers into 
 from __future__ import annotations
 
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.costs.schedules.table import ScheduleKind
 
 
 def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float:
@@ -24,6 +23,6 @@ def least_step_seconds(layers_seconds: float, arrangement: Arrangement) -> float
     microbatches, ranks = arrangement.microbatches, arrangement.pipeline
     if ranks == 1:
         return microbatches * layers_seconds
-    if arrangement.schedule in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B):
+    if arrangement.schedule.has_closed_form:
         return layers_seconds / (1.0 - (1.0 - 1.0 / microbatches) ** ranks)
     return max(layers_seconds, microbatches * layers_seconds / ranks)

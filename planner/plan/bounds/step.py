@@ -123,8 +123,7 @@ class StepBound:
     @property
     def _is_on_demand(self) -> bool:
         """Whether a rank waits while a tensor travels; each has one to receive, or two."""
-        kinds = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
-        return self.arrangement.pipeline > 1 and self.arrangement.schedule in kinds
+        return self.arrangement.pipeline > 1 and self.arrangement.schedule.has_closed_form
 
     def _transfer(self) -> float:
         return self.groups.transfer_seconds(self.totals.least_output_bytes)

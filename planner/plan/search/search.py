@@ -14,18 +14,16 @@ The first prediction that no bound undercuts is the best there is in this space.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.cluster.blocks import Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.steps.framework import framework_constants
 from autopar.planner.errors import AutoparError
-from autopar.planner.findings.uneven_rows import may_be_uneven
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.plan.bounds.bounding import Bounds
@@ -35,16 +33,14 @@ from autopar.planner.plan.declared.constraints import (
     Constraints,
     Declared,
     Objective,
-    allows,
     constraints_of,
 )
-from autopar.planner.plan.declared.lone_rows import check_lone_rows, least_rows
+from autopar.planner.plan.declared.lone_rows import check_lone_rows
 from autopar.planner.plan.declared.scalars import with_whole_scalars
 from autopar.planner.plan.declared.whole_batch import with_whole_batch
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.search.assembly import Counts, assemble
 from autopar.planner.plan.search.best_first import Found, Node, Outcome, Unproved, best_first
-from autopar.planner.plan.search.degrees import check_degrees
 from autopar.planner.plan.search.demands import (
     choices_of,
     demands_of,
@@ -53,9 +49,8 @@ from autopar.planner.plan.search.demands import (
     shared_buffers,
 )
 from autopar.planner.plan.search.nodes import Item, Point, Pressure, Variant, families, simplicity
-from autopar.planner.plan.search.placing import in_orders
+from autopar.planner.plan.search.points import Points
 from autopar.planner.plan.search.refusal import nothing_runs, too_large, too_late
-from autopar.planner.plan.search.shares import uneven
 from autopar.planner.plan.search.simpler import (
     Complexity,
     Known,
@@ -63,7 +58,7 @@ from autopar.planner.plan.search.simpler import (
     complexity,
     simplest_leaf,
 )
-from autopar.planner.plan.search.space import Choices, microbatches_of, simplest, variants
+from autopar.planner.plan.search.space import Choices
 from autopar.planner.plan.solving.candidate import Answer, Candidate, Judge, recomputes
 from autopar.planner.plan.solving.costing import Costing, Prices, Subject, model_flops
 from autopar.planner.plan.solving.questions import Questions
@@ -121,7 +116,7 @@ def search(
         constraints=constraints,
         limits=explorer.judge.demands.limit_bytes,
         counts=Counts(
-            enumerated=explorer.enumerated(),
+            enumerated=explorer.points.enumerated(),
             solved=explorer.solved,
             infeasible=explorer.infeasible,
             programs=explorer.programs + explorer.costing.layout_report().calls,
@@ -230,7 +225,7 @@ class Explorer:
         """Return the points with their bounds."""
         return [
             Node(bound=self.bounds.of_point(point), rank=simplicity(point), item=Point(point))
-            for point in self.points()
+            for point in self.points
         ]
 
     def _is_enough(self, passed: int) -> bool:
@@ -249,85 +244,24 @@ class Explorer:
             return self._known.fastest
         return self._known.to_beat(self._complexity_below(Variant(arrangement)))
 
-    def points(self) -> Iterator[Arrangement]:
-        """Yield the degrees and microbatches that the constraints allow."""
-        constraints, graph = self.constraints, self.subject.graph
-        assert constraints.global_batch is not None
-        fixed = graph.fixed_batch
-        alone, together = least_rows(graph, data=1), least_rows(graph, data=2)
-        is_uneven = (
-            constraints.microbatch is None
-            and self.objective is not Objective.MEMORY
-            and may_be_uneven(graph)
+    @property
+    def points(self) -> Points:
+        """What the constraints allow."""
+        return Points(
+            subject=self.subject,
+            cluster=self.cluster,
+            constraints=self.constraints,
+            choices=self.choices,
+            orders=self.costing.orders,
+            bounds=self.bounds,
+            bucket_bytes=self.judge.demands.bucket_bytes[0],
         )
-        legal = check_degrees(
-            self.cluster.size, constraints, fixed_batch=fixed, fixed_at=graph.fixed_at
-        )
-        layers = len(self.subject.layers.layers)
-        for pipeline, data, tensor in legal:
-            if pipeline > layers or tensor > self.most_tensor():
-                continue
-            sizes = [
-                (size, count)
-                for size, count in microbatches_of(constraints.global_batch, data)
-                if size == (fixed or size) and size == (constraints.microbatch or size)
-                if size >= (alone if data == 1 else together)
-                if count == 1 or not constraints.one_microbatch
-            ]
-            if self.objective is Objective.MEMORY:
-                sizes = sizes[:1]  # the smallest never holds more rows at once than another
-            for size, count in sizes:
-                point = simplest(
-                    pipeline=pipeline,
-                    data=data,
-                    tensor=tensor,
-                    microbatch=size,
-                    microbatches=count,
-                    precision=constraints.precision,
-                )
-                yield from in_orders(point, self.costing.orders, self.choices)
-            if is_uneven and sizes:
-                yield from self._uneven(point, least=together)
-
-    def _uneven(self, point: Arrangement, *, least: int) -> Iterator[Arrangement]:
-        """Yield a point with rows that suit unlike devices."""
-        assert self.constraints.global_batch is not None
-        return uneven(
-            point,
-            self.costing.cluster,
-            global_batch=self.constraints.global_batch,
-            least=least,
-            seconds=lambda one, rows: self.bounds.least_on(1, Share(one, rows)).total_seconds,
-        )
-
-    def most_tensor(self) -> int:
-        """Return the greatest tensor degree: the devices of a node, unless more is asked for.
-
-        Beyond the links of a node the tensor axis would wait for the network in every layer, unless
-        it may split the batch.
-        """
-        wanted = self.constraints.tensor or self.constraints.max_tensor
-        if wanted is None and self.constraints.shares_rows:
-            return self.cluster.size
-        return wanted or max(node.devices for node in self.cluster.nodes)
-
-    def enumerated(self) -> int:
-        """Return how many arrangements the space has."""
-        return sum(len(tuple(self.allowed_variants(point))) for point in self.points())
-
-    def allowed_variants(self, point: Arrangement) -> Iterator[Arrangement]:
-        """Yield the variants of a point that the constraints allow."""
-        bucket = self.judge.demands.bucket_bytes[0]
-        for variant in variants(point, self.choices):
-            one = replace(variant, bucket_bytes=bucket)
-            if allows(self.constraints, one):
-                yield one
 
     def expand(self, item: Item) -> Iterable[Entry]:
         """Return the variants of a point, a variant under memory's pressure, or its solution."""
         if isinstance(item, Point):
             self.report(f"laying out {degrees_words(item.arrangement)}")
-            grouped = families(self.allowed_variants(item.arrangement))
+            grouped = families(self.points.variants(item.arrangement))
             return [one for family in grouped for one in self._bounded(family, Pressure.NONE)]
         if item.pressure is not Pressure.OF_LAYOUTS:
             return self._bounded(item.family, Pressure(item.pressure + 1))

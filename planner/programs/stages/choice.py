@@ -11,11 +11,10 @@ Where bound and best do not meet within the effort, the bound says how much bett
 from __future__ import annotations
 
 import math
-from itertools import accumulate
+from itertools import accumulate, islice
 
 import numpy as np
 
-from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.programs.stages.borders import even_cut, least_seconds, nearest_cut
 from autopar.planner.programs.stages.chooser import Chooser, Effort, StageAnswer
 from autopar.planner.programs.stages.columns import Column
@@ -28,7 +27,6 @@ THOROUGH = Effort(moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1
 EXACT = Effort(moves=8, cuts=60, program_seconds=5.0, gap=1e-7, most_columns=1_000)
 
 _MOST_SHARED = 100  # intervals: a program of more, with rows for memory, branches for long
-_IN_TURN = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 
 
 def choose_stages(
@@ -64,8 +62,6 @@ def _whole(chooser: Chooser) -> StageAnswer:
 def _several(chooser: Chooser) -> StageAnswer:
     """Return the best cut where a rank has several stages, which share its memory."""
     question, effort = chooser.question, chooser.effort
-    intervals = list(question.different_intervals(_longest_that_matters(chooser, 1)))
-    asks = effort.cuts > 0 and len(intervals) <= _MOST_SHARED
     divided = _divided(chooser)
     bound = divided.bound_seconds + chooser.once
     if bound == math.inf or bound >= chooser.aim:
@@ -75,9 +71,14 @@ def _several(chooser: Chooser) -> StageAnswer:
         starts.append(nearest_cut(question, [*accumulate(divided.lengths)][:-1]))
     for cut in starts[: 1 + effort.moves]:
         chooser.improve(cut, most_moves=effort.moves)
-    if asks:
+    if not effort.cuts:
+        return chooser.answer(min(bound, chooser.top))
+    different = question.different_intervals(_longest_that_matters(chooser, 1))
+    intervals = list(islice(different, _MOST_SHARED + 1))
+    is_small = len(intervals) <= _MOST_SHARED
+    if is_small:
         bound = max(bound, chooser.by_program(chooser.columns.of_all(intervals)))
-    return chooser.answer(min(bound, chooser.top), is_final=effort.moves > 0 and not asks)
+    return chooser.answer(min(bound, chooser.top), is_final=not is_small)
 
 
 def _divided(chooser: Chooser) -> Divided:
@@ -93,7 +94,7 @@ def _one_per_rank(chooser: Chooser) -> StageAnswer:
     """Return the best cut where each rank has one stage and its memory for itself."""
     question = chooser.question
     divided = 0.0
-    if question.arrangement.schedule not in _IN_TURN and chooser.aim < math.inf:
+    if not question.arrangement.schedule.has_closed_form and chooser.aim < math.inf:
         divided = _divided(chooser).bound_seconds + chooser.once
         if divided >= chooser.aim:
             return chooser.answer(min(divided, chooser.top))
@@ -103,7 +104,7 @@ def _one_per_rank(chooser: Chooser) -> StageAnswer:
         columns = chooser.columns.of_all(question.different_intervals(longest))
         floors = _floors(chooser, columns) if columns else None
         if floors is not None and floors.cut:
-            is_quick = question.arrangement.schedule in _IN_TURN
+            is_quick = question.arrangement.schedule.has_closed_form
             moves = len(floors.cut) if is_quick else chooser.effort.moves
             chooser.improve(floors.cut, most_moves=moves)
         needed = _longest_that_matters(chooser, longest)
@@ -132,7 +133,7 @@ def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
     reducing = np.array([one.offer.least_reduction_seconds for one in columns])
     stages = range(question.shape.stages)
     least = max(float(updating[stage == p].min(initial=math.inf)) for p in stages)
-    if question.arrangement.schedule in _IN_TURN:
+    if question.arrangement.schedule.has_closed_form:
         first = float(reducing[stage == 0].min(initial=math.inf))
         behind = np.where(stage == 0, reducing, first)
     else:

@@ -123,8 +123,10 @@ class Chooser:
                 return
 
     def by_program(self, columns: Sequence[Column]) -> float:
-        """Return the bound of all cuts that are made of some columns."""
+        """Return the bound of all cuts that are made of some columns, zero if these are many."""
         question = self.question
+        if len(columns) > self.effort.most_columns:
+            return 0.0
         unit = self.aim if self.aim < math.inf else self._unit(columns)
         program = StageProgram(question, columns, unit_seconds=unit)
         for cut, answer in self._priced.items():
@@ -136,7 +138,7 @@ class Chooser:
             program.add_chain(chain)
         bound, doubtful = 0.0, math.inf  # the least bound of cuts whose modes were not all compared
         left_seconds = self.effort.program_seconds
-        for _ in range(self.effort.cuts if program.size <= self.effort.most_columns else 0):
+        for _ in range(self.effort.cuts):
             if self.aim < math.inf:
                 program.below(self.aim - self.once)
             decision = program.solve(

@@ -96,7 +96,7 @@ class _Chain:
     @staticmethod
     def of(question: StageQuestion, columns: list[Column], transfers: tuple[float, ...]) -> _Chain:
         times = np.array([one.times for one in columns]).reshape(len(columns), -1)
-        if question.arrangement.schedule in (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B):
+        if question.arrangement.schedule.has_closed_form:
             forward, backward = received(columns, transfers)
             whole = forward + backward
             return _Chain(

@@ -12,12 +12,6 @@ from autopar.planner.costs.schedules.pipeline import pipeline_seconds
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind, refusal
 
-STAGES_PER_RANK = {
-    ScheduleKind.GPIPE: (1,),
-    ScheduleKind.ONE_F_ONE_B: (1,),
-    ScheduleKind.ZERO_BUBBLE_V: (2,),
-}
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
@@ -50,10 +44,12 @@ class Case:
 
 def random_case(random: Random) -> Case:
     kind, ranks = random.choice(list(ScheduleKind)), random.choice((2, 3, 4))
-    per_rank = random.choice(STAGES_PER_RANK.get(kind, (1, 2, 3)))
     microbatches = ranks * random.choice((1, 2, 3, 4))
-    shape = PipelineShape(ranks=ranks, stages_per_rank=per_rank, microbatches=microbatches)
-    assert not refusal(kind, shape)
+    shapes = (
+        PipelineShape(ranks=ranks, stages_per_rank=several, microbatches=microbatches)
+        for several in (1, 2, 3)
+    )
+    shape = random.choice([one for one in shapes if not refusal(kind, one)])
     return Case(
         kind=kind,
         shape=shape,

@@ -91,4 +91,4 @@ def test_the_search_gives_no_microbatch_of_one_row(
     axes = infer_axes(graph)
     subject = Subject(graph=graph, axes=axes, layers=find_layers(graph, axes))
     explorer = Explorer(subject, choose_cluster(4, "cpu"), declared(global_batch=4))
-    assert {point.microbatch for point in explorer.points()} == sizes
+    assert {point.microbatch for point in explorer.points} == sizes

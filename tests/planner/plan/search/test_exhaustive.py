@@ -137,8 +137,8 @@ def solved(case: Case) -> tuple[Solved, ...]:
 
 
 def _solved(every: Explorer) -> Iterator[Solved]:
-    for point in every.points():
-        for variant in every.allowed_variants(point):
+    for point in every.points:
+        for variant in every.points.variants(point):
             found = every.judge.solve(variant).candidate
             value = found.prediction.step_seconds if found else inf
             yield Solved(

@@ -133,11 +133,11 @@ def test_no_other_place_of_the_nodes_is_better(case: Case, pipeline: int | None)
 
 def _seconds(explorer: Explorer, cluster: Cluster) -> float:
     """Return the least step on one order of the nodes; memory suffices for all of it."""
-    points = [point for point in explorer.points() if point.order == 0]
+    points = [point for point in explorer.points if point.order == 0]
     return min(
         _priced(explorer, replace(variant, bucket_bytes=size), cut, cluster)
         for point in points
-        for variant in explorer.allowed_variants(point)
+        for variant in explorer.points.variants(point)
         for cut in _cuts(explorer, variant)
         for size in explorer.judge.demands.bucket_bytes
     )

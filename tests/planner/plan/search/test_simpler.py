@@ -57,8 +57,8 @@ def every(number: int) -> tuple[Candidate, ...]:
     own = explorer(number, 0.0)
     answers = (
         own.judge.solve(variant).candidate
-        for point in own.points()
-        for variant in own.allowed_variants(point)
+        for point in own.points
+        for variant in own.points.variants(point)
     )
     return tuple(one for one in answers if one is not None)
 

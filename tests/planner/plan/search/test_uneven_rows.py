@@ -103,13 +103,14 @@ def _point(machines: Cluster) -> Arrangement:
     graph, axes, layers = parts_of(*TINY_GPT2)
     subject = Subject(graph=graph, axes=axes, layers=layers)
     explorer = Explorer(subject, machines, declared(global_batch=8, precision="fp16"))
-    return next(explorer.points())
+    return next(iter(explorer.points))
 
 
 def _arrangements(explorer: Explorer, batch: int) -> Iterator[Arrangement]:
     devices = explorer.costing.cluster.devices
     kinds = list(Counter(devices).items())
-    point = replace(next(explorer.points()), rows=(), zero=Zero.NONE, shard=len(devices), order=0)
+    first = next(iter(explorer.points))
+    point = replace(first, rows=(), zero=Zero.NONE, shard=len(devices), order=0)
     for microbatches in divisors(batch):
         block = batch // microbatches
         for each in product(range(1, block + 1), repeat=len(kinds)):
