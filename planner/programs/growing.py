@@ -10,7 +10,9 @@ from math import inf
 
 import highspy
 import numpy as np
-import numpy.typing as npt
+
+from autopar.planner.costs.schedules.actions import Numbers
+from autopar.planner.costs.schedules.simulation import Floats
 
 Term = tuple[int, float]  # a column and its factor
 
@@ -26,7 +28,7 @@ class GrowingProgram:
         for name, value in (("output_flag", False), ("threads", 1), ("presolve", "off")):
             self._highs.setOptionValue(name, value)
         self._columns = 0
-        self._values: npt.NDArray[np.float64] = np.zeros(0)
+        self._values: Floats = np.zeros(0)
         self.least = self.column()
         self._highs.changeColCost(self.least, 1.0)
 
@@ -39,9 +41,16 @@ class GrowingProgram:
     def add(self, terms: Iterable[Term], *, most: float, least: float = -inf) -> None:
         """Add a row: least ≤ Σ factor · column ≤ most."""
         pairs = [(column, factor) for column, factor in terms if factor]
-        columns = np.array([column for column, _ in pairs], dtype=np.int32)
-        factors = np.array([factor for _, factor in pairs], dtype=np.float64)
-        self._highs.addRow(least, most, len(pairs), columns, factors)
+        columns, factors = zip(*pairs, strict=True) if pairs else ((), ())
+        self.add_row(np.array(columns), np.array(factors), most=most, least=least)
+
+    def add_row(
+        self, columns: Numbers, factors: Floats, *, most: float, least: float = -inf
+    ) -> None:
+        """Add a row of factors that are not zero."""
+        self._highs.addRow(
+            least, most, len(columns), columns.astype(np.int32), factors.astype(np.float64)
+        )
 
     def solve(self, *, time_limit_seconds: float) -> float | None:
         """Return the optimum; infinite: nothing satisfies the rows; None: time ran out."""
@@ -55,6 +64,7 @@ class GrowingProgram:
         self._values = np.array(self._highs.getSolution().col_value)
         return float(self._values[self.least])
 
-    def values(self, columns: Sequence[int]) -> npt.NDArray[np.float64]:
+    def values(self, columns: Sequence[int] | Numbers) -> Floats:
         """Return some columns of the last optimum."""
-        return self._values[list(columns)]
+        found: Floats = self._values[np.asarray(columns, dtype=np.int64)]
+        return found

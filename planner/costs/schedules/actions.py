@@ -1,8 +1,12 @@
 """The words of a pipeline schedule: actions that print as `2F0` and parse back."""
 
 import re
-from dataclasses import dataclass
+from collections.abc import Sequence
 from enum import StrEnum
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
 
 from autopar.planner.errors import InputError
 
@@ -16,10 +20,8 @@ class ActionKind(StrEnum):
     WEIGHT_GRADIENT = "W"  # the half that nobody waits for
 
 
-# Positional on purpose: Action(2, FORWARD, 0) reads in the order in which it prints.
-@dataclass(frozen=True, slots=True)
-class Action:
-    """One stage computes one thing for one microbatch."""
+class Action(NamedTuple):
+    """One stage computes one thing for one microbatch; reads in the order in which it prints."""
 
     stage: int
     kind: ActionKind
@@ -31,6 +33,7 @@ class Action:
 
 # For each rank the actions in the order in which it runs them.
 Schedule = tuple[tuple[Action, ...], ...]
+Numbers = npt.NDArray[np.int64]
 
 _ACTION_TEXT = re.compile(r"([0-9]+)([FBIW])([0-9]+)")
 
@@ -57,6 +60,8 @@ def parse_schedule(text: str) -> Schedule:
     return tuple(tuple(map(parse_action, line.split())) for line in text.splitlines())
 
 
-def stage_to_rank(schedule: Schedule) -> dict[int, int]:
-    """Return for every stage the rank that runs it."""
-    return {action.stage: rank for rank, actions in enumerate(schedule) for action in actions}
+def columns_of(actions: Sequence[Action]) -> tuple[Numbers, Numbers, Numbers]:
+    """Return the stage, the place of the kind in ActionKind and the microbatch of each action."""
+    stages, kinds, microbatches = zip(*actions, strict=True)
+    places = {kind: place for place, kind in enumerate(ActionKind)}
+    return np.array(stages), np.array([places[kind] for kind in kinds]), np.array(microbatches)

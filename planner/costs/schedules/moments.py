@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.schedules.actions import Action, ActionKind
+from autopar.planner.costs.schedules.actions import Action, ActionKind, columns_of
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
     PipelineShape,
@@ -77,14 +77,13 @@ def _moments(actions: Sequence[Action]) -> Moments:
 
     The first stage makes all its gradients in the second half, for its inputs need none.
     """
-    stages = sorted({action.stage for action in actions})
-    shape = len(actions), len(stages)
-    forwards, answers, releases = (np.zeros(shape, dtype=np.int64) for _ in range(3))
-    for row, action in enumerate(actions):
-        place = row, stages.index(action.stage)
-        forwards[place] = action.kind is ActionKind.FORWARD
-        answers[place] = action.kind in (_ANSWERS if action.stage else _RELEASES)
-        releases[place] = action.kind in _RELEASES
+    stage, kind, _ = columns_of(actions)
+    of_stage = (stage[:, None] == np.unique(stage)).astype(np.int64)
+    forwards = of_stage * _are(kind, ActionKind.FORWARD)
+    releases = of_stage * _are(kind, *_RELEASES)
+    answers = of_stage * np.where(
+        stage[:, None] == 0, _are(kind, *_RELEASES), _are(kind, *_ANSWERS)
+    )
     forwarded = np.cumsum(forwards, axis=0) - _before(releases)
     unanswered = np.cumsum(forwards, axis=0) - _before(answers)
     halfway = np.cumsum(answers * (1 - releases), axis=0) - _before(releases * (1 - answers))
@@ -95,6 +94,12 @@ def _moments(actions: Sequence[Action]) -> Moments:
         unanswered=unanswered[rows],
         halfway=halfway[rows],
     )
+
+
+def _are(kinds: Counts, *wanted: ActionKind) -> npt.NDArray[np.bool_]:
+    """Return which actions are of some kinds, as a column."""
+    places = [place for place, kind in enumerate(ActionKind) if kind in wanted]
+    return np.isin(kinds, places)[:, None]
 
 
 def _before(done: Counts) -> Counts:

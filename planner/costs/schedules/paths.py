@@ -19,25 +19,20 @@ from functools import lru_cache
 from itertools import accumulate
 
 import numpy as np
-import numpy.typing as npt
 
 from autopar.planner.costs.schedules.actions import ActionKind
 from autopar.planner.costs.schedules.pipeline import is_simulated_whole, order_of, rank_of
 from autopar.planner.costs.schedules.simulation import (
+    Flags,
+    Floats,
     Prepared,
+    Simulation,
     StageSeconds,
-    Transfer,
     simulate_prepared,
 )
 from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind
 
-Floats = npt.NDArray[np.float64]
-KINDS = (
-    ActionKind.FORWARD,
-    ActionKind.BACKWARD,
-    ActionKind.INPUT_GRADIENT,
-    ActionKind.WEIGHT_GRADIENT,
-)
+KINDS = tuple(ActionKind)
 TRANSFER = len(KINDS)  # the last column of the counts: transfers to the next stage
 
 
@@ -61,12 +56,7 @@ def times_of(stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]) 
     """Return the seconds of stages and transfers as chains count them."""
     times = np.zeros((len(stages), TRANSFER + 1))
     for row, stage in zip(times, stages, strict=True):
-        row[:TRANSFER] = (
-            stage.forward_seconds,
-            stage.backward_seconds,
-            stage.input_gradient_seconds,
-            stage.weight_gradient_seconds,
-        )
+        row[:TRANSFER] = stage.of_kinds
     times[: len(transfer_seconds), TRANSFER] = transfer_seconds
     return times
 
@@ -236,83 +226,44 @@ def _traced(
     reduction_seconds: Sequence[float],
 ) -> Iterator[Chain]:
     """Yield the chains that decide a simulated schedule, traced back from where they end."""
-    order = order_of(kind, shape)
     simulation = simulate_prepared(
-        order,
+        order_of(kind, shape),
         stages,
         transfer_seconds=transfer_seconds,
         transfer=SCHEDULES[kind].transfer,
     )
-    last = [ends[-1] for ends in simulation.ends_seconds]
-    trace = _Trace(
-        order=order,
-        producers=_producers(order),
-        starts=simulation.starts_seconds,
-        ends=simulation.ends_seconds,
-        transfers=tuple(transfer_seconds),
-        transfer=SCHEDULES[kind].transfer,
-    )
-    yield Chain(counts=trace.back_from(int(np.argmax(last))))
-    reduced = [end + more for end, more in zip(last, reduction_seconds, strict=True)]
-    rank = int(np.argmax(reduced))
-    yield Chain(counts=trace.back_from(rank), rank=rank)
+    waits = _waits(simulation, transfer_seconds)
+    last = np.array(simulation.rank_ends_seconds)
+    yield Chain(counts=_back_from(int(np.argmax(last)), simulation.order, waits))
+    rank = int(np.argmax(last + reduction_seconds))
+    yield Chain(counts=_back_from(rank, simulation.order, waits), rank=rank)
 
 
-_Place = tuple[int, int]  # a rank, and the number of an action in its order
+def _waits(simulation: Simulation, transfer_seconds: Sequence[float]) -> Flags:
+    """Return which cells wait for another rank, not for the last action of their own."""
+    order, ends = simulation.order, simulation.ends
+    delays = np.array([*transfer_seconds, 0.0])
+    waits = np.zeros(ends.shape, dtype=np.bool_)
+    waits[1:] = ends.ravel()[order.needs[1:]] + delays[order.borders[1:]] > ends[:-1]
+    return waits.ravel()
 
 
-@lru_cache(maxsize=64)
-def _producers(order: Prepared) -> dict[tuple[int, bool, int], _Place]:
-    """Return where each activation (True) and each gradient of a stage and microbatch is made."""
-    made: dict[tuple[int, bool, int], _Place] = {}
-    for rank, actions in enumerate(order.schedule):
-        for number, action in enumerate(actions):
-            if action.kind is not ActionKind.WEIGHT_GRADIENT:
-                is_forward = action.kind is ActionKind.FORWARD
-                made[action.stage, is_forward, action.microbatch] = rank, number
-    return made
-
-
-@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
-class _Trace:
-    """A schedule that was simulated, to be followed backwards."""
-
-    order: Prepared
-    producers: dict[tuple[int, bool, int], _Place]
-    starts: Sequence[Sequence[float]]
-    ends: Sequence[Sequence[float]]
-    transfers: tuple[float, ...]
-    transfer: Transfer
-
-    def back_from(self, rank: int) -> Floats:
-        """Return how often the chain that ends with a rank's last action passes each action."""
-        counts = np.zeros((len(self.order.ranks), TRANSFER + 1))
-        place: _Place | None = (rank, len(self.ends[rank]) - 1)
-        while place is not None:
-            rank, number = place
-            action = self.order.schedule[rank][number]
-            counts[action.stage, KINDS.index(action.kind)] += 1.0
-            place = self._before(rank, number, counts)
-        return counts
-
-    def _before(self, rank: int, number: int, counts: Floats) -> _Place | None:
-        """Return the action that this one waited for longest; count the transfer in between."""
-        action = self.order.schedule[rank][number]
-        free = self.ends[rank][number - 1] if number else 0.0
-        is_forward = action.kind is ActionKind.FORWARD
-        source = action.stage - 1 if is_forward else action.stage + 1
-        if action.kind is ActionKind.WEIGHT_GRADIENT:
-            source = -1
-        made = self.producers.get((source, is_forward, action.microbatch))
-        if made is None or made[0] == rank:  # what the own rank makes is there in its order
-            return (rank, number - 1) if number else None
-        border = min(source, action.stage)
-        ready = self.ends[made[0]][made[1]]
-        is_on_demand = self.transfer is Transfer.ON_DEMAND
-        arrives = ready if is_on_demand else ready + self.transfers[border]
-        waits = arrives > free
-        if waits or is_on_demand:
-            counts[border, TRANSFER] += 1.0
-        if waits or not number:
-            return made
-        return rank, number - 1
+def _back_from(rank: int, order: Prepared, waits: Flags) -> Floats:
+    """Return how often the chain that ends with a rank's last action passes each action."""
+    works, needs, borders = (one.ravel() for one in (order.works, order.needs, order.borders))
+    ranks, passed, crossed = order.works.shape[1], [], []
+    cell = len(works) - ranks + rank
+    while cell >= ranks:
+        passed.append(works[cell])
+        if waits[cell]:
+            crossed.append(borders[cell])
+            cell = int(needs[cell])
+        else:
+            cell -= ranks
+    counts = np.zeros((order.stages, TRANSFER + 1))
+    of_works = np.bincount(passed, minlength=TRANSFER * (order.stages + 1))
+    counts[:, :TRANSFER] = of_works[: TRANSFER * order.stages].reshape(-1, TRANSFER)
+    counts[:-1, TRANSFER] = np.bincount(np.array(crossed, dtype=np.int64), minlength=order.stages)[
+        : order.stages - 1
+    ]
+    return counts

@@ -31,7 +31,7 @@ from autopar.planner.costs.schedules.table import (
 )
 
 ROUNDS = 3  # simulated: warm-up, and one round more than it takes to settle
-_MOST_ACTIONS = 1 << 15  # of all ranks: a schedule with no more is simulated whole
+_MOST_ACTIONS = 1 << 12  # of a rank: a schedule with no more is simulated whole
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -133,7 +133,8 @@ def _simulated(
 def is_simulated_whole(kind: ScheduleKind, shape: PipelineShape) -> bool:
     """Whether every microbatch is simulated: there are few, or they fill no whole rounds."""
     rounds, rest = divmod(shape.microbatches, shape.ranks)
-    actions = (3 if SCHEDULES[kind].splits_backward else 2) * shape.stages * shape.microbatches
+    passes = 3 if SCHEDULES[kind].splits_backward else 2
+    actions = passes * shape.stages_per_rank * shape.microbatches
     return bool(rest) or rounds <= ROUNDS or actions <= _MOST_ACTIONS
 
 
@@ -185,8 +186,8 @@ def _run(
     )
     return PipelineSeconds(
         step_seconds=simulation.step_seconds,
-        rank_starts_seconds=tuple(starts[0] for starts in simulation.starts_seconds),
-        rank_ends_seconds=tuple(ends[-1] for ends in simulation.ends_seconds),
+        rank_starts_seconds=simulation.rank_starts_seconds,
+        rank_ends_seconds=simulation.rank_ends_seconds,
     )
 
 

@@ -1,11 +1,26 @@
-"""Turns a schedule and the seconds of its actions and transfers into when every action runs."""
+"""Turns a schedule and the seconds of its actions and transfers into when every action runs.
+
+All ranks are simulated side by side. Row by row, each rank runs at most one action: the next of its
+order, if what it needs has run in a row before. Which actions share a row follows from the schedule
+alone, so it is found once; a simulation then adds up one row of all ranks after the other.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import Enum
+from itertools import accumulate
 
-from autopar.planner.costs.schedules.actions import ActionKind, Schedule, stage_to_rank
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.costs.schedules.actions import ActionKind, Schedule, columns_of
 from autopar.planner.errors import InputError
+
+Floats = npt.NDArray[np.float64]
+Numbers = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -26,6 +41,16 @@ class StageSeconds:
         halves = self.input_gradient_seconds + self.weight_gradient_seconds
         return halves - self.backward_seconds
 
+    @property
+    def of_kinds(self) -> tuple[float, float, float, float]:
+        """The seconds in the order of `ActionKind`."""
+        return (
+            self.forward_seconds,
+            self.backward_seconds,
+            self.input_gradient_seconds,
+            self.weight_gradient_seconds,
+        )
+
 
 class Transfer(Enum):
     """Who pays while a tensor travels from one stage to the next."""
@@ -37,15 +62,8 @@ class Transfer(Enum):
 # One figure per action, shaped like the schedule.
 Times = tuple[tuple[float, ...], ...]
 
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Simulation:
-    """When each action of a schedule runs, and what follows from that."""
-
-    step_seconds: float
-    idle_seconds: tuple[float, ...]  # per rank: the step without its computing
-    starts_seconds: Times
-    ends_seconds: Times
+_KINDS = len(ActionKind)
+_FORWARD, _, _, _WEIGHTS = range(_KINDS)
 
 
 def even_stages(
@@ -67,32 +85,130 @@ def even_stages(
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
 class Prepared:
-    """A schedule with its actions as numbers: of stage and kind together, and of the microbatch."""
+    """A schedule as a table: a column for each rank, a row for what runs side by side.
 
-    schedule: Schedule
-    ranks: dict[int, int]  # of each stage
-    microbatches: int
-    steps: tuple[tuple[tuple[int, int], ...], ...]
+    Cells are numbered row by row. Row 0 is the beginning; a rank that waits in a row has an empty
+    cell there.
+    """
+
+    stages: int
+    works: Numbers  # [row, rank]: 4 · stage + place of the kind in ActionKind; empty: 4 · stages
+    needs: Numbers  # the cell that this one waits for; cell 0: none
+    borders: Numbers  # what it needs crosses the border behind this stage; none: stages − 1
+
+    @property
+    def has_action(self) -> Flags:
+        """Which cells are not empty."""
+        found: Flags = self.works < _KINDS * self.stages
+        return found
 
 
-_KINDS = tuple(ActionKind)
-_PLACE_OF_KIND = {kind: place for place, kind in enumerate(_KINDS)}
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class Simulation:
+    """When each action of a schedule runs, and what follows from that."""
+
+    order: Prepared
+    starts: Floats  # [row, rank]
+    ends: Floats
+
+    @property
+    def step_seconds(self) -> float:
+        """When the last action ends."""
+        return float(self.ends[-1].max())
+
+    @property
+    def idle_seconds(self) -> tuple[float, ...]:
+        """Per rank: the step without its computing."""
+        busy = np.where(self.order.has_action, self.ends - self.starts, 0.0).sum(axis=0)
+        return tuple((self.step_seconds - busy).tolist())
+
+    @property
+    def starts_seconds(self) -> Times:
+        """When each action begins."""
+        return self._of_actions(self.starts)
+
+    @property
+    def ends_seconds(self) -> Times:
+        """When each action ends."""
+        return self._of_actions(self.ends)
+
+    @property
+    def rank_starts_seconds(self) -> tuple[float, ...]:
+        """When each rank begins."""
+        first = self.order.has_action.argmax(axis=0)
+        return tuple(self.starts[first, range(len(first))].tolist())
+
+    @property
+    def rank_ends_seconds(self) -> tuple[float, ...]:
+        """When each rank is done."""
+        return tuple(self.ends[-1].tolist())
+
+    def _of_actions(self, cells: Floats) -> Times:
+        has_action = self.order.has_action
+        return tuple(
+            tuple(own[there].tolist()) for own, there in zip(cells.T, has_action.T, strict=True)
+        )
 
 
 def prepared(schedule: Schedule) -> Prepared:
     """Return a schedule as `simulate_prepared` wants it, to be simulated many times."""
-    return Prepared(
-        schedule=schedule,
-        ranks=stage_to_rank(schedule),
-        microbatches=1 + max(action.microbatch for actions in schedule for action in actions),
-        steps=tuple(
-            tuple(
-                (len(_KINDS) * action.stage + _PLACE_OF_KIND[action.kind], action.microbatch)
-                for action in actions
-            )
-            for actions in schedule
-        ),
+    firsts = np.array([0, *accumulate(map(len, schedule))])
+    stage, kind, microbatch = columns_of([one for actions in schedule for one in actions])
+    rank = np.repeat(np.arange(len(schedule)), np.diff(firsts))
+    needs, borders = _needs(stage, kind, microbatch, rank)
+    rows = _rows(needs, firsts, schedule)
+
+    count, stages = len(schedule), int(stage.max()) + 1
+    shape = int(rows.max()) + 1, count
+    cells = np.append(rows * count + rank, 0)  # what needs nothing needs the beginning
+    works = np.full(shape, _KINDS * stages)
+    needed = np.zeros(shape, dtype=np.int64)
+    crossed = np.full(shape, stages - 1)
+    works[rows, rank] = _KINDS * stage + kind
+    needed[rows, rank] = cells[needs]
+    crossed[rows, rank] = borders
+    return Prepared(stages=stages, works=works, needs=needed, borders=crossed)
+
+
+def _needs(
+    stage: Numbers, kind: Numbers, microbatch: Numbers, rank: Numbers
+) -> tuple[Numbers, Numbers]:
+    """Return the action that each one waits for, by its number, and the border in between.
+
+    Only what comes from another stage is waited for: the own forward, and the input gradient before
+    its weight gradient, are earlier on the same rank in every valid schedule. Between stages of one
+    rank, as at the turn of a V, nothing crosses.
+    """
+    count, stages = len(stage), int(stage.max()) + 1
+    is_forward, is_made = kind == _FORWARD, kind != _WEIGHTS
+    made = np.full((2, stages + 2, int(microbatch.max()) + 1), count)
+    made[is_forward[is_made].astype(int), stage[is_made] + 1, microbatch[is_made]] = np.flatnonzero(
+        is_made
     )
+    source = np.where(is_forward, stage - 1, stage + 1)
+    needs = np.where(is_made, made[is_forward.astype(int), source + 1, microbatch], count)
+    is_crossed = (needs < count) & (np.append(rank, -1)[needs] != rank)
+    return needs, np.where(is_crossed, np.minimum(source, stage), stages - 1)
+
+
+def _rows(needs: Numbers, firsts: Numbers, schedule: Schedule) -> Numbers:
+    """Return the row of each action: the first one behind what it needs and its rank's last."""
+    rows = np.zeros(len(needs), dtype=np.int64)
+    has_run = np.zeros(len(needs) + 1, dtype=np.bool_)
+    has_run[-1] = True
+    needs = np.append(needs, len(needs))
+    at, stop, row = firsts[:-1].copy(), firsts[1:], 0
+    while (left := at < stop).any():
+        row += 1
+        runs = at[left & has_run[needs[at]]]
+        if not runs.size:
+            waiting = [(rank, int(at[rank] - firsts[rank])) for rank in np.flatnonzero(left)]
+            blocked = ", ".join(str(schedule[rank][number]) for rank, number in waiting)
+            raise InputError(f"the pipeline schedule waits for ever at {blocked}")
+        rows[runs] = row
+        at[left & has_run[needs[at]]] += 1
+        has_run[runs] = True
+    return rows
 
 
 def simulate(
@@ -127,125 +243,33 @@ def simulate_prepared(
     waits for a gradient from that receiver at the same time). The schedule must be a valid one.
     """
     _require_shapes(order, stages, transfer_seconds)
-    work = _work_of_stages(order, stages, transfer_seconds)
-    starts, ends = _run(order, work, transfer)
-    step_seconds = max(rank_ends[-1] for rank_ends in ends)
-    return Simulation(
-        step_seconds=step_seconds,
-        idle_seconds=tuple(
-            step_seconds - sum(work[number].seconds for number, _ in steps) for steps in order.steps
-        ),
-        starts_seconds=starts,
-        ends_seconds=ends,
-    )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class _Work:
-    """One kind of action of one stage; its ends for all microbatches are a row of a table."""
-
-    seconds: float
-    needs_row: int  # the row that it waits for
-    gives_row: int
-    transfer_seconds: float  # between the ranks of the two rows
+    seconds = np.array([*(one.of_kinds for one in stages), (0.0,) * _KINDS]).ravel()[order.works]
+    delays = np.array([*transfer_seconds, 0.0])[order.borders]
+    starts, ends = np.zeros_like(seconds), np.zeros_like(seconds)
+    ready_at, free = ends.ravel(), ends[0]
+    is_overlapped = transfer is Transfer.OVERLAPPED
+    for needs, delay, taken, start, end in zip(
+        order.needs[1:], delays[1:], seconds[1:], starts[1:], ends[1:], strict=True
+    ):
+        ready = ready_at[needs]
+        if is_overlapped:
+            ready += delay
+            np.maximum(ready, free, out=start)
+        else:
+            np.maximum(ready, free, out=start)
+            start += delay
+        np.add(start, taken, out=end)
+        free = end
+    return Simulation(order=order, starts=starts, ends=ends)
 
 
 def _require_shapes(
     order: Prepared, stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]
 ) -> None:
-    scheduled = len(order.ranks)
+    scheduled = order.stages
     if scheduled != len(stages) or len(transfer_seconds) != len(stages) - 1:
         raise InputError(
             f"a schedule of {scheduled} stages with the seconds of {len(stages)} stages"
             f" and {len(transfer_seconds)} transfers",
             expected="one figure per stage, and one transfer between each two neighbours",
         )
-
-
-def _work_of_stages(
-    order: Prepared, stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]
-) -> tuple[_Work, ...]:
-    """Return per stage, kind by kind, what it takes.
-
-    The rows are forwards, gradients, one that is always there, and one that nobody reads.
-
-    Only what comes from another stage is waited for: the own forward, and the input gradient before
-    its weight gradient, are earlier on the same rank in every valid schedule.
-    """
-    count = len(stages)
-    always, nowhere = 2 * count, 2 * count + 1
-    forward_rows = (always, *range(count - 1))
-    gradient_rows = (*range(count + 1, 2 * count), always)
-    delays = (0.0, *_delays_between_ranks(order, transfer_seconds), 0.0)
-
-    def work(seconds: float, needs: int, gives: int, delay: float) -> _Work:
-        return _Work(seconds=seconds, needs_row=needs, gives_row=gives, transfer_seconds=delay)
-
-    table: list[_Work] = []
-    for stage, own in enumerate(stages):
-        before, after = forward_rows[stage], gradient_rows[stage]
-        row, into, back = count + stage, delays[stage], delays[stage + 1]
-        kinds = {
-            ActionKind.FORWARD: work(own.forward_seconds, before, stage, into),
-            ActionKind.BACKWARD: work(own.backward_seconds, after, row, back),
-            ActionKind.INPUT_GRADIENT: work(own.input_gradient_seconds, after, row, back),
-            ActionKind.WEIGHT_GRADIENT: work(own.weight_gradient_seconds, always, nowhere, 0.0),
-        }
-        table += [kinds[kind] for kind in _KINDS]
-    return tuple(table)
-
-
-def _delays_between_ranks(order: Prepared, transfer_seconds: Sequence[float]) -> tuple[float, ...]:
-    """Return the transfers with zero where both stages are on one rank, as at the turn of a V."""
-    rank_of = order.ranks
-    return tuple(
-        seconds if rank_of[stage] != rank_of[stage + 1] else 0.0
-        for stage, seconds in enumerate(transfer_seconds)
-    )
-
-
-def _run(order: Prepared, work: Sequence[_Work], transfer: Transfer) -> tuple[Times, Times]:
-    """Return starts and ends: in turn each rank runs until an input of it is not there yet."""
-    microbatches, stages = order.microbatches, len(order.ranks)
-    rows: list[list[float | None]] = [[None] * microbatches for _ in range(2 * stages + 2)]
-    rows[2 * stages] = [0.0] * microbatches  # what the first and the last stage need
-    steps = order.steps
-    starts: list[list[float]] = [[] for _ in steps]
-    ends: list[list[float]] = [[] for _ in steps]
-    unfinished = list(range(len(steps)))
-    while unfinished:
-        before = sum(map(len, ends))
-        for rank in unfinished:
-            _run_until_blocked(steps[rank], work, transfer, rows, starts[rank], ends[rank])
-        if sum(map(len, ends)) == before:
-            blocked = ", ".join(str(order.schedule[rank][len(ends[rank])]) for rank in unfinished)
-            raise InputError(f"the pipeline schedule waits for ever at {blocked}")
-        unfinished = [rank for rank in unfinished if len(ends[rank]) < len(steps[rank])]
-    return tuple(map(tuple, starts)), tuple(map(tuple, ends))
-
-
-def _run_until_blocked(
-    steps: Sequence[tuple[int, int]],
-    works: Sequence[_Work],
-    transfer: Transfer,
-    rows: list[list[float | None]],
-    starts: list[float],
-    ends: list[float],
-) -> None:
-    """Append the times of the rank's next actions, up to the first whose input is not there."""
-    overlapped = transfer is Transfer.OVERLAPPED
-    free = ends[-1] if ends else 0.0
-    for index in range(len(ends), len(steps)):
-        number, microbatch = steps[index]
-        work = works[number]
-        ready = rows[work.needs_row][microbatch]
-        if ready is None:
-            return
-        if overlapped:
-            start = max(free, ready + work.transfer_seconds)
-        else:
-            start = max(free, ready) + work.transfer_seconds
-        free = start + work.seconds
-        rows[work.gives_row][microbatch] = free
-        starts.append(start)
-        ends.append(free)

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from autopar.planner.costs.schedules.paths import Floats
+from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
 

@@ -1,9 +1,9 @@
 """Chooses the stages of one arrangement: bounds, prices, improves, until bound and best meet.
 
-    one stage per rank     shortest paths bound all cuts, and close most intervals (floors.py)
-    several stages         a program of divisible layers bounds all cuts (divisible.py)
-    a cut                  the one of the bound, priced exactly, its borders moved while that helps
-    program                the cut of the least bound that is left, again and again (chooser.py)
+    GPipe, 1F1B        shortest paths bound all cuts, and close most intervals (floors.py)
+    other schedules    a program of divisible layers bounds all cuts (divisible.py)
+    a cut              the one of the bound, priced exactly, its borders moved while that helps
+    program            the cut of the least bound that is left, again and again (chooser.py)
 
 Where bound and best do not meet within the effort, the bound says how much better a cut might be.
 """
@@ -38,7 +38,8 @@ def choose_stages(
         return chooser.answer(math.inf)
     if question.shape.stages == 1:
         return _whole(chooser)
-    return _several(chooser) if question.shape.stages_per_rank > 1 else _one_per_rank(chooser)
+    is_closed = question.arrangement.schedule.has_closed_form
+    return _along_paths(chooser) if is_closed else _of_parts(chooser)
 
 
 def _whole(chooser: Chooser) -> StageAnswer:
@@ -59,8 +60,8 @@ def _whole(chooser: Chooser) -> StageAnswer:
     )
 
 
-def _several(chooser: Chooser) -> StageAnswer:
-    """Return the best cut where a rank has several stages, which share its memory."""
+def _of_parts(chooser: Chooser) -> StageAnswer:
+    """Return the best cut where a rank may have several stages, which share its memory."""
     question, effort = chooser.question, chooser.effort
     divided = _divided(chooser)
     bound = divided.bound_seconds + chooser.once
@@ -90,23 +91,16 @@ def _divided(chooser: Chooser) -> Divided:
     )
 
 
-def _one_per_rank(chooser: Chooser) -> StageAnswer:
+def _along_paths(chooser: Chooser) -> StageAnswer:
     """Return the best cut where each rank has one stage and its memory for itself."""
     question = chooser.question
-    divided = 0.0
-    if not question.arrangement.schedule.has_closed_form and chooser.aim < math.inf:
-        divided = _divided(chooser).bound_seconds + chooser.once
-        if divided >= chooser.aim:
-            return chooser.answer(min(divided, chooser.top))
     count, stages = len(question.classes), question.shape.stages
     longest = min(count - stages + 1, 1 + -(-4 * count // (3 * stages)))
     while True:
         columns = chooser.columns.of_all(question.different_intervals(longest))
         floors = _floors(chooser, columns) if columns else None
         if floors is not None and floors.cut:
-            is_quick = question.arrangement.schedule.has_closed_form
-            moves = len(floors.cut) if is_quick else chooser.effort.moves
-            chooser.improve(floors.cut, most_moves=moves)
+            chooser.improve(floors.cut, most_moves=len(floors.cut))
         needed = _longest_that_matters(chooser, longest)
         if needed <= longest:
             break
@@ -116,12 +110,10 @@ def _one_per_rank(chooser: Chooser) -> StageAnswer:
     if floors.seconds >= chooser.aim:
         return chooser.answer(chooser.top)
     if not chooser.effort.most_columns:
-        return chooser.answer(max(divided, floors.seconds))
+        return chooser.answer(floors.seconds)
     is_open = (floors.of_columns < chooser.aim).tolist()
     columns = [one for one, own in zip(columns, is_open, strict=True) if own]
-    if len({one.stage for one in columns}) < stages:
-        return chooser.answer(chooser.top)
-    return chooser.answer(max(divided, floors.seconds, chooser.by_program(columns)))
+    return chooser.answer(max(floors.seconds, chooser.by_program(columns)))
 
 
 def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
@@ -133,11 +125,8 @@ def _floors(chooser: Chooser, columns: list[Column]) -> Floors:
     reducing = np.array([one.offer.least_reduction_seconds for one in columns])
     stages = range(question.shape.stages)
     least = max(float(updating[stage == p].min(initial=math.inf)) for p in stages)
-    if question.arrangement.schedule.has_closed_form:
-        first = float(reducing[stage == 0].min(initial=math.inf))
-        behind = np.where(stage == 0, reducing, first)
-    else:
-        first, behind = 0.0, np.zeros(len(columns))
+    first = float(reducing[stage == 0].min(initial=math.inf))
+    behind = np.where(stage == 0, reducing, first)
     return Floors(
         seconds=floors.seconds + first + least + chooser.once,
         of_columns=floors.of_columns + behind + np.maximum(updating, least) + chooser.once,

@@ -127,6 +127,8 @@ class Chooser:
         question = self.question
         if len(columns) > self.effort.most_columns:
             return 0.0
+        if len({one.stage for one in columns}) < question.shape.stages:
+            return self.top
         unit = self.aim if self.aim < math.inf else self._unit(columns)
         program = StageProgram(question, columns, unit_seconds=unit)
         for cut, answer in self._priced.items():

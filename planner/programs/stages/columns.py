@@ -11,7 +11,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.planner.costs.schedules.paths import TRANSFER, Floats
+from autopar.planner.costs.schedules.paths import TRANSFER
+from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.programs.stages.offers import Offer, Offers
 from autopar.planner.programs.stages.question import StageQuestion
 

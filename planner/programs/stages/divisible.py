@@ -24,12 +24,11 @@ from autopar.planner.costs.schedules.paths import (
     KINDS,
     TRANSFER,
     Chain,
-    Floats,
     chains_of,
     first_chains,
     longest_chains,
 )
-from autopar.planner.costs.schedules.simulation import StageSeconds
+from autopar.planner.costs.schedules.simulation import Floats, StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.data_bound import DataBound
 from autopar.planner.programs.growing import GrowingProgram, Term
@@ -66,7 +65,9 @@ class Divisible:
         self._simulated = 0
         self._added: set[object] = set()
         self._layers_are_used_up()
-        self.times = self._stages_take()
+        self._times = np.array(
+            self._stages_take()
+        )  # [stage, kind of action]: a column of the program
         self._memories = [
             RankMoments(question, rank, self.parts) for rank in range(question.shape.ranks)
         ]
@@ -105,7 +106,8 @@ class Divisible:
         """Add what the optimum does not keep: memory, else a longer chain; whether there is any."""
         if self._keep_memory(row for one in self._memories for row in one.exceeded(self.program)):
             return True
-        times = np.array([[*self.program.values(row), self._sending] for row in self.times])
+        times = np.full((len(self.parts), TRANSFER + 1), self._sending)
+        times[:, :TRANSFER] = self.program.values(self._times)
         longest = self._longest(times)
         if longest is None and self._simulated < _MOST_SIMULATED:
             self._find_longest(times)
@@ -191,13 +193,11 @@ class Divisible:
         if chain.key in self._added:
             return False
         self._added.add(chain.key)
-        terms = [(self.program.least, -1.0)]
-        for row, counts in zip(self.times, chain.counts, strict=True):
-            terms += [
-                (total, float(count)) for total, count in zip(row, counts, strict=False) if count
-            ]
+        counts = chain.counts[:, :TRANSFER]
+        passed = np.nonzero(counts)
+        columns = np.append(self._times[passed], self.program.least)
         sent = float(chain.counts[:, TRANSFER].sum()) * self._sending
-        self.program.add(terms, most=-sent)
+        self.program.add_row(columns, np.append(counts[passed], -1.0), most=-sent)
         return True
 
 

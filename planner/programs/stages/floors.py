@@ -1,13 +1,13 @@
-"""Bounds every cut by shortest paths, where each rank has one stage.
+"""Bounds every cut of GPipe and 1F1B by shortest paths.
 
 A cut is a path: stage p goes from the place where it begins to the one where it ends. Whatever the
 others are, a stage s that is the slowest one takes part in a step of
 
     Σ_{q<s} passes_q  +  own_s              own_s = m · (f + b) + what it waits for later stages
 
-`passes` is what one microbatch needs there and back (only there, where a schedule hides the way
-back). With least sums of passes before a place and behind it, `own` is known for every interval,
-and the least maximum over all stages is a shortest path as well:
+`passes` is what one microbatch needs there and back. With least sums of passes before a place and
+behind it, `own` is known for every interval, and the least maximum over all stages is a shortest
+path as well:
 
     H_p(i)  =  min over j of  max(own_p(i,j), passes_p(i,j) + H_{p+1}(j))
 
@@ -57,7 +57,7 @@ def floors_of(
         np.minimum.at(before[p + 1], stop[own], before[p, first[own]] + chain.passes[own])
     for p in reversed(range(stages)):
         own = slices[p]
-        np.minimum.at(behind[p], first[own], behind[p + 1, stop[own]] + chain.through[own])
+        np.minimum.at(behind[p], first[own], behind[p + 1, stop[own]] + chain.passes[own])
 
     own_seconds = chain.own(behind[stage + 1, stop], stage)
     later = np.full((stages + 1, count + 1), np.inf)
@@ -89,29 +89,14 @@ class _Chain:
 
     question: StageQuestion
     passes: Floats
-    through: Floats  # for those before it: once there and back, or nothing
     forward: Floats
     backward: Floats
 
     @staticmethod
     def of(question: StageQuestion, columns: list[Column], transfers: tuple[float, ...]) -> _Chain:
-        times = np.array([one.times for one in columns]).reshape(len(columns), -1)
-        if question.arrangement.schedule.has_closed_form:
-            forward, backward = received(columns, transfers)
-            whole = forward + backward
-            return _Chain(
-                question=question,
-                passes=whole,
-                through=whole,
-                forward=forward,
-                backward=backward,
-            )
+        forward, backward = received(columns, transfers)
         return _Chain(
-            question=question,
-            passes=times[:, 0],
-            through=np.zeros(len(columns)),
-            forward=times[:, 0],
-            backward=times[:, 2] + times[:, 3] if _splits(question) else times[:, 1],
+            question=question, passes=forward + backward, forward=forward, backward=backward
         )
 
     def own(self, behind: Floats, stage: npt.NDArray[np.int64]) -> Floats:
@@ -120,19 +105,10 @@ class _Chain:
         busy = shape.microbatches * (self.forward + self.backward)
         if kind is ScheduleKind.GPIPE:
             return busy + behind
-        if kind is not ScheduleKind.ONE_F_ONE_B:
-            return busy + np.where(np.isfinite(behind), 0.0, np.inf)
         fillers = np.minimum(shape.microbatches, shape.stages - stage) - 1
         waits = [np.maximum(0.0, behind - fillers * one) for one in (self.forward, self.backward)]
         both = shape.microbatches > fillers + 1
         return busy + np.where(both, waits[0] + waits[1], np.maximum(waits[0], waits[1]))
-
-
-def _splits(question: StageQuestion) -> bool:
-    return question.arrangement.schedule in (
-        ScheduleKind.INTERLEAVED_ZERO_BUBBLE,
-        ScheduleKind.ZERO_BUBBLE_V,
-    )
 
 
 def _walk(

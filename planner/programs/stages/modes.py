@@ -17,7 +17,8 @@ from math import prod
 import numpy as np
 
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.costs.schedules.paths import Chains, Floats
+from autopar.planner.costs.schedules.paths import Chains
+from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.costs.steps.stage_price import StagePrice
 from autopar.planner.costs.steps.step import step_of

@@ -15,7 +15,8 @@ import numpy as np
 
 from autopar.planner.costs.prediction import LayerCost, Recompute, Zero
 from autopar.planner.costs.schedules.moments import Moments
-from autopar.planner.costs.schedules.paths import Floats, times_of
+from autopar.planner.costs.schedules.paths import times_of
+from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.memory import memory_of, state_bytes, work_bytes
 from autopar.planner.costs.steps.stage_price import StagePrice, stage_price

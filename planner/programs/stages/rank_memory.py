@@ -8,7 +8,7 @@ from functools import lru_cache
 import numpy as np
 
 from autopar.planner.costs.schedules.moments import Moments
-from autopar.planner.costs.schedules.paths import Floats
+from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.steps.memory import most_tensor_bytes
 from autopar.planner.programs.stages.offers import Offer
 from autopar.planner.programs.stages.question import StageQuestion
@@ -22,11 +22,9 @@ def fullest(moments: Moments) -> list[int]:
     for running in np.unique(moments.running):
         rows = np.flatnonzero(moments.running == running)
         _, places = np.unique(held[rows], axis=0, return_index=True)
-        own = rows[places]
-        for number in own.tolist():
-            others = held[own][(held[own] != held[number]).any(axis=1)]
-            if not (others >= held[number]).all(axis=1).any():
-                kept.append(number)
+        own = held[rows[places]]
+        above = np.asarray((own[:, None] <= own).all(axis=2)).sum(axis=1)  # itself among them
+        kept += rows[places][above == 1].tolist()
     return kept
 
 

@@ -7,12 +7,12 @@ from hypothesis import strategies as st
 from autopar.planner.costs.schedules.actions import (
     Action,
     ActionKind,
+    columns_of,
     format_schedule,
     parse_action,
     parse_schedule,
-    stage_to_rank,
 )
-from autopar.planner.costs.schedules.orders import one_f_one_b, zero_bubble_v
+from autopar.planner.costs.schedules.orders import one_f_one_b
 from autopar.planner.errors import InputError
 
 ACTIONS = st.builds(Action, st.integers(0, 999), st.sampled_from(ActionKind), st.integers(0, 9999))
@@ -39,5 +39,6 @@ def test_a_schedule_prints_one_line_per_rank_and_parses_back() -> None:
     assert parse_schedule(format_schedule(schedule)) == schedule
 
 
-def test_a_v_puts_the_first_and_the_last_stage_on_the_first_rank() -> None:
-    assert stage_to_rank(zero_bubble_v(3, 5)) == {0: 0, 1: 1, 2: 2, 3: 2, 4: 1, 5: 0}
+def test_the_columns_of_actions_are_stage_kind_and_microbatch() -> None:
+    stage, kind, microbatch = columns_of(parse_schedule("0F3 2W1")[0])
+    assert (stage.tolist(), kind.tolist(), microbatch.tolist()) == ([0, 2], [0, 3], [3, 1])

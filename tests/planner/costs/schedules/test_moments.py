@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from autopar.planner.costs.schedules import moments as schedule_moments
-from autopar.planner.costs.schedules.actions import stage_to_rank
 from autopar.planner.costs.schedules.in_flight import peak_deferred, peak_in_flight
 from autopar.planner.costs.schedules.moments import Moments, rank_moments
 from autopar.planner.costs.schedules.table import (
@@ -40,7 +39,8 @@ def test_the_most_of_each_stage_is_what_its_order_holds(kind: ScheduleKind) -> N
         if shape.ranks == 1 or refusal(kind, shape):
             continue
         order = schedule_of(kind, shape)
-        rank_of, moments = stage_to_rank(order), rank_moments(kind, shape)
+        moments = rank_moments(kind, shape)
+        rank_of = {one.stage: rank for rank, actions in enumerate(order) for one in actions}
         in_flight, deferred = peak_in_flight(order), peak_deferred(order)
         for stage, rank in rank_of.items():
             place = sorted(one for one in rank_of if rank_of[one] == rank).index(stage)
