@@ -26,7 +26,7 @@ QUICK = Effort(moves=0, cuts=0, program_seconds=2.0, gap=1.0, most_columns=0)
 THOROUGH = Effort(moves=8, cuts=4, program_seconds=2.0, gap=5e-3, most_columns=1_000)
 EXACT = Effort(moves=8, cuts=60, program_seconds=5.0, gap=1e-7, most_columns=1_000)
 
-_MOST_SHARED = 100  # intervals: a program of more, with rows for memory, branches for long
+_MOST_INTERVALS = 100  # of parts: a program of more, with rows for memory, branches for long
 
 
 def choose_stages(
@@ -74,9 +74,12 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
         chooser.improve(cut, most_moves=effort.moves)
     if not effort.cuts:
         return chooser.answer(min(bound, chooser.top))
-    different = question.different_intervals(_longest_that_matters(chooser, 1))
-    intervals = list(islice(different, _MOST_SHARED + 1))
-    is_small = len(intervals) <= _MOST_SHARED
+    longest = _longest_that_matters(chooser, 1)
+    if longest * question.shape.stages > _MOST_INTERVALS:
+        return chooser.answer(min(bound, chooser.top), is_final=True)
+    different = question.different_intervals(longest)
+    intervals = list(islice(different, _MOST_INTERVALS + 1))
+    is_small = len(intervals) <= _MOST_INTERVALS
     if is_small:
         bound = max(bound, chooser.by_program(chooser.columns.of_all(intervals)))
     return chooser.answer(min(bound, chooser.top), is_final=not is_small)

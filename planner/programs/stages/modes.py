@@ -117,8 +117,7 @@ def _ways(
         return [(one,) for one in offers[0]], True
     if all(one.is_whole for own in offers for one in own):
         if prod(map(len, offers)) <= _MOST_WAYS:
-            fitting = [way for way in product(*offers) if _fits(question, rank, way)]
-            return _unbeaten(fitting), True
+            return _unbeaten(question, rank, list(product(*offers))), True
     else:
         offers = [
             columns.offers.every(stage, content)
@@ -143,15 +142,16 @@ def _excess_bytes(question: StageQuestion, rank: int, way: Way) -> int:
     return memory.device_bytes - question.limit_bytes[rank]
 
 
-def _unbeaten(ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that no other is at most as long as, stage by stage and action by action."""
-    if len(ways) < 2:
-        return list(ways)
+def _unbeaten(question: StageQuestion, rank: int, ways: Sequence[Way]) -> list[Way]:
+    """Return the ways that fit, unless another is at most as long stage by stage and action."""
+    if not ways:
+        return []
     times = np.array([_amounts(way) for way in ways])
-    order = np.lexsort(times.T[::-1])
     kept: list[int] = []
-    for place in order.tolist():
-        if not any((times[other] <= times[place]).all() for other in kept):
+    for place in np.lexsort(times.T[::-1]).tolist():
+        if not (times[kept] <= times[place]).all(axis=1).any() and _fits(
+            question, rank, ways[place]
+        ):
             kept.append(place)
     return [ways[place] for place in kept]
 
