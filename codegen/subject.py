@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -17,7 +17,7 @@ from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
-from autopar.planner.model.model_file import ModelFile, load_model_file
+from autopar.planner.model.model_file import ModelFile, load_model_file, model_path
 from autopar.planner.plan.model_facts import source_hash
 from autopar.planner.plan.parts import check_parts
 from autopar.planner.plan.plan import Plan
@@ -110,15 +110,34 @@ def model_spec(plan: Plan, folder: Path) -> str:
     raise InputError(
         f"the plan is for {name}, which is neither here nor beside the plan or above it",
         where=f"{Path.cwd()} and {resolved}",
-        fix="run this where `autopar plan` was run, or plan again",
+        fix="say where it is: --model PATH; or run this where `autopar plan` was run",
     )
 
 
+def with_model(plan: Plan, folder: Path, given: str | None) -> Plan:
+    """Return a plan with the model file that the command line gives, if any.
+
+    A plan.json may come from anybody: a path in it that leads out of this folder and the plan's is
+    not followed unless the command line gives it, too.
+    """
+    if given is not None:
+        factory = plan.model.spec.rpartition(".py")[2] if given.endswith(".py") else ""
+        return replace(plan, model=replace(plan.model, spec=given + factory))
+    path = model_path(model_spec(plan, folder))
+    named = Path(plan.model.spec)
+    leads_out = named.is_absolute() or ".." in named.parts
+    if leads_out and not any(place.resolve() in path.parents for place in (Path(), folder)):
+        raise InputError(
+            f"the plan names the model file {path}, which lies neither here nor beside the plan",
+            fix=f"if it is yours, give it on the command line: --model {path}",
+        )
+    return plan
+
+
 def _model_file(plan: Plan, folder: Path) -> ModelFile:
-    arguments = [f"{key}={value}" for key, value in plan.model.arguments]
-    file = load_model_file(model_spec(plan, folder), arguments)
-    check_unchanged(plan, file.path)
-    return file
+    spec = model_spec(plan, folder)
+    check_unchanged(plan, model_path(spec))  # before it is imported
+    return load_model_file(spec, [f"{key}={value}" for key, value in plan.model.arguments])
 
 
 def check_unchanged(plan: Plan, path: Path) -> None:

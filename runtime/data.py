@@ -31,6 +31,7 @@ from autopar.runtime.dataset_rows import (
 )
 from autopar.runtime.mesh import ALONE, Axis, Mesh
 from autopar.runtime.randomness import mixed_seed, seeded
+from autopar.runtime.refusal import refusals_of_workers
 from autopar.runtime.slices import gather_along
 from autopar.runtime.streamed_rows import Alike, StreamedRows
 from autopar.runtime.user_code import told
@@ -98,7 +99,13 @@ def dataset_batches(
     read = _streamed if is_streamed(dataset) else _listed
     loader = read(rows, collate, workers)
     sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
-    return agreed(iter(loader), sharers, mesh.device)
+    return agreed(_read(iter(loader)), sharers, mesh.device)
+
+
+def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:
+    """Yield what a loader reads; the caller has begun it, for that draws a number."""
+    with refusals_of_workers():
+        yield from loaded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,11 +4,13 @@ import argparse
 import hashlib
 import os
 import sys
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
+from torch.utils.data import get_worker_info
 
 USAGE = 2  # as autopar's commands have it: bad usage
 MISMATCH = 6  # environment and plan do not match
@@ -54,9 +56,25 @@ def _read(text: str, kind: type[_Number], *, least: int) -> _Number:
     raise argparse.ArgumentTypeError(f"{text} is not a {what} of {least} or more")
 
 
+class RefusedInWorkerError(Exception):
+    """What a worker of a DataLoader refuses: the rank that it reads for tells it."""
+
+
 def refuse(found: str, *, fix: str) -> NoReturn:
     """Say what was found and what to do, and leave; every rank that finds it does."""
-    _leave(f"error: {found}\n  fix: {fix}", MISMATCH)
+    message = f"error: {found}\n  fix: {fix}"
+    if get_worker_info() is not None:
+        raise RefusedInWorkerError(message)
+    _leave(message, MISMATCH)
+
+
+@contextmanager
+def refusals_of_workers() -> Iterator[None]:
+    """Leave where a worker of the DataLoader that is read inside refuses something."""
+    try:
+        yield
+    except RefusedInWorkerError as error:  # torch has put the worker's traceback before its text
+        _leave(str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip(), MISMATCH)
 
 
 def _leave(message: str, code: int) -> NoReturn:

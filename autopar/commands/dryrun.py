@@ -9,7 +9,8 @@ from typing import Annotated
 import typer
 
 from autopar.codegen.proof.dry_running import DryRun, dry_run
-from autopar.commands.emit import PLAN
+from autopar.codegen.subject import with_model
+from autopar.commands.emit import MODEL, PLAN
 from autopar.console import progress, results
 from autopar.number_options import whole
 from autopar.planner.cluster.units import bytes_text
@@ -19,6 +20,7 @@ from autopar.tables import plain_table
 
 def dryrun(
     plan: PLAN,
+    model: MODEL = None,
     rank: Annotated[int, whole("--rank", least=0, metavar="R", text="Which rank, from 0.")] = 0,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
@@ -29,8 +31,8 @@ def dryrun(
 
     Example: autopar dryrun out/plan.json --rank 3
     """
-    found = read_plan(plan)
     folder = plan if plan.is_dir() else plan.parent
+    found = with_model(read_plan(plan), folder, model)
     with progress(f"running rank {rank} of {found.arrangement.ranks} without computing"):
         report = dry_run(found, folder, rank=rank)
     if as_json:

@@ -9,7 +9,7 @@ import typer
 
 from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting
 from autopar.codegen.standalone import write_standalone
-from autopar.codegen.subject import model_spec
+from autopar.codegen.subject import model_spec, with_model
 from autopar.console import results
 from autopar.planner.destination import refuse_replacing, write_whole
 from autopar.planner.errors import ExitCode, InputError
@@ -20,10 +20,15 @@ from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.model_facts import sources
 
 PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
+MODEL = Annotated[
+    str | None,
+    typer.Option("--model", metavar="FILE", help="The plan's model file, where it has moved."),
+]
 
 
 def emit_script(
     plan: PLAN,
+    model: MODEL = None,
     output: Annotated[
         Path | None,
         typer.Option("-o", "--output", metavar="FILE", help="Else train.py beside the plan."),
@@ -46,8 +51,8 @@ def emit_script(
 
     Example: autopar emit out/plan.json -o train.py
     """
-    found = read_plan(plan)
     beside = plan if plan.is_dir() else plan.parent
+    found = with_model(read_plan(plan), beside, model)
     if standalone:
         if check:
             raise InputError("--check and --standalone do not go together")

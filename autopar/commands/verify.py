@@ -16,8 +16,8 @@ from autopar.codegen.emit import FILE_NAME, script_text
 from autopar.codegen.proof.comparison import Comparison
 from autopar.codegen.proof.given_script import GivenScript, carried_over, read_script_of
 from autopar.codegen.proof.verification import check_fits, step_flops, verify
-from autopar.codegen.subject import subject_of
-from autopar.commands.emit import PLAN
+from autopar.codegen.subject import subject_of, with_model
+from autopar.commands.emit import MODEL, PLAN
 from autopar.commands.plan_options import ARG
 from autopar.console import progress, results, tell_note
 from autopar.number_options import difference, whole
@@ -40,6 +40,7 @@ def verify_plan(
         Path | None,
         typer.Option("--script", metavar="FILE", help="Else train.py beside the plan."),
     ] = None,
+    model: MODEL = None,
     arg: ARG = None,
     steps: Annotated[int, whole("--steps", least=1, text="Steps to train.")] = 5,
     tolerance: Annotated[
@@ -58,8 +59,8 @@ def verify_plan(
 
     Example: autopar verify out/plan.json --arg layers=2 --arg dim=96 --arg seq_len=64 --steps 3
     """
-    found = read_plan(plan)
     folder = plan if plan.is_dir() else plan.parent
+    found = with_model(read_plan(plan), folder, model)
     given = read_script_of(found, folder / FILE_NAME if script is None else script, folder)
     with TemporaryDirectory(prefix="autopar-smaller-") as name:
         if arg:
@@ -77,9 +78,9 @@ def verify_plan(
     equal = comparison.is_within(tolerance)
     if as_json:
         verdict = {"tolerance": tolerance, "is_equal": equal}
-        model = {"model": found.model.name, "arguments": dict(found.model.arguments)}
+        subject = {"model": found.model.name, "arguments": dict(found.model.arguments)}
         edits = {"script": str(given.path), "edits": [asdict(edit) for edit in given.edits]}
-        print(json.dumps({**asdict(comparison), **verdict, **model, **edits}))
+        print(json.dumps({**asdict(comparison), **verdict, **subject, **edits}))
     else:
         _tell_edits(given)
         _tell(comparison, tolerance)

@@ -209,7 +209,10 @@ def test_a_model_that_is_gone_or_has_changed_is_told(
     gone = Mistake(
         arguments=(command, "plan.json"),
         files={"plan.json": planned["plan.json"]},
-        telling=("the plan is for model.py, which is neither here nor beside the plan",),
+        telling=(
+            "the plan is for model.py, which is neither here nor beside the plan",
+            "--model PATH",
+        ),
     )
     assert_clear(commit(monkeypatch, capsys, tmp_path, gone), gone)
     changed = Mistake(
@@ -219,6 +222,73 @@ def test_a_model_that_is_gone_or_has_changed_is_told(
         code=6,
     )
     assert_clear(commit(monkeypatch, capsys, tmp_path, changed), changed)
+
+
+RUNS = 'from pathlib import Path\nPath("ran").write_text("")\n'
+
+
+@pytest.mark.parametrize("command", ["emit", "verify", "dryrun"])
+def test_a_model_file_that_is_another_one_is_not_imported(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+    *,
+    command: str,
+) -> None:
+    changed = Mistake(
+        arguments=(command, "plan.json"),
+        files={**planned, "model.py": RUNS + planned["model.py"]},  # a new file is refused, too
+        telling=("has changed since it was planned for",),
+        code=6,
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path, changed), changed)
+
+
+@pytest.mark.parametrize("command", ["emit", "verify", "dryrun"])
+@pytest.mark.parametrize("path", ["../model.py", "{}/model.py"])
+def test_a_path_out_of_the_plan_s_folder_is_followed_only_where_it_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+    *,
+    command: str,
+    path: str,
+) -> None:
+    (tmp_path / "model.py").write_text(planned["model.py"], encoding="utf-8")
+    (tmp_path / "plan").mkdir()
+    named = f'"spec": "{path.format(tmp_path)}"'
+    plan = planned["plan.json"].replace('"spec": "model.py"', named)
+    assert named in plan
+    outside = Mistake(
+        arguments=(command, "plan.json"),
+        files={"plan.json": plan, "train.py": planned["train.py"]},
+        telling=("lies neither here nor beside the plan", f"--model {tmp_path}/model.py"),
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path / "plan", outside), outside)
+
+
+def test_a_model_that_has_moved_is_given(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    planned: Files,
+) -> None:
+    (tmp_path / "model.py").write_text(planned["model.py"], encoding="utf-8")
+    given = Mistake(
+        arguments=("emit", "plan.json", "--model", "../model.py", "--check"),
+        files={"plan.json": planned["plan.json"], "train.py": planned["train.py"]},
+        telling=(),
+    )
+    (tmp_path / "plan").mkdir()
+    ran = commit(monkeypatch, capsys, tmp_path / "plan", given)
+    assert (ran.code, ran.err) == (1, "")  # the path of the model file is another
+    gone = Mistake(
+        arguments=("emit", "plan.json", "--model", "gone.py"),
+        telling=("the plan is for gone.py, which is neither here",),
+    )
+    assert_clear(commit(monkeypatch, capsys, tmp_path / "plan", gone), gone)
 
 
 def test_a_model_that_this_machine_cannot_train_is_refused_before_it_is_tried(

@@ -194,6 +194,46 @@ def test_a_fault_of_the_data_is_one_message(
         assert Path(__file__).name in fix
 
 
+class LaterBroken(Same):
+    """Rows of which the first alone, which is read before, can be read."""
+
+    def __getitem__(self, index: int) -> Mapping[str, Any]:
+        return self.row if index == 0 else {"ids": self.row["tokens"]}
+
+
+@pytest.mark.parametrize(
+    ("dataset", "new_collate", "telling"),
+    [
+        (LaterBroken(GOOD), None, "reading a row of the dataset (LaterBroken) fails: KeyError"),
+        (Growing(GOOD), None, "'ids' is ["),
+        (Same(GOOD), lambda: _no_key, "build_collate()'s function fails: KeyError"),
+    ],
+    ids=["a row that cannot be read", "rows of several lengths", "a collate that fails"],
+)
+def test_a_fault_in_a_worker_is_the_same_message(
+    capfd: pytest.CaptureFixture[str],
+    dataset: Dataset[Any],
+    new_collate: Callable[[], Any] | None,
+    telling: str,
+) -> None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    with pytest.raises(SystemExit, match="6"):
+        next(
+            dataset_batches(
+                lambda: dataset,
+                example,
+                mesh,
+                microbatch=4,
+                seed=0,
+                workers=1,
+                new_collate=new_collate,
+            )
+        )
+    said, fix = capfd.readouterr().err.splitlines()
+    assert said.startswith(f"error: {telling}")
+    assert fix.startswith("  fix: ")
+
+
 class Stream(IterableDataset[Any]):
     """The rows of a dataset, one after another."""
 
