@@ -6,7 +6,7 @@ import inspect
 import sys
 import sysconfig
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
@@ -22,6 +22,7 @@ _LIBRARIES = (
 )
 
 
+@cache
 def is_library_file(filename: str) -> bool:
     """Whether a frame in this file is torch's, Python's or ours, and not the model's."""
     in_packages = "site-packages" in filename or "dist-packages" in filename

@@ -7,6 +7,7 @@ import operator
 import re
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -94,7 +95,12 @@ def writers_of(graph: fx.Graph) -> Mapping[int, Sequence[fx.Node]]:
 
 def location(node: fx.Node) -> str:
     """Return file:line of the innermost frame that is the user's, as the tracer saw it."""
-    for filename, number in reversed(_FRAME.findall(node.meta.get("stack_trace") or "")):
+    return _innermost(node.meta.get("stack_trace") or "")
+
+
+@lru_cache
+def _innermost(stack: str) -> str:
+    for filename, number in reversed(_FRAME.findall(stack)):
         if not is_library_file(filename):
             return f"{filename}:{number}"
     return ""
