@@ -21,6 +21,7 @@ ON_MANY_PROCESSES = (
     "tests/codegen/forward/test_ranks.py",
     "tests/codegen/test_equality.py",
     "tests/codegen/test_equality_matrix.py",
+    "tests/codegen/test_plain_loops.py",
     "tests/codegen/test_run.py",
     "tests/field/",
 )

@@ -35,6 +35,7 @@ from autopar.planner.trace.nodes import (
     is_getitem,
     is_mapped,
     is_sparse,
+    leaves_tensors,
     location,
     operands_of,
     region_graph,
@@ -47,7 +48,7 @@ from autopar.planner.trace.prune import pruned
 from autopar.planner.trace.scatter import with_scatters
 from autopar.planner.trace.symbols import Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
-from autopar.planner.trace.values import Scope, Values, structured
+from autopar.planner.trace.values import CannotReplayError, Scope, Values, structured
 
 LOSS_CALL = "(loss)"
 
@@ -363,6 +364,8 @@ class _Converter:
         tensors, site = operands_of(node)
         template = self.recording.replays[str(site)]
         nodes = self.bodies[template.call]
+        if leaves_tensors(nodes):
+            raise CannotReplayError(template.call)
         body = scope.inner(template=template.call, site=str(site))
         body.storages.clear()
         for inner, outer in zip(operands_of(nodes[0])[0], tensors, strict=True):

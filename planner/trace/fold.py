@@ -2,7 +2,8 @@
 
 Large models repeat one block. Modules are equal when their class, their plain attributes and the
 shapes of their parameters are equal; two calls of equal modules trace alike when the forms of their
-arguments are equal too. What a module reads from elsewhere is not seen here; `convert` notices it.
+arguments are equal too. What a module reads from elsewhere, or leaves there, is not seen here;
+`convert` notices it.
 """
 
 from __future__ import annotations

@@ -125,6 +125,16 @@ def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:
     return found
 
 
+def leaves_tensors(body: Sequence[fx.Node]) -> bool:
+    """Whether tensors that a call makes are read after it though it does not return them.
+
+    It left them elsewhere: with a hook of a child, in a list of a class, in a context variable.
+    """
+    inside, returned = set(body), set(operands_of(body[-1])[0])
+    made = (n for n in body[1:-1] if n not in returned and has_tensor(n.meta.get("val")))
+    return any(not inside.issuperset(node.users) for node in made)
+
+
 def constant(name: str, tensor: Any) -> Constant:
     """Return a constant with its values, where they are known and few."""
     fake = isinstance(tensor, torch._subclasses.FakeTensor)

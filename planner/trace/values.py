@@ -29,7 +29,7 @@ from autopar.planner.trace.nodes import constant, storage_of
 
 
 class CannotReplayError(Exception):
-    """A folded block reads tensors that are neither its own nor its arguments."""
+    """A folded block reads tensors from elsewhere, or leaves some there, other than its result."""
 
 
 @dataclass(slots=True, kw_only=True)

@@ -156,6 +156,51 @@ MODELS = {
     def build_model():
         return Model()
     """,
+    "blocks that append to a list of their class": """
+    class Leaving(Block):
+        seen = []
+
+        def forward(self, x):
+            self.seen.append(x.mean())
+            return super().forward(x)
+
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([Leaving() for _ in range(3)])
+
+        def forward(self, x):
+            x = self.first(x)
+            Leaving.seen.clear()
+            for block in self.blocks:
+                x = block(x)
+            return x + sum(Leaving.seen)
+
+    def build_model():
+        return Model()
+    """,
+    "blocks whose children get hooks as the model runs": """
+    class Model(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first = nn.Linear(4, 4)
+            self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+        def forward(self, x):
+            seen = Model.seen = []
+            if not hasattr(self, "heard"):
+                for block in self.blocks:
+                    block.up.register_forward_hook(lambda m, i, output: Model.seen.append(output))
+            self.heard = True
+            x = self.first(x)
+            for block in self.blocks:
+                x = block(x)
+            return x + sum(seen).mean()
+
+    def build_model():
+        return Model()
+    """,
     "blocks that return several values": """
     class Pair(Block):
         def forward(self, x, *, mask):
