@@ -2,20 +2,47 @@
 
 from __future__ import annotations
 
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import Any
 
 from rich.console import Console
+from rich.segment import Segment
 from rich.text import Text
 
 from autopar.planner.errors import AutoparError
 
 
+class PlainConsole(Console):
+    """Prints names and messages of others as they are: no markup, no orders to the terminal."""
+
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(highlight=False, markup=False, emoji=False, **settings)
+
+    def render_str(self, text: str, **settings: Any) -> Text:
+        """Return a text as it is printed, so that tables leave room for all of it."""
+        return super().render_str(visible(text), **settings)
+
+    def render(self, *given: Any, **settings: Any) -> Iterable[Segment]:
+        """Yield the segments of something, with control characters spelled out."""
+        for segment in super().render(*given, **settings):
+            yield segment if segment.control else Segment(visible(segment.text), segment.style)
+
+
+def visible(text: str) -> str:
+    """Return a text with all control characters but the ends of lines spelled out."""
+    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+
+
 def results() -> Console:
     """Return the console for results; without a terminal it is wide and has no colour."""
     is_terminal = sys.stdout is not None and sys.stdout.isatty()  # it may have been closed
-    return Console(highlight=False, width=None if is_terminal else _FILE_WIDTH)
+    return PlainConsole(width=None if is_terminal else _FILE_WIDTH)
 
 
 _FILE_WIDTH = 120
@@ -24,7 +51,7 @@ _FILE_WIDTH = 120
 @contextmanager
 def progress(doing: str) -> Iterator[None]:
     """Say on a terminal what is being done; elsewhere say nothing."""
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     if not console.is_terminal:
         yield
         return
@@ -34,13 +61,13 @@ def progress(doing: str) -> Iterator[None]:
 
 def tell_note(text: str) -> None:
     """Print on stderr what a person should know, though nothing is wrong."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = PlainConsole(stderr=True, soft_wrap=True)
     console.print(Text.assemble(("note: ", "bold"), text))
 
 
 def tell_error(error: AutoparError) -> None:
     """Print an error on stderr: what was found, where, what was expected, what to do."""
-    console = Console(stderr=True, highlight=False, soft_wrap=True)
+    console = PlainConsole(stderr=True, soft_wrap=True)
     console.print(Text.assemble(("error: ", "bold red"), error.found))
     for label, text in (("at", error.where), ("expected", error.expected), ("fix", error.fix)):
         if text:

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from rich.console import Console
+from autopar.console import PlainConsole
 
 
 @contextmanager
 def reported(doing: str) -> Iterator[Callable[[str], None]]:
     """Give a function that replaces the line which says what is being done."""
-    console = Console(stderr=True)
+    console = PlainConsole(stderr=True)
     if not console.is_terminal:
         yield lambda _: None
         return

@@ -29,9 +29,9 @@ def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
 
 def script_text(plan: Plan, subject: Subject, place: Path) -> str:
     """Return the script of a plan whose subject is known, as it will stand at `place`."""
-    script = render(script_view(plan, subject, place))
+    script = with_checksum(render(script_view(plan, subject, place)), plan.autopar)
     check_script(script)
-    return with_checksum(script, plan.autopar)
+    return script
 
 
 def refuse_overwriting(path: Path) -> None:

@@ -62,7 +62,6 @@ def emit_script(
         results().print(
             f"Written: {path}\n"
             f"To train on another machine, copy {folder} there, and {needed} into it.",
-            markup=False,
             soft_wrap=True,
         )
         return
@@ -74,7 +73,7 @@ def emit_script(
     if not force:
         refuse_overwriting(path)
     write_whole(path, emit(found, destination=path, folder=beside), what="the script")
-    results().print(f"Written: {path}", markup=False, soft_wrap=True)
+    results().print(f"Written: {path}", soft_wrap=True)
 
 
 def _needed(model: Path) -> list[str]:
@@ -88,6 +87,6 @@ def _check(path: Path, expected: str) -> None:
     if not path.is_file():
         raise InputError(f"there is no script {path}", fix="leave --check out to write it")
     if path.read_bytes() != expected.encode():
-        results().print(f"{path} is not the script of this plan", markup=False, soft_wrap=True)
+        results().print(f"{path} is not the script of this plan", soft_wrap=True)
         raise typer.Exit(int(ExitCode.NEGATIVE))
-    results().print(f"{path} is the script of this plan", markup=False, soft_wrap=True)
+    results().print(f"{path} is the script of this plan", soft_wrap=True)

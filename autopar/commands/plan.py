@@ -135,7 +135,7 @@ def plan(
     script = write_text(text, output, force=force)
     tell(made[-1], as_json=as_json)
     if not as_json:
-        results().print(f"Written: {output / FILE_NAME}, {script}", markup=False, soft_wrap=True)
+        results().print(f"Written: {output / FILE_NAME}, {script}", soft_wrap=True)
 
 
 def tell(planned: Planned, *, as_json: bool) -> None:
@@ -151,7 +151,7 @@ def tell(planned: Planned, *, as_json: bool) -> None:
     for part in plan_page(point.plan):
         results().print(part)
     if work := work_text(point):
-        results().print(work, markup=False, soft_wrap=True)
+        results().print(work, soft_wrap=True)
     if planned.fewer is not None:
         note_fewer(point.plan, planned.fewer)
 

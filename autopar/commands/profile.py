@@ -99,7 +99,7 @@ def profile(
     for part in profile_page(found, profiled.left_out, seconds=profiled.seconds):
         results().print(part)
     written = f"Written: {output} ({len(together.ops)} ops in all)"
-    results().print(written, markup=False, soft_wrap=True)
+    results().print(written, soft_wrap=True)
 
 
 def _degrees(text: str) -> tuple[int, ...]:

@@ -129,7 +129,7 @@ def _tell_edits(given: GivenScript) -> None:
             lines += [f"    {mark} {text}" for text in texts[:_MOST_TOLD]]
             lines += [f"    {mark} …"] * (len(texts) > _MOST_TOLD)
     lines += ["  …"] * (count > _MOST_TOLD)
-    results().print("\n".join(lines) + "\n", markup=False, soft_wrap=True)
+    results().print("\n".join(lines) + "\n", soft_wrap=True)
 
 
 def _tell(comparison: Comparison, tolerance: float) -> None:
@@ -146,6 +146,6 @@ def _tell(comparison: Comparison, tolerance: float) -> None:
     table.add_row("draws and clipping", "", "", "DIFFERS" if comparison.faults else "equal")
     results().print(table)
     for fault in comparison.faults:
-        results().print(f"- {fault}", markup=False, soft_wrap=True)
+        results().print(f"- {fault}", soft_wrap=True)
     losses = ", ".join(f"{loss:.6f}" for loss in comparison.losses)
-    results().print(f"losses of one process: {losses}\ntolerance: {tolerance:g}", markup=False)
+    results().print(f"losses of one process: {losses}\ntolerance: {tolerance:g}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import re
 
-from autopar.codegen.python_text import Source
+from autopar.codegen.python_text import Source, remark
 
 _LINE = re.compile(r"^# Written by autopar [^\n]*: ([0-9a-f]{16})\.$", re.MULTILINE)
 
@@ -14,7 +14,8 @@ def with_checksum(script: str, version: str) -> Source:
     """Return a script with a line, behind its docstring, by which a change is noticed."""
     head, mark, body = script.partition('\n"""\n')
     digest = _digest(script)
-    line = f"# Written by autopar {version}, which never overwrites changes by hand: {digest}."
+    by = f"Written by autopar {version}, which never overwrites changes by hand: {digest}."
+    line = remark(by)
     return Source(f"{head}{mark}{line}\n{body}")
 
 

@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from autopar.codegen import emit as emitting
 from autopar.codegen.emit import emit
+from autopar.codegen.script.check import UnsafeScriptError
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
@@ -98,3 +100,21 @@ def test_the_name_of_the_script_stays_in_its_docstring(tmp_path: Path) -> None:
     plan = plan_of(tmp_path, name="net.py", inner="fc", note="")
     script = emit(plan, destination=tmp_path / 'x"""\nimport os\n.py')
     assert "import os" not in [line.strip() for line in script.splitlines()]
+
+
+def test_the_version_of_who_planned_stays_in_its_comment(tmp_path: Path) -> None:
+    plan = plan_of(tmp_path, name="net.py", inner="fc", note='"""')
+    forged = replace(plan, autopar='1\nimport os\nos.abort()\nNOTE = """')
+    script = emit(forged, destination=tmp_path / "train.py")
+    names = {n.id for n in ast.walk(ast.parse(script)) if isinstance(n, ast.Name)}
+    assert "os" not in names
+    assert "# Written by autopar 1 import os os.abort() NOTE" in script
+
+
+def test_what_is_behind_the_version_is_checked_as_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of(tmp_path, name="net.py", inner="fc", note="")
+    monkeypatch.setattr(emitting, "with_checksum", lambda script, _: f"{script}\nprint(1)\n")
+    with pytest.raises(UnsafeScriptError, match="print"):
+        emit(plan, destination=tmp_path / "train.py")

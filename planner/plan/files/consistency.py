@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 
 from autopar.planner.costs.prediction import Arrangement
@@ -10,9 +11,14 @@ from autopar.planner.layers import Layers
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.space import shards_in_vain
 
+_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]*")
+_MOST_SHOWN = 40  # characters
+
 
 def faults_of(plan: Plan) -> Iterator[str]:
     """Yield each contradiction that shows without the layers of the graph."""
+    if not _VERSION.fullmatch(plan.autopar):
+        yield f"autopar: {plan.autopar[:_MOST_SHOWN]!r} is no version"
     yield from _degrees(plan)
     yield from _stages(plan)
     yield from _parameters(plan)

@@ -176,6 +176,7 @@ def changed(path: str, value: object) -> Callable[[str], str]:
         (lambda _: '{"format": 1, "autopar": "0.1.0"}', "model: Field required"),
         (changed("format", 2), "update autopar, or plan again"),
         (changed("format", 0), "wrote this plan in format 0"),
+        (changed("autopar", "1\nimport os"), "is no version"),
         (changed("machines.devices", 3), "but the machines have 3 devices"),
         (changed("machines.devices", 2.0), "machines.devices: Input should be a valid integer"),
         (changed("machines.colour", "red"), "machines.colour: Unexpected keyword argument"),
