@@ -7,7 +7,8 @@ from pathlib import Path
 
 from autopar import runtime
 from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting
-from autopar.planner.destination import check_writable, write_whole
+from autopar.planner.destination import check_writable, refuse_others, write_whole
+from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_FILE
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
@@ -18,6 +19,7 @@ def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: boo
     path, package = folder / FILE_NAME, folder / "autopar"
     for place in (folder / PLAN_FILE, package / "__init__.py", package / "runtime" / "mesh.py"):
         check_writable(place)
+    _refuse_package_of_others(package)
     if not force:
         refuse_overwriting(path)
     write_whole(path, emit(plan, destination=path, folder=model_folder), what="the script")
@@ -28,6 +30,19 @@ def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: boo
         package / "runtime",
         ignore=shutil.ignore_patterns("__pycache__"),
     )
-    text = '"""The part of autopar that a training script needs."""\n'
-    write_whole(package / "__init__.py", text, what="the runtime")
+    write_whole(package / "__init__.py", _PACKAGE, what="the runtime")
     return path
+
+
+_PACKAGE = '"""The part of autopar that a training script needs."""\n'
+
+
+def _refuse_package_of_others(package: Path) -> None:
+    """Refuse a folder `autopar` that another run of ours did not leave here."""
+    refuse_others(package / "__init__.py", beginning=_PACKAGE)
+    if package.is_dir() and any(package.iterdir()) and not (package / "__init__.py").exists():
+        raise InputError(
+            "a folder that autopar did not write is in the way",
+            where=str(package),
+            fix="choose another place with -o",
+        )

@@ -43,6 +43,15 @@ def refuse_replacing(path: Path, *sources: Path) -> None:
         )
 
 
+def refuse_others(path: Path, *, beginning: str) -> None:
+    """Refuse to write over a file that does not begin as those of autopar do."""
+    if path.is_file() and not path.read_text(encoding="utf-8", errors="replace").startswith(
+        beginning
+    ):
+        found = "a file that autopar did not write is in the way"
+        raise InputError(found, where=str(path), fix=_FIX)
+
+
 def write_whole(path: Path, text: str, *, what: str) -> None:
     """Write a file, and the folder that it lies in: all of it, or nothing of it."""
     try:

@@ -12,7 +12,7 @@ import typer
 import autopar
 from autopar.console import results
 from autopar.planner.costs.steps.framework import read_framework_constants
-from autopar.planner.destination import check_writable, write_whole
+from autopar.planner.destination import check_writable, refuse_others, write_whole
 from autopar.planner.validation.outcome import validate_rows
 from autopar.planner.validation.report import report_of
 from autopar.planner.validation.table import read_tables
@@ -38,6 +38,7 @@ def validate(
     """
     if output is not None:
         check_writable(output)
+        refuse_others(output, beginning=predictions_csv(()))
     rows = read_tables(tables)
     with reported("predicting") as say:
         outcomes, skipped = validate_rows(

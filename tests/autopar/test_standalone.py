@@ -64,3 +64,25 @@ def test_all_that_a_model_file_imports_of_its_own_is_asked_for(
         monkeypatch.chdir("/")
         ran = run(monkeypatch, capsys, "emit", out, "--standalone")
         assert f"there, and {needed} into it" in ran.out
+
+
+@pytest.mark.parametrize("name", ["__init__.py", "notes.txt", "runtime/mesh.py"])
+def test_a_folder_of_that_name_of_somebody_else_stays(
+    name: str,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    Path("model.py").write_text(MODEL, encoding="utf-8")
+    machine = ("--gpus", "1", "--device", "cpu", "--precision", "fp32", "--global-batch", "4")
+    assert run(monkeypatch, capsys, "plan", "model.py", *machine, "-o", "out").code == 0
+    theirs = Path("autopar") / name
+    theirs.parent.mkdir(parents=True)
+    theirs.write_text("mine", encoding="utf-8")
+    ran = run(monkeypatch, capsys, "emit", "out", "--standalone", "--force", "-o", ".")
+    assert ran.code == 2
+    assert "autopar did not write is in the way" in ran.err
+    assert theirs.read_text(encoding="utf-8") == "mine"
+    assert not Path("train.py").exists()

@@ -41,3 +41,12 @@ def test_a_bad_table_is_refused_with_its_line(tmp_path: Path) -> None:
     result = run(app, ["validate", str(table)])
     assert result.exit_code != 0
     assert "line 2" in str(result.exception)
+
+
+def test_what_it_did_not_write_is_not_replaced(tmp_path: Path) -> None:
+    table = tmp_path / "runs.csv"
+    table.write_text(table_text({}), encoding="utf-8")
+    before = table.read_text(encoding="utf-8")
+    result = run(app, ["validate", str(table), "-o", str(table)])
+    assert "autopar did not write is in the way" in str(result.exception)
+    assert table.read_text(encoding="utf-8") == before
