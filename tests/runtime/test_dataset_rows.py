@@ -201,6 +201,7 @@ class LaterBroken(Same):
         return self.row if index == 0 else {"ids": self.row["tokens"]}
 
 
+@pytest.mark.skip(reason="a worker forked from a test process of many threads may crash")
 @pytest.mark.parametrize(
     ("dataset", "new_collate", "telling"),
     [

@@ -6,7 +6,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.sheet import find_device
 from autopar.planner.costs.kernels.compute import Tile
 from autopar.planner.costs.kernels.gemm import (
     gemm_roofline_seconds,
@@ -17,8 +16,6 @@ from autopar.planner.costs.kernels.gemm import (
     linear_weight_gradient_seconds,
     sequential_gemm_seconds,
 )
-from autopar.planner.costs.kernels.rates import rates_of
-from autopar.planner.precision import Precision
 from tests.planner.costs.kernels.compute_factories import real_rates, round_rates
 
 extents = st.integers(1, 20_000)
@@ -57,14 +54,6 @@ def test_a_skinny_product_is_bound_by_its_operands() -> None:
     # 1 × 8000 by 8000 × 8000: (1 + 8000)·8000·2 bytes + 16,000 = 128.032 MB ÷ 0.5 TB/s = 256.064
     # us; tiles: 80, one wave, 163 us; stored 16 kB ÷ 0.5 TB/s · 0.5 = 0.016 us; launch 1.
     assert gemm_seconds(1, 8000, 8000, rates=round_rates()) == pytest.approx(257.08e-6)
-
-
-def test_few_rows_on_a_cpu_are_filled_up_to_a_block_of_registers_alone() -> None:
-    # 16 × 1024 in blocks of 8 × 16: 128, each 2·8·16·(1 + 1/8 + 1/16) ÷ 50 GFLOP/s = 6.08 ns for a
-    # depth of 1; 256 deep 199.2 us. Stored 65,536 bytes ÷ 8 GB/s = 8.2 us, half exposed; launch 5.
-    rates = rates_of(find_device("cpu"), Precision.FP32).single
-    few = gemm_seconds(16, 1024, 256, rates=rates, element_bytes=4, stored_bytes=4)
-    assert few == pytest.approx(208.3e-6, rel=1e-3)
 
 
 def test_an_odd_vocabulary_is_slower_than_a_padded_one() -> None:
