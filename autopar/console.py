@@ -32,11 +32,11 @@ class PlainConsole(Console):
 
 
 def visible(text: str) -> str:
-    """Return a text with all control characters but the ends of lines spelled out."""
+    """Return a text with all control characters spelled out, but for tabs and ends of lines."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
 
 
-_CONTROL = re.compile(r"[\x00-\x09\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def results() -> Console:

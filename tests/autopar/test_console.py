@@ -21,9 +21,9 @@ def printed(*given: object) -> str:
     return page.getvalue()
 
 
-def test_control_characters_are_spelled_out_and_ends_of_lines_stay() -> None:
+def test_control_characters_are_spelled_out_but_for_tabs_and_ends_of_lines() -> None:
     assert visible(HOSTILE) == SHOWN
-    assert visible("one\ntwo × 3") == "one\ntwo × 3"
+    assert visible("one\n\ttwo × 3") == "one\n\ttwo × 3"
 
 
 @pytest.mark.parametrize("given", [HOSTILE, Text(HOSTILE), Text.assemble((HOSTILE, ""))])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from itertools import islice
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -201,13 +202,31 @@ class LaterBroken(Same):
         return self.row if index == 0 else {"ids": self.row["tokens"]}
 
 
-@pytest.mark.skip(reason="a worker forked from a test process of many threads may crash")
+def _new_collate_without_key() -> Callable[[Any], Any]:
+    return _no_key
+
+
+def _read_by_a_worker(dataset: Dataset[Any], new_collate: Callable[[], Any] | None) -> None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    next(
+        dataset_batches(
+            lambda: dataset,
+            example,
+            mesh,
+            microbatch=4,
+            seed=0,
+            workers=1,
+            new_collate=new_collate,
+        )
+    )
+
+
 @pytest.mark.parametrize(
     ("dataset", "new_collate", "telling"),
     [
         (LaterBroken(GOOD), None, "reading a row of the dataset (LaterBroken) fails: KeyError"),
         (Growing(GOOD), None, "'ids' is ["),
-        (Same(GOOD), lambda: _no_key, "build_collate()'s function fails: KeyError"),
+        (Same(GOOD), _new_collate_without_key, "build_collate()'s function fails: KeyError"),
     ],
     ids=["a row that cannot be read", "rows of several lengths", "a collate that fails"],
 )
@@ -217,19 +236,11 @@ def test_a_fault_in_a_worker_is_the_same_message(
     new_collate: Callable[[], Any] | None,
     telling: str,
 ) -> None:
-    mesh = start(pipeline=1, data=1, tensor=1)
-    with pytest.raises(SystemExit, match="6"):
-        next(
-            dataset_batches(
-                lambda: dataset,
-                example,
-                mesh,
-                microbatch=4,
-                seed=0,
-                workers=1,
-                new_collate=new_collate,
-            )
-        )
+    # A process of its own: workers are forked, and this one has run other tests in many threads.
+    process = get_context("spawn").Process(target=_read_by_a_worker, args=(dataset, new_collate))
+    process.start()
+    process.join()
+    assert process.exitcode == 6
     said, fix = capfd.readouterr().err.splitlines()
     assert said.startswith(f"error: {telling}")
     assert fix.startswith("  fix: ")

@@ -81,9 +81,7 @@ def _moments(actions: Sequence[Action]) -> Moments:
     of_stage = (stage[:, None] == np.unique(stage)).astype(np.int64)
     forwards = of_stage * _are(kind, ActionKind.FORWARD)
     releases = of_stage * _are(kind, *_RELEASES)
-    answers = of_stage * np.where(
-        stage[:, None] == 0, _are(kind, *_RELEASES), _are(kind, *_ANSWERS)
-    )
+    answers = np.where(stage[:, None] == 0, releases, of_stage * _are(kind, *_ANSWERS))
     forwarded = np.cumsum(forwards, axis=0) - _before(releases)
     unanswered = np.cumsum(forwards, axis=0) - _before(answers)
     halfway = np.cumsum(answers * (1 - releases), axis=0) - _before(releases * (1 - answers))

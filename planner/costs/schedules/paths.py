@@ -262,8 +262,7 @@ def _back_from(rank: int, order: Prepared, waits: Flags) -> Floats:
             cell -= ranks
     counts = np.zeros((order.stages, TRANSFER + 1))
     of_works = np.bincount(passed, minlength=TRANSFER * (order.stages + 1))
+    of_borders = np.bincount(np.array(crossed, dtype=np.int64), minlength=order.stages)
     counts[:, :TRANSFER] = of_works[: TRANSFER * order.stages].reshape(-1, TRANSFER)
-    counts[:-1, TRANSFER] = np.bincount(np.array(crossed, dtype=np.int64), minlength=order.stages)[
-        : order.stages - 1
-    ]
+    counts[:-1, TRANSFER] = of_borders[:-1]  # the last one stands for none
     return counts

@@ -15,11 +15,10 @@ from itertools import accumulate
 import numpy as np
 import numpy.typing as npt
 
-from autopar.planner.costs.schedules.actions import ActionKind, Schedule, columns_of
+from autopar.planner.costs.schedules.actions import ActionKind, Numbers, Schedule, columns_of
 from autopar.planner.errors import InputError
 
 Floats = npt.NDArray[np.float64]
-Numbers = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 

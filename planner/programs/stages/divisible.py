@@ -65,9 +65,7 @@ class Divisible:
         self._simulated = 0
         self._added: set[object] = set()
         self._layers_are_used_up()
-        self._times = np.array(
-            self._stages_take()
-        )  # [stage, kind of action]: a column of the program
+        self._times = np.array(self._stages_take())  # the column of [stage, kind of action]
         self._memories = [
             RankMoments(question, rank, self.parts) for rank in range(question.shape.ranks)
         ]

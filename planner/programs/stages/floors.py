@@ -20,13 +20,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
-import numpy.typing as npt
 
+from autopar.planner.costs.schedules.actions import Numbers
+from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.programs.stages.columns import Column, received
 from autopar.planner.programs.stages.question import Cut, StageQuestion
-
-Floats = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True, slots=True, kw_only=True, eq=False)
@@ -99,7 +98,7 @@ class _Chain:
             question=question, passes=forward + backward, forward=forward, backward=backward
         )
 
-    def own(self, behind: Floats, stage: npt.NDArray[np.int64]) -> Floats:
+    def own(self, behind: Floats, stage: Numbers) -> Floats:
         """Return what a stage takes as the slowest one, with the least that is behind it."""
         shape, kind = self.question.shape, self.question.arrangement.schedule
         busy = shape.microbatches * (self.forward + self.backward)
@@ -113,7 +112,7 @@ class _Chain:
 
 def _walk(
     columns: list[Column],
-    slices: list[npt.NDArray[np.int64]],
+    slices: list[Numbers],
     own_seconds: Floats,
     passes: Floats,
     later: Floats,

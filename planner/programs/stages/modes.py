@@ -143,15 +143,14 @@ def _excess_bytes(question: StageQuestion, rank: int, way: Way) -> int:
 
 
 def _unbeaten(question: StageQuestion, rank: int, ways: Sequence[Way]) -> list[Way]:
-    """Return the ways that fit, unless another is at most as long stage by stage and action."""
+    """Return the ways that fit; none that another one betters or equals in each action."""
     if not ways:
         return []
     times = np.array([_amounts(way) for way in ways])
     kept: list[int] = []
     for place in np.lexsort(times.T[::-1]).tolist():
-        if not (times[kept] <= times[place]).all(axis=1).any() and _fits(
-            question, rank, ways[place]
-        ):
+        is_beaten = (times[kept] <= times[place]).all(axis=1).any()
+        if not is_beaten and _fits(question, rank, ways[place]):
             kept.append(place)
     return [ways[place] for place in kept]
 
