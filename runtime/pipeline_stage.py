@@ -14,6 +14,7 @@ from autopar.runtime.data_parallel import buckets_of, set_last
 from autopar.runtime.gradient_buckets import GradientBuckets
 from autopar.runtime.lengths import receives
 from autopar.runtime.mesh import Mesh
+from autopar.runtime.refusal import refuse
 from autopar.runtime.split_backward import SplitBackward
 from autopar.runtime.torch_stage import InputGradients, TorchStage, refuse_earlier_torch, resize
 
@@ -150,8 +151,24 @@ class Stage(TorchStage):
         result = self.submod(*received, **self._microbatches[fwd_chunk_id])
         outputs = result if isinstance(result, tuple) else (result,)
         sendable = tuple(self._sendable(output) for output in outputs)
+        if self._shapes:
+            self._check_sent(sendable, self._shapes[fwd_chunk_id].sent)
         self.keep(fwd_chunk_id, sendable, received)
         return sendable
+
+    def _check_sent(self, outputs: Sequence[Tensor], expected: Sequence[torch.Size]) -> None:
+        """Leave where a stage gives other sizes than the next one has made room for.
+
+        These follow the lengths of the batch as two traces of the model showed them, which do not
+        tell `n // 2` from a half that is rounded up.
+        """
+        for output, size in zip(outputs, expected, strict=False):
+            if output.shape != size:
+                refuse(
+                    f"stage {self.stage_index + 1} makes {list(output.shape)} of rows of this "
+                    f"length, where its next stage expects {list(size)}",
+                    fix="pad or cut rows to the planned length, or to a multiple of it",
+                )
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Run the backward of one microbatch, or its half for the inputs."""
