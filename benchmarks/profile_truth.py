@@ -1,6 +1,6 @@
 """Compares what is predicted from a profile with what this machine does.
 
-    python benchmarks/profile_truth.py [--turns 4] [--budget 4] [-o FILE]
+    python -m benchmarks.profile_truth [--turns 4] [--budget 4] [-o FILE]
 
 Five models of the zoo, two taggers with recurrent layers and a decoder of transposed convolutions,
 on one process: each is profiled, and planned for one CPU with the profile and by formulas alone.

@@ -35,6 +35,7 @@ from autopar.planner.trace.nodes import (
     is_getitem,
     is_mapped,
     is_sparse,
+    keeps_shapes,
     leaves_tensors,
     location,
     operands_of,
@@ -71,15 +72,6 @@ _HIDDEN_WRITES = {
 def convert(exported: Exported) -> Graph:
     """Return the graph of an exported step."""
     return _Converter(exported).graph()
-
-
-def _keeps_shapes(node: fx.Node) -> bool:
-    """Whether tensors of equal shapes are broadcast, as F.mse_loss does to begin with."""
-    if str(node.target) != "aten.broadcast_tensors.default":
-        return False
-    (given,) = operands_of(node)
-    vals = (*(tensor.meta["val"] for tensor in given), *node.meta["val"])
-    return len({str(val.shape) for val in vals}) == 1
 
 
 class _Converter:
@@ -169,7 +161,7 @@ class _Converter:
             or self._drops_nothing(node, target, scope)
             or self._keeps_type(node, target, scope)
             or self._keeps_numbers(node, target, scope)
-            or _keeps_shapes(node)
+            or keeps_shapes(node)
         ):
             scope.values[node] = self.values.value(node.args[0], scope)
         else:

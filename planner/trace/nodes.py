@@ -109,6 +109,15 @@ def _innermost(stack: str) -> str:
 _FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in ', re.MULTILINE | re.DOTALL)
 
 
+def keeps_shapes(node: fx.Node) -> bool:
+    """Whether tensors of equal shapes are broadcast, as F.mse_loss does to begin with."""
+    if str(node.target) != "aten.broadcast_tensors.default":
+        return False
+    (given,) = operands_of(node)
+    vals = (*(tensor.meta["val"] for tensor in given), *node.meta["val"])
+    return len({str(val.shape) for val in vals}) == 1
+
+
 def bodies(module: torch.nn.Module) -> dict[str, tuple[fx.Node, ...]]:
     """Return, for each recorded call, its nodes from enter to leave, where one graph has both."""
     found: dict[str, tuple[fx.Node, ...]] = {}
