@@ -14,6 +14,7 @@ from autopar.commands import plan_options as options
 from autopar.commands.machine_options import clusters_of
 from autopar.console import results, tell_note
 from autopar.curve_page import curve_json, curve_page, work_text
+from autopar.dataset_notes import check_dataset
 from autopar.plan_notes import (
     note_devices,
     note_fewer,
@@ -282,6 +283,7 @@ def read_training(
     check_names(constraints, graph, axes, layers=len(layers.layers))
     check_tokens(constraints, tokens_per_row=model.tokens_per_row)
     _check_degrees(clusters, constraints, graph)
+    check_dataset(model_file, graph, axes)
     note_own_choices(graph)
     note_devices(graph, clusters[-1])
     note_rows(graph, constraints)

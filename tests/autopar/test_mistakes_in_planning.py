@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.plan.plan import Plan
+from tests.autopar.commands import run
 from tests.autopar.mistakes import MODEL, Mistake, assert_clear, changed, commit
 
 CPUS = ("--gpus", "2", "--device", "cpu", "--global-batch", "8", "--precision", "fp32")
@@ -23,6 +24,11 @@ def device(name: str, *telling: str) -> Mistake:
 def pin(text: str, *telling: str, code: int = 2) -> Mistake:
     arguments = (*PLAN, "--pin", text)
     return Mistake(arguments=arguments, files=changed(""), telling=telling, code=code)
+
+
+def dataset(row: str, *telling: str) -> Mistake:
+    rows = f"def build_dataset():\n    return [{row}] * 8"
+    return Mistake(arguments=PLAN, files=changed(rows), telling=telling)
 
 
 def memory(text: str, *telling: str) -> Mistake:
@@ -54,6 +60,12 @@ MISTAKES = {
     "a misspelt device": device("h100-smx", "did you mean 'h100-sxm'?"),
     "cuda for a device": device("cuda", "leave the name out to take the GPUs of this machine"),
     "a device that nobody knows": device("zx81", "one of v100-16gb-sxm", "docs/cluster-file.md"),
+    "rows that the weights are not for": dataset(
+        '{"x": torch.zeros(5)}', "'x' is [5] in a row", "weights for 4, not 5", "model.py"
+    ),
+    "rows without what the model is given": dataset(
+        '{"features": torch.zeros(4)}', "has features, but no x", "the keys of example_batch"
+    ),
     "no devices": Mistake(
         arguments=("plan", "model.py", "--gpu", "8"),
         files=changed(""),
@@ -217,3 +229,27 @@ def test_a_search_that_is_ended_leaves_no_plan_and_no_traceback(
     assert (ran.code, ran.out) == (code, "")
     assert telling in ran.err
     assert "Traceback" not in ran.err
+
+
+@pytest.mark.parametrize(
+    ("rows", "note"),
+    [
+        ('[{"x": torch.zeros(4)}] * 8', ""),
+        ("iter([])", ""),  # rows that come in their order are not begun
+        ('open("/nowhere")', "the dataset could not be read here (InputError: calling build_"),
+    ],
+)
+def test_what_does_not_show_in_the_first_row_is_left_to_the_script(
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    rows: str,
+    note: str,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    text = changed(f"def build_dataset():\n    return {rows}")["model.py"]
+    (tmp_path / "model.py").write_text(str(text))
+    ran = run(monkeypatch, capsys, *PLAN)
+    assert ran.code == 0
+    assert ("the dataset" in ran.err) == bool(note)
+    assert note in ran.err.replace("\n", " ")

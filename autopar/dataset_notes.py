@@ -1,0 +1,72 @@
+"""Looks at the first row of a dataset while planning: a fault of it need not wait for the ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from autopar.console import tell_note
+from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.terms import leaves
+from autopar.planner.errors import InputError
+from autopar.planner.graph import Graph, batch_key
+from autopar.planner.model.model_file import ModelFile
+
+
+def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:
+    """Refuse rows that no plan can train on: without a key, or of a size that weights are not of.
+
+    Lengths may vary. A dataset that cannot be read here may well be where the script runs.
+    """
+    if file.build_dataset is None or file.build_collate is not None:
+        return  # what a collate makes of rows is seen in whole batches alone
+    row = _first_row(file)
+    if not isinstance(row, Mapping):
+        return
+    learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
+    for name in graph.inputs:
+        key = batch_key(name)
+        if key not in row:
+            raise InputError(
+                f"a row of build_dataset() has {', '.join(map(str, row))}, but no {key}",
+                where=str(file.path),
+                fix="let __getitem__ return a dict with the keys of example_batch",
+            )
+        found = _shape(row[key])
+        planned = [extent.at(0) for extent in graph.tensors[name].shape[1:]]
+        dims = axes.dims[name][1:]
+        if found is None or len(found) != len(dims):
+            continue  # the script tells more of it
+        for has, wants, dim in zip(found, planned, dims, strict=True):
+            names = {leaf.name for leaf in leaves(dim)}
+            if has != wants and names and names <= learnt:
+                raise InputError(
+                    f"{key!r} is {found} in a row of build_dataset(), and {planned} in "
+                    f"example_batch: the model has weights for {wants}, not {has}",
+                    where=str(file.path),
+                    fix="let both return rows of one size",
+                )
+
+
+def _first_row(file: ModelFile) -> Any:
+    """Return the first row; None where it is not to be had, or only by reading on."""
+    assert file.build_dataset is not None
+    try:
+        dataset = file.build_dataset()
+        return dataset[0] if hasattr(dataset, "__getitem__") else None
+    except Exception as error:
+        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        tell_note(
+            f"the dataset could not be read here ({said}), so its rows were not looked at. "
+            "The script reads it where it runs."
+        )
+        return None
+
+
+def _shape(value: Any) -> list[int] | None:
+    try:
+        return list(torch.as_tensor(value).shape)
+    except (TypeError, ValueError, RuntimeError):
+        return None
