@@ -17,24 +17,20 @@ from autopar.planner.costs.prediction import (
     LayerCost,
     Prediction,
     StagePrediction,
-    Zero,
 )
 from autopar.planner.costs.schedules.moments import rank_moments
 from autopar.planner.costs.schedules.pipeline import PipelineSeconds, pipeline_seconds, rank_of
 from autopar.planner.costs.schedules.table import PipelineShape, in_flight_microbatches
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import memory_of
-from autopar.planner.costs.steps.optimizer import optimizer_seconds
 from autopar.planner.costs.steps.rank_groups import (
     RankGroups,
     norm_seconds,
     rank_groups,
     summed_seconds,
 )
-from autopar.planner.costs.steps.stage_load import StageLoad
 from autopar.planner.costs.steps.stage_price import StagePrice, sent_share, stage_price
 from autopar.planner.costs.steps.terms import Step, communication_terms, time_terms
-from autopar.planner.precision import copy_bytes
 
 
 def predict(
@@ -85,11 +81,9 @@ def step_of(
 ) -> Step:
     """Return the step of stages that are priced."""
     loads = tuple(price.load for price in prices)
+    ranks = [_rank(stage, arrangement) for stage in range(len(prices))]
     scheduled = tuple(price.seconds for price in prices)
-    transfers = tuple(
-        groups.transfer_seconds(load.output_bytes) if arrangement.pipeline > 1 else 0.0
-        for load in loads[:-1]
-    )
+    transfers = tuple(price.transfer_seconds for price in prices[:-1])
     pipeline = pipeline_seconds(
         arrangement.schedule,
         pipeline_shape(arrangement),
@@ -102,11 +96,10 @@ def step_of(
         data=tuple(price.data for price in prices),
         pipeline_seconds=pipeline.step_seconds,
         transfer_seconds=transfers,
-        first_gather_seconds=_first_gather_seconds(prices, pipeline, arrangement),
-        last_reduction_seconds=_last_reduction_seconds(prices, pipeline, arrangement),
+        first_gather_seconds=_first_gather_seconds(prices, ranks, pipeline),
+        last_reduction_seconds=_last_reduction_seconds(prices, ranks, pipeline),
         tied_seconds=tied_seconds(groups, arrangement, tied_gradient_bytes),
-        optimizer_seconds=_optimizer_seconds(loads, groups, arrangement, constants)
-        + norm_seconds(groups, arrangement),
+        optimizer_seconds=_optimizer_seconds(prices, ranks) + norm_seconds(groups, arrangement),
         framework_step_seconds=constants.step_seconds,
         framework_action_seconds=constants.action_on(arrangement),
         splitting_seconds=tuple(one.split_seconds for one in scheduled),
@@ -137,13 +130,13 @@ def tied_seconds(groups: RankGroups, arrangement: Arrangement, gradient_bytes: i
 
 
 def _first_gather_seconds(
-    prices: Sequence[StagePrice], pipeline: PipelineSeconds, arrangement: Arrangement
+    prices: Sequence[StagePrice], ranks: Sequence[int], pipeline: PipelineSeconds
 ) -> float:
     """Return what gathering adds before the first forward; a later rank gathers while it waits."""
     starts = pipeline.rank_starts_seconds
     return max(
-        max(0.0, price.data.first_forward - starts[_rank(stage, arrangement)])
-        for stage, price in enumerate(prices)
+        max(0.0, price.data.first_forward - starts[rank])
+        for rank, price in zip(ranks, prices, strict=True)
     )
 
 
@@ -152,7 +145,7 @@ def _rank(stage: int, arrangement: Arrangement) -> int:
 
 
 def _last_reduction_seconds(
-    prices: Sequence[StagePrice], pipeline: PipelineSeconds, arrangement: Arrangement
+    prices: Sequence[StagePrice], ranks: Sequence[int], pipeline: PipelineSeconds
 ) -> float:
     """Return by how much the slowest rank's reductions outlast the pipeline.
 
@@ -160,46 +153,17 @@ def _last_reduction_seconds(
     that are whole on the tensor axis, but saw only a part of the sequence, are summed over it.
     """
     ends = list(pipeline.rank_ends_seconds)
-    for stage, price in enumerate(prices):
-        ends[_rank(stage, arrangement)] += price.reduction_seconds
+    for rank, price in zip(ranks, prices, strict=True):
+        ends[rank] += price.reduction_seconds
     return max(0.0, max(ends) - pipeline.step_seconds)
 
 
-def _optimizer_seconds(
-    loads: Sequence[StageLoad],
-    groups: RankGroups,
-    arrangement: Arrangement,
-    constants: FrameworkConstants,
-) -> float:
+def _optimizer_seconds(prices: Sequence[StagePrice], ranks: Sequence[int]) -> float:
     """Return the slowest rank's optimizer; all wait for it, since the norm is that of all."""
-    seconds = [0.0] * arrangement.pipeline
-    for stage, load in enumerate(loads):
-        rank = _rank(stage, arrangement)
-        seconds[rank] += stage_optimizer_seconds(load, rank, groups, arrangement, constants)
+    seconds = [0.0] * (max(ranks) + 1)
+    for rank, price in zip(ranks, prices, strict=True):
+        seconds[rank] += price.optimizer_seconds
     return max(seconds)
-
-
-def stage_optimizer_seconds(
-    load: StageLoad,
-    rank: int,
-    groups: RankGroups,
-    arrangement: Arrangement,
-    constants: FrameworkConstants,
-) -> float:
-    """Return the optimizer's seconds for one stage of a rank; those of a rank's stages add up."""
-    share = arrangement.shard if arrangement.zero is not Zero.NONE else 1
-    updated = max(
-        optimizer_seconds(
-            load.trainable / share,
-            gradient_bytes=4,
-            copy_bytes=copy_bytes(arrangement.precision),
-            passes=constants.optimizer_passes,
-            rates=rates,
-            element_seconds=constants.optimizer_element_seconds,
-        )
-        for rates in groups.stage_rates[rank]
-    )
-    return updated + load.trainable_tensors * constants.optimizer_tensor_seconds
 
 
 def _stage_predictions(

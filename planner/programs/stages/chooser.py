@@ -108,10 +108,15 @@ class Chooser:
         return self._priced[cut]
 
     def improve(self, cut: Cut, *, most_moves: int) -> None:
-        """Price a cut, then move one border at a time while that makes the step shorter."""
+        """Price a cut, then move one border at a time while that makes the step shorter.
+
+        It ends where the moves that are left, each worth as much as the last one, come to no better
+        cut than is known.
+        """
         here = self.price(cut, below_seconds=_NEAR * self.top).best if cut else None
-        for _ in range(most_moves):
-            if here is None or here.seconds > _NEAR * self.top:
+        gain = math.inf
+        for left in range(most_moves, 0, -1):
+            if here is None or here.seconds > min(_NEAR * self.top, self.top + left * gain):
                 return
             self.chains.add(self._deciding(here))
             before = here
@@ -119,7 +124,8 @@ class Chooser:
                 moved = self.price(other, below_seconds=here.seconds).best
                 if moved and moved.seconds < here.seconds:
                     here = moved
-            if here is before:
+            gain = before.seconds - here.seconds
+            if not gain:
                 return
 
     def by_program(self, columns: Sequence[Column]) -> float:

@@ -20,7 +20,6 @@ from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.memory import memory_of, state_bytes, work_bytes
 from autopar.planner.costs.steps.stage_price import StagePrice, stage_price
-from autopar.planner.costs.steps.step import stage_optimizer_seconds
 from autopar.planner.programs.stages.mixes import Mixes, hull, mixes_of
 from autopar.planner.programs.stages.question import Content, StageQuestion
 
@@ -226,7 +225,7 @@ class Offers:
     def exact(self, stage: int, content: Content, modes: Sequence[Recompute]) -> Offer:
         """Return an offer of given modes, whether or not it fits, with its price."""
         prices = self._prices_of(stage, content, modes)
-        return self._priced(stage, tuple(modes), prices)
+        return self._priced(tuple(modes), prices)
 
     def _offer(self, stage: int, content: Content, mixes: Mixes, place: int) -> Offer:
         return self.exact(stage, content, mixes.modes(place, content))
@@ -250,9 +249,7 @@ class Offers:
             for arrangement in self._buckets
         )
 
-    def _priced(
-        self, stage: int, modes: tuple[Recompute, ...], prices: tuple[StagePrice, ...]
-    ) -> Offer:
+    def _priced(self, modes: tuple[Recompute, ...], prices: tuple[StagePrice, ...]) -> Offer:
         question, load = self.question, prices[0].load
         times = times_of([prices[0].seconds], [])[0]
         return Offer(
@@ -261,13 +258,7 @@ class Offers:
             least_times=times,
             least_reduction_seconds=min(one.reduction_seconds for one in prices),
             first_gather_seconds=prices[0].data.first_forward,
-            optimizer_seconds=stage_optimizer_seconds(
-                load,
-                question.ranks[stage],
-                question.groups,
-                question.arrangement,
-                question.constants,
-            ),
+            optimizer_seconds=prices[0].optimizer_seconds,
             state_bytes=float(state_bytes(load, question.arrangement)),
             saved_bytes=float(load.saved_bytes),
             deferred_bytes=float(load.deferred_bytes),
