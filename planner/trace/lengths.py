@@ -53,7 +53,8 @@ def with_other_lengths(
 def _other_sizes(graph: Graph, axes: Axes) -> Iterator[_Sizes]:
     """Yield other sizes of the inputs' dims, those first that tell most.
 
-    Twice as many divide as the model's own do, but there may be a longest; then half as many.
+    Twice as many and one tell halves that are rounded down from those that are rounded up. Twice as
+    many divide as the model's own do, but there may be a longest; then half as many.
     """
     learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
     dims = {
@@ -79,7 +80,12 @@ def _ways(graph: Graph, chosen: Mapping[_Place, Dim]) -> tuple[list[_Sizes], lis
     unlike = {key: sizes[key] * (2 + groups.index(dim)) for key, dim in chosen.items()}
     double = {key: size * 2 for key, size in sizes.items()}
     half = {key: size // 2 for key, size in sizes.items()}
-    return [double] if len(groups) == 1 else [unlike, double], [half]
+    more = [unlike, double] if len(groups) > 1 else [double]
+    return [*map(_and_one, more), *more], [_and_one(half), half]
+
+
+def _and_one(sizes: _Sizes) -> _Sizes:
+    return {key: size + 1 for key, size in sizes.items()}
 
 
 def _resized(file: ModelFile, sizes: _Sizes, rows: int) -> dict[str, Any]:

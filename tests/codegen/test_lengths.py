@@ -29,7 +29,7 @@ from tests.codegen import unlike_rows
 from tests.codegen.equality import trained_by_script
 from tests.codegen.plans import plan_for
 
-KINDS = ("nanogpt", "gpt2", "llama", "t5", "bert", "captioner")
+KINDS = ("nanogpt", "gpt2", "llama", "t5", "bert", "captioner", "listener")
 WAYS: dict[str, dict[str, Any]] = {
     "dp": {"degrees": (1, 2, 1), "microbatch": 1},
     "tp": {"degrees": (1, 1, 2), "microbatch": 2, "split": ("heads",)},
@@ -37,6 +37,7 @@ WAYS: dict[str, dict[str, Any]] = {
     "pp": {"degrees": (2, 1, 1), "microbatch": 1},
     "pp tp": {"degrees": (2, 1, 2), "microbatch": 1},
 }
+OWN_AXES = {"llama": {"heads": "kv_heads"}, "listener": {"vocab": "classes"}}
 CELLS = [(kind, way) for kind in KINDS for way in ("dp", "tp", "sp", "pp")] + [("llama", "pp tp")]
 GLOBAL_BATCH, STEPS, TOLERANCE = 4, 4, 1e-10
 
@@ -92,8 +93,8 @@ def planned(kind: str, way: str) -> Plan:
     """Return the plan of a model that is laid out in one way."""
     file, graph = _traced(kind)
     pins = dict(WAYS[way])
-    if kind == "llama" and "split" in pins:  # whose queries share keys
-        pins["split"] = ("kv_heads", *pins["split"][1:])
+    if "split" in pins:
+        pins["split"] = tuple(OWN_AXES.get(kind, {}).get(axis, axis) for axis in pins["split"])
     return plan_for(file, graph, (f"kind={kind}",), global_batch=GLOBAL_BATCH, **pins)
 
 

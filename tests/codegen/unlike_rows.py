@@ -26,6 +26,7 @@ from transformers import (
 
 LENGTHS = (32, 57, 128)
 IMAGE = (3, 16, 16)
+FRAME = 8
 WORDS = 64
 _BERT = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4}
 _GPT2 = {"n_embd": 32, "n_layer": 2, "n_head": 4, "vocab_size": WORDS, "use_cache": False}
@@ -82,6 +83,25 @@ class NanoGPT(nn.Module):
         )
 
 
+class Listener(nn.Module):
+    """Reads sound: a convolution that looks back makes one place of each two frames, rounded up."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv1d(FRAME, 32, kernel_size=3, stride=2)
+        self.places = nn.Embedding(128, 32)
+        self.blocks = nn.ModuleList(Block() for _ in range(2))
+        self.head = nn.Linear(32, WORDS, bias=False)
+
+    def forward(self, frames: Tensor, labels: Tensor) -> Tensor:
+        x = self.stem(functional.pad(frames.transpose(1, 2), (2, 0))).transpose(1, 2)
+        x = x + self.places(torch.arange(x.shape[1], device=x.device))
+        for block in self.blocks:
+            x = block(x)
+        logits = self.head(x)
+        return functional.cross_entropy(logits.flatten(0, 1), labels[:, ::2].flatten())
+
+
 def _captioner() -> nn.Module:
     seen = ViTConfig(**_BERT, intermediate_size=64, image_size=16, patch_size=8, **_NOT_DROPPED)
     said = GPT2Config(**_GPT2, **_NO_DROPOUT, add_cross_attention=True)
@@ -111,6 +131,7 @@ _KINDS: dict[str, Callable[[], nn.Module]] = {
         BertConfig(**_BERT, intermediate_size=64, vocab_size=WORDS, **_NOT_DROPPED)
     ),
     "captioner": _captioner,
+    "listener": Listener,
 }  # fmt: skip
 
 
@@ -151,6 +172,9 @@ def _row(index: int, length: int, target_length: int, kind: str) -> dict[str, Te
     ids = torch.randint(2, WORDS, (length,), generator=numbers)
     if kind == "captioner":
         return {"pixel_values": torch.randn(IMAGE, generator=numbers), "labels": ids}
+    if kind == "listener":
+        frames = torch.randn(length, FRAME, generator=numbers)
+        return {"frames": frames, "labels": ids}
     if kind == "t5":
         target = torch.randint(2, WORDS, (target_length,), generator=numbers)
         return {"input_ids": ids, "labels": target}
@@ -165,6 +189,8 @@ def build_collate(kind: str) -> Callable[[list[dict[str, Tensor]]], dict[str, An
         if kind == "captioner":
             return {"pixel_values": torch.stack([row["pixel_values"] for row in rows]),
                     "labels": labels}  # fmt: skip
+        if kind == "listener":
+            return {"frames": _padded([row["frames"] for row in rows], 0), "labels": labels}
         ids = [row["input_ids"] for row in rows]
         batch = {"input_ids": _padded(ids, 0), "labels": labels}
         if kind not in ("nanogpt", "llama"):

@@ -203,8 +203,12 @@ class Sizes:
             added = here - times * size
             if not rest and times > 0 and abs(added) < size:
                 scaled = _chain([fact, *[literal(times)] * (times != 1)], "*", Level.PRODUCT)
-                sign = "+" if added > 0 else "-"
-                return binary(scaled, sign, literal(abs(added)), Level.SUM)
+                return _plus(scaled, added)
+        for (size, another), fact in lengths.items():
+            for parts in _parts_of(another - size, other - here):
+                more = _added(((size, here), (another, other)), parts)
+                if more is not None:
+                    return binary(_plus(fact, more), "//", literal(parts), Level.PRODUCT)
         return None
 
     def local(self, size: Wanted) -> Expression:
@@ -264,6 +268,30 @@ class Sizes:
 def whole_sizes(split: Split, tensor: str) -> tuple[Wanted, ...]:
     """Return the sizes of a tensor that is not split."""
     return wanted(split, tensor, WHOLE)
+
+
+def _plus(term: Expression, added: int) -> Expression:
+    if not added:
+        return term
+    return binary(term, "+" if added > 0 else "-", literal(abs(added)), Level.SUM)
+
+
+def _parts_of(lengths: int, parts: int) -> Iterator[int]:
+    """Yield what a length may be divided by, if it grows by so much while a part does."""
+    if lengths > parts > 0:
+        yield from sorted({max(2, lengths // parts), max(2, -(-lengths // parts))})
+
+
+def _added(pairs: Sequence[tuple[int, int]], parts: int) -> int | None:
+    """Return what is added to lengths before they are divided: ⌊(length + added) ÷ parts⌋ = part.
+
+    Convolutions and pools shorten rows like that. None where no number does for all pairs, or where
+    several do and none of them rounds down or up.
+    """
+    least = max(part * parts - length for length, part in pairs)
+    most = min(part * parts - length for length, part in pairs) + parts - 1
+    usual = [added for added in (0, parts - 1) if least <= added <= most]
+    return least if least == most else next(iter(usual), None)
 
 
 def _divided(extent: Extent, *, by: int) -> Extent:
