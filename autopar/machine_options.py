@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.planner.cluster.choose import check_count, choose_cluster, filling_counts
@@ -16,13 +17,22 @@ _MOST_COUNTS = 64  # that one command plans for
 _EXPECTED = "a whole number, several as 1,2,4,8, or all from one to another as 1..64"
 
 
-def clusters_of(
-    gpus: str | None, device: str | None, nodes: str | None, file: Path | None
-) -> tuple[Cluster, ...]:
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Machines:
+    """The machines to plan for, as the command line says it."""
+
+    gpus: str | None = None
+    device: str | None = None
+    nodes: str | None = None
+    cluster: Path | None = None
+
+
+def clusters_of(of: Machines) -> tuple[Cluster, ...]:
     """Return the clusters that the options describe, the smallest first.
 
     Of a file, numbers of devices are its first nodes, or a part of the first node.
     """
+    gpus, device, nodes, file = of.gpus, of.device, of.nodes, of.cluster
     if file is None and gpus is None:
         raise InputError(
             "no machines are given", fix="--gpus 8, or --cluster cluster.toml for unequal ones"

@@ -7,7 +7,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.codegen.subject import check_unchanged, model_spec
-from autopar.commands.plan import make_plan
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.layers import find_layers
@@ -17,6 +16,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.smaller import arrangement_constraints, whole_constraints
 from autopar.planner.plan.telling.split_lines import class_layouts
 from autopar.planner.plan.telling.words import arrangement_words
+from autopar.planning import make_plan
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

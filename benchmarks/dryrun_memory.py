@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from autopar.codegen.proof.dry_running import DryRun, dry_run
-from autopar.commands.plan import make_plan
+from autopar.planning import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.prediction import MemoryPrediction
 from autopar.planner.errors import AutoparError

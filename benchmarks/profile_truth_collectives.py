@@ -4,7 +4,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from autopar.commands.plan import make_plan
+from autopar.planning import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.link import Backend

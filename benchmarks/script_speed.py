@@ -19,7 +19,7 @@ from tempfile import TemporaryDirectory
 import torch
 
 from autopar.codegen.emit import write_script
-from autopar.commands.plan import make_plan
+from autopar.planning import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.units import seconds_text
 from autopar.planner.plan.declared.options import gathered_constraints

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.proof.dry_running import dry_run
-from autopar.commands.plan import make_plan
+from autopar.planning import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.plan.declared.options import gathered_constraints
 

@@ -1,0 +1,200 @@
+"""autopar from Python: plan a training, then write, explain and verify its script.
+
+import autopar
+
+plan = autopar.plan("model.py", gpus=8, global_batch=64)
+plan.write("out")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
+from autopar.codegen.emit import emit, refuse_overwriting
+from autopar.codegen.proof.comparison import Comparison
+from autopar.codegen.proof.given_script import read_script_of
+from autopar.codegen.proof.verification import verify
+from autopar.codegen.subject import with_model
+from autopar.machine_options import Machines
+from autopar.planner.costs.prediction import Arrangement, Prediction
+from autopar.planner.destination import refuse_named_as_file, refuse_replacing, write_whole
+from autopar.planner.errors import AutoparError
+from autopar.planner.model.model_file import model_path
+from autopar.planner.plan.files.document import FILE_NAME, read_plan, refuse_foreign, write_plan
+from autopar.planner.plan.fleet.curve import Curve
+from autopar.planner.plan.parts import parts_of
+from autopar.planner.plan.plan import Plan as Content
+from autopar.planner.plan.telling.explanation import Explanation, explain
+from autopar.planner.plan.telling.words import arrangement_words
+from autopar.planning import make_plans, request_of
+
+__all__ = ["AutoparError", "Plan", "load", "plan"]
+
+Value = str | int | float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """How to split a training, and what can be done with that."""
+
+    content: Content  # all that plan.json says
+    folder: Path  # relative paths of the model file are seen from here
+    curve: Curve | None = None  # of each number of devices, where several were compared
+
+    def __str__(self) -> str:
+        """Return the plan in a line, with the predicted step."""
+        content = self.content
+        return (
+            f"{content.model.name} on {content.machines.devices} × {content.machines.device}: "
+            f"{arrangement_words(self.arrangement)}, {self.step_seconds:.4g} s a step"
+        )
+
+    @property
+    def arrangement(self) -> Arrangement:
+        """The degrees of each kind of parallelism, the microbatches and the schedule."""
+        return self.content.arrangement
+
+    @property
+    def prediction(self) -> Prediction:
+        """The step's seconds term by term, and what each stage computes and holds."""
+        return self.content.prediction
+
+    @property
+    def step_seconds(self) -> float:
+        """The predicted time of a step."""
+        return self.prediction.step_seconds
+
+    @property
+    def gap(self) -> float:
+        """How much faster another plan might be, as a share of the step: 0.0 where none is."""
+        return self.content.proof.gap
+
+    def write(self, folder: str | Path = ".", *, force: bool = False) -> Path:
+        """Write plan.json and train.py into a folder, and return where the script is.
+
+        A script that was changed by hand is overwritten by force alone.
+        """
+        place = Path(folder)
+        refuse_named_as_file(place)
+        refuse_foreign(place / FILE_NAME)
+        text = self._script(place / SCRIPT_NAME, force=force)
+        write_plan(self.content, place / FILE_NAME)
+        write_whole(place / SCRIPT_NAME, text, what="the script")
+        return place / SCRIPT_NAME
+
+    def emit(self, path: str | Path = SCRIPT_NAME, *, force: bool = False) -> Path:
+        """Write the training script alone, and return where it is."""
+        place = Path(path)
+        write_whole(place, self._script(place, force=force), what="the script")
+        return place
+
+    def _script(self, place: Path, *, force: bool) -> str:
+        """Return the script for a place where nothing of others is in the way."""
+        refuse_replacing(place, model_path(self.content.model.spec))
+        if not force:
+            refuse_overwriting(place)
+        return emit(self.content, destination=place, folder=self.folder)
+
+    def explain(self) -> Explanation:
+        """Return why the plan is what it is: time, stages, memory, communication, splits."""
+        return explain(self.content, *parts_of(self.content, where="the plan"))
+
+    def verify(self, script: str | Path | None = None, *, steps: int = 5) -> Comparison:
+        """Train a few steps by a script on CPU processes and in one process; return how far apart.
+
+        Without a script it is the one that the plan emits. `is_within(1e-9)` says whether they
+        train alike, in float64.
+        """
+        with TemporaryDirectory(prefix="autopar-verified-") as name:
+            path = self.emit(Path(name) / SCRIPT_NAME) if script is None else Path(script)
+            given = read_script_of(self.content, path, self.folder)
+            return verify(self.content, self.folder, given, steps=steps)
+
+
+def plan(
+    model: str | Path,
+    *,
+    gpus: int | str | Sequence[int] | None = None,
+    device: str | None = None,
+    nodes: int | None = None,
+    cluster: str | Path | None = None,
+    arguments: Mapping[str, object] | None = None,
+    global_batch: int | None = None,
+    precision: str | None = None,
+    pins: Mapping[str, Value] | None = None,
+    constraints: str | Path | None = None,
+    profile: str | Path | None = None,
+    time_limit_seconds: float | None = None,
+    objective: str | None = None,
+    tolerance: Value | None = None,
+    memory: str | None = None,
+    max_tp: int | None = None,
+    max_pp: int | None = None,
+    max_dp: int | None = None,
+    samples: Value | None = None,
+    tokens: Value | None = None,
+    deadline: str | None = None,
+    budget: Value | None = None,
+) -> Plan:
+    """Plan how to split the training of a model, and prove the choice.
+
+    `model` is path.py or path.py:factory, and `arguments` are for its functions. The machines are
+    `gpus` (8, or several to choose from: [1, 2, 4, 8]) of a `device`, or a `cluster` file. `pins`
+    are those of --pin: {"tp": 2}. All else is as of the options of `autopar plan`.
+    """
+    demands = {
+        "limits.tp": max_tp,
+        "limits.pp": max_pp,
+        "limits.dp": max_dp,
+        "limits.memory": memory,
+        "objective": objective,
+        "samples": samples,
+        "tokens": tokens,
+        "deadline": deadline,
+        "budget": budget,
+        "tolerance": tolerance,
+        "global_batch": global_batch,
+        "precision": precision,
+    }
+    request = request_of(
+        str(model),
+        arguments=_pairs(arguments),
+        machines=Machines(
+            gpus=_text(gpus) if gpus is None or isinstance(gpus, (int, str)) else _listed(gpus),
+            device=device,
+            nodes=_text(nodes),
+            cluster=None if cluster is None else Path(cluster),
+        ),
+        pins=_pairs(pins),
+        demands={place: _text(value) for place, value in demands.items()},
+        constraints=None if constraints is None else Path(constraints),
+        time_limit_seconds=time_limit_seconds,
+        profile=None if profile is None else Path(profile),
+    )
+    found = make_plans(request)
+    is_compared = len(found.curve.trials) > 1
+    return Plan(content=found.plan, folder=Path(), curve=found.curve if is_compared else None)
+
+
+def load(path: str | Path, *, model: str | Path | None = None) -> Plan:
+    """Return the plan of a plan.json, or of its folder; `model` is where its file has moved to."""
+    place = Path(path)
+    folder = place if place.is_dir() else place.parent
+    content = with_model(read_plan(place), folder, None if model is None else str(model))
+    return Plan(content=content, folder=folder)
+
+
+def _pairs(values: Mapping[str, object] | None) -> list[str]:
+    return [f"{name}={value}" for name, value in (values or {}).items()]
+
+
+def _text(value: object) -> str | None:
+    return None if value is None else str(value)
+
+
+def _listed(values: Sequence[int]) -> str:
+    return ",".join(map(str, values))
