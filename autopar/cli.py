@@ -58,15 +58,15 @@ def autopar_options(
         raise typer.Exit(ExitCode.USAGE)
 
 
-def main() -> None:
-    """Run the command line; every error of ours leaves with its documented exit code."""
+def main(command: typer.Typer = app) -> None:
+    """Run a command line; every error of ours leaves with its documented exit code."""
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch's and PuLP's, as is usual
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a console that lacks a sign shows another
     try:
-        app()
+        command()
     except AutoparError as error:
         tell_error(error)
         sys.exit(int(error.exit_code))

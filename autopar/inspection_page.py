@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 
 from rich import box
 from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.planner.annotated import AnnotatedOp
+from autopar.planner.cluster.device import Device
+from autopar.planner.cluster.units import seconds_text
 from autopar.planner.inspection import Inspection
+from autopar.planner.precision import Precision
 
 
 def page(inspection: Inspection) -> Iterator[RenderableType]:
@@ -44,6 +48,33 @@ def memory_text(size_bytes: float) -> str:
         if size_bytes >= 1024**power:
             return f"{size_bytes / 1024**power:.2f} {unit}"
     return f"{size_bytes / 1024:.1f} KiB"
+
+
+def ops_table(
+    ops: Sequence[AnnotatedOp], device: Device, precision: Precision, *, batch: int
+) -> Table:
+    """Return the ops of a model; of layers that are alike those of the first."""
+    table = _table(
+        f"Ops on {device.name} in {precision}, unsplit, at batch {batch}",
+        "op", "module", "×", "FLOPs", "moved", "kept", "forward", "backward",
+    )  # fmt: skip
+    for one in ops:
+        if one.count:
+            table.add_row(
+                one.target.removeprefix("aten.").removesuffix(".default"),
+                Text(one.module),
+                str(one.count),
+                _or_nothing(flops_text, one.forward_flops + one.backward_flops),
+                _or_nothing(memory_text, one.moved_bytes),
+                _or_nothing(memory_text, one.kept_bytes),
+                _or_nothing(seconds_text, one.forward_seconds),
+                _or_nothing(seconds_text, one.backward_seconds),
+            )
+    return table
+
+
+def _or_nothing(text: Callable[[float], str], value: float) -> str:
+    return text(value) if value else "0"
 
 
 def _head(inspection: Inspection) -> Text:

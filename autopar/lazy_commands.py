@@ -23,7 +23,6 @@ FUNCTIONS = {
     "verify": "verify_plan",
     "dryrun": "dryrun",
     "profile": "profile",
-    "validate": "validate",
     "doctor": "doctor",
 }
 

@@ -18,7 +18,6 @@ from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 
-from autopar.commands.validate import zoo_folder
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.costs.prediction import Arrangement, Recompute
@@ -31,11 +30,12 @@ from autopar.planner.plan.solving.candidate import Candidate
 from autopar.planner.plan.solving.costing import Subject
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 from autopar.planner.trace import trace
-from autopar.planner.validation.machines import cluster_of
-from autopar.planner.validation.models import ModelShape, shape_of
-from autopar.planner.validation.settings import settings_of
-from autopar.planner.validation.skip import reason_to_skip
-from autopar.planner.validation.table import Row, read_tables, stated
+from benchmarks.validate import zoo_folder
+from benchmarks.validation.machines import cluster_of
+from benchmarks.validation.models import ModelShape, shape_of
+from benchmarks.validation.settings import settings_of
+from benchmarks.validation.skip import reason_to_skip
+from benchmarks.validation.table import Row, read_tables, stated
 
 _ENDLESS_BYTES = 1 << 60
 

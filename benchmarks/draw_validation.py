@@ -1,6 +1,6 @@
 """Draws predicted against measured step times and memory of published runs, as one picture.
 
-autopar validate TABLE.csv … -o predictions.csv
+python -m benchmarks.validate TABLE.csv … -o predictions.csv
 python benchmarks/draw_validation.py predictions.csv docs/accuracy.png
 """
 

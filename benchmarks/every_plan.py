@@ -40,10 +40,10 @@ from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net
 from autopar.planner.profile.profile import Request, place_at_hand, profile
-from autopar.planner.validation.scoring import kendall_tau
 from autopar.training_calls import training_call
 from benchmarks.every_plan_ranks import RANKS, step_seconds
 from benchmarks.profile_truth import Case, Known, known
+from benchmarks.validation.scoring import kendall_tau
 
 RESULT = Path(__file__).parent / "results" / "every_plan.md"
 FINALISTS = 5

@@ -16,10 +16,10 @@ from math import log
 from pathlib import Path
 
 from autopar.planner.costs.steps.framework import FrameworkConstants, read_framework_constants
-from autopar.planner.validation.outcome import Outcome, validate_rows
-from autopar.planner.validation.scoring import score
-from autopar.planner.validation.skip import reason_to_skip
-from autopar.planner.validation.table import Row, read_tables
+from benchmarks.validation.outcome import Outcome, validate_rows
+from benchmarks.validation.scoring import score
+from benchmarks.validation.skip import reason_to_skip
+from benchmarks.validation.table import Row, read_tables
 
 ZOO = Path(__file__).parents[1] / "models_zoo"
 MOST_LOSS = 0.3

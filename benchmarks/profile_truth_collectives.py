@@ -4,7 +4,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from math import ceil
 
-from autopar.planning import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.link import Backend
@@ -19,6 +18,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import link_cases, net_of, sample
 from autopar.planner.programs.layouts.slots import find_slots, own_layouts
+from autopar.planning import make_plan
 
 RANKS = 2
 BUCKET_BYTES = 25 * 2**20

@@ -19,10 +19,10 @@ from tempfile import TemporaryDirectory
 import torch
 
 from autopar.codegen.emit import write_script
-from autopar.planning import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.units import seconds_text
 from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planning import make_plan
 from benchmarks.script_speed_ranks import RANKS, Pair, Timed, timed
 
 MODEL = Path(__file__).parents[1] / "models_zoo" / "gpt2.py"

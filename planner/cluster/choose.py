@@ -15,7 +15,7 @@ DEFAULT_DEVICE = "h100-sxm"
 def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = None) -> Cluster:
     """Return the cluster of so many devices; `origin` tells who chose the device."""
     check_count(gpus, "--gpus")
-    chosen, origin = _device(device)
+    chosen, origin = device_for(device)
     per_node = _devices_per_node(gpus, nodes, chosen)
     node = usual_node(chosen, per_node)
     count = gpus // per_node
@@ -24,7 +24,7 @@ def choose_cluster(gpus: int, device: str | None = None, nodes: int | None = Non
 
 def filling_counts(device: str | None, nodes: int | None) -> Callable[[int], bool]:
     """Return whether a number of devices fills its nodes: the usual ones, or so many as given."""
-    usual = _device(device)[0].devices_per_node
+    usual = device_for(device)[0].devices_per_node
 
     def is_filling(count: int) -> bool:
         return count % (nodes or usual) == 0 or (nodes is None and count < usual)
@@ -53,7 +53,8 @@ def check_count(count: int, where: str) -> None:
         )
 
 
-def _device(name: str | None) -> tuple[Device, Origin]:
+def device_for(name: str | None) -> tuple[Device, Origin]:
+    """Return the device of a name; without one the GPUs here, or the usual one; and who chose."""
     if name is not None:
         return find_device(name), Origin.NAMED
     found = local_devices()

@@ -12,10 +12,9 @@ import pytest
 import autopar
 from autopar.lazy_commands import FUNCTIONS, LazyCommands
 from tests.autopar.commands import run
-from tests.planner.validation.rows import table_text
 
 # Those that are quick, each after the one that makes what it reads.
-RUN = ("doctor", "inspect", "plan", "explain", "emit", "diff", "validate")
+RUN = ("doctor", "inspect", "plan", "explain", "emit", "diff")
 
 
 def example(command: str) -> list[str]:
@@ -49,12 +48,11 @@ def test_the_examples_run_one_after_another(
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
     Path("models_zoo").symlink_to(Path(autopar.__file__).parent / "models_zoo")
-    Path("runs.csv").write_text(table_text({}), encoding="utf-8")
     for folder in ("before", "after"):
         Path(folder).symlink_to("out")
     for command in RUN:
         ran = run(monkeypatch, capsys, command, *example(command))
         assert (ran.code, ran.err) == (0, ""), command
         assert ran.out
-    written = {"out/plan.json", "out/train.py", "train.py", "predictions.csv"}
+    written = {"out/plan.json", "out/train.py", "train.py"}
     assert all(Path(name).is_file() for name in written)

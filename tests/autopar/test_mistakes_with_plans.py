@@ -170,10 +170,6 @@ MISTAKES = {
         arguments=("profile", "model.py", "-o", "model.py"),
         telling=("the measurements are damaged", "at: model.py"),
     ),
-    "a table that is none": Mistake(
-        arguments=("validate", "model.py"), telling=("this is no table of published runs",)
-    ),
-    "no table": Mistake(arguments=("validate", "runs.csv"), telling=("cannot read the table",)),
     "an argument for doctor": Mistake(
         arguments=("doctor", "model.py"), telling=("unexpected extra argument",)
     ),

@@ -7,9 +7,9 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.proof.dry_running import dry_run
-from autopar.planning import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planning import make_plan
 
 MODEL = Path(__file__).parents[2] / "models_zoo" / "llama.py"
 SHAPE = (

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planning import make_plan
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.precision import Precision
+from autopar.planning import make_plan
 
 MASKED = """
 import torch

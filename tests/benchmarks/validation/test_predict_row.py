@@ -8,14 +8,14 @@ import pytest
 
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.costs.steps.framework import read_framework_constants
-from autopar.planner.validation.host_work import with_host
-from autopar.planner.validation.outcome import MemoryKind, memory_kind, validate_rows
-from autopar.planner.validation.predict_row import predict_row
-from autopar.planner.validation.report import report_of
-from autopar.planner.validation.table import Row
+from benchmarks.validation.host_work import with_host
+from benchmarks.validation.outcome import MemoryKind, memory_kind, validate_rows
+from benchmarks.validation.predict_row import predict_row
+from benchmarks.validation.report import report_of
+from benchmarks.validation.table import Row
+from tests.benchmarks.validation.rows import a_row
 from tests.clock import least_seconds
 from tests.planner.costs.step_factories import LAYER
-from tests.planner.validation.rows import a_row
 
 ZOO = Path(__file__).parents[3] / "models_zoo"
 CONSTANTS = read_framework_constants()

@@ -6,8 +6,8 @@ import re
 from collections.abc import Callable
 
 from autopar.planner.errors import InputError
-from autopar.planner.validation.settings import remade_of
-from autopar.planner.validation.table import Row, stated
+from benchmarks.validation.settings import remade_of
+from benchmarks.validation.table import Row, stated
 
 NEEDED = (
     *("layers", "hidden", "heads", "seq_len", "gpu", "gpus", "gpus_per_node", "dtype", "tp", "pp"),

@@ -8,11 +8,11 @@ import pytest
 
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.validation.practice import Attention
-from autopar.planner.validation.predict_row import layers_per_stage
-from autopar.planner.validation.settings import WHOLE_BUCKET, settings_of
-from autopar.planner.validation.skip import reason_to_skip
-from tests.planner.validation.rows import a_row
+from benchmarks.validation.practice import Attention
+from benchmarks.validation.predict_row import layers_per_stage
+from benchmarks.validation.settings import WHOLE_BUCKET, settings_of
+from benchmarks.validation.skip import reason_to_skip
+from tests.benchmarks.validation.rows import a_row
 
 
 @pytest.mark.parametrize(

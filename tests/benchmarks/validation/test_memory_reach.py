@@ -9,9 +9,9 @@ import pytest
 
 from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.plan.declared.constraints import USUAL_MEMORY
-from autopar.planner.validation.outcome import validate_rows
-from autopar.planner.validation.report import report_of
-from autopar.planner.validation.table import read_table
+from benchmarks.validation.outcome import validate_rows
+from benchmarks.validation.report import report_of
+from benchmarks.validation.table import read_table
 
 ZOO = Path(__file__).parents[3] / "models_zoo"
 USUAL = USUAL_MEMORY.share or 0.0

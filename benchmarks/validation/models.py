@@ -16,7 +16,7 @@ from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace import trace
-from autopar.planner.validation.table import Row, stated
+from benchmarks.validation.table import Row, stated
 
 TRACED_LAYERS = 2  # two are needed to see that they are equal
 USUAL_VOCABULARY = 50257  # of GPT-2's tokens, where a table does not tell

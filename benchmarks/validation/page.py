@@ -8,10 +8,10 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
-from autopar.planner.validation.outcome import Outcome
-from autopar.planner.validation.report import Report, Section
-from autopar.planner.validation.scoring import Score
 from autopar.tables import plain_table
+from benchmarks.validation.outcome import Outcome
+from benchmarks.validation.report import Report, Section
+from benchmarks.validation.scoring import Score
 
 PREDICTION_COLUMNS = (
     *("table", "line", "model_name", "gpu", "gpus", "tp", "pp", "dp", "micro_batch"),

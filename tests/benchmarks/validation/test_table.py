@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import InputError
-from autopar.planner.validation.skip import NEEDED, TIMES
-from autopar.planner.validation.table import COLUMNS, read_table
-from tests.planner.validation.rows import a_row, table_text
+from benchmarks.validation.skip import NEEDED, TIMES
+from benchmarks.validation.table import COLUMNS, read_table
+from tests.benchmarks.validation.rows import a_row, table_text
 
 
 def refusal(folder: Path, text: str | bytes) -> InputError:

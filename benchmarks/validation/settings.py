@@ -22,8 +22,8 @@ from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.precision import Precision
-from autopar.planner.validation.practice import Attention, Practice
-from autopar.planner.validation.table import Row, stated
+from benchmarks.validation.practice import Attention, Practice
+from benchmarks.validation.table import Row, stated
 
 WHOLE_BUCKET = 2**62  # bytes: one bucket, so one reduction after the backward
 USUAL_BUCKET = 160_000_000  # bytes: 40 million fp32 gradients, Megatron's usual bucket

@@ -24,9 +24,9 @@ from autopar.planner.precision import Precision
 from autopar.planner.programs.layouts.choice import Budget, solve_layouts
 from autopar.planner.programs.layouts.rules import LayoutRules, Pin
 from autopar.planner.programs.layouts.slots import find_slots, own_layouts
-from autopar.planner.validation.host_work import with_host
-from autopar.planner.validation.models import ModelShape, Traced, traced
-from autopar.planner.validation.practice import Practice, PracticePricer
+from benchmarks.validation.host_work import with_host
+from benchmarks.validation.models import ModelShape, Traced, traced
+from benchmarks.validation.practice import Practice, PracticePricer
 
 _PINS: Mapping[str, tuple[tuple[str, str], ...]] = MappingProxyType(
     {

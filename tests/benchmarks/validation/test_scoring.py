@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.validation.scoring import kendall_tau, score
+from benchmarks.validation.scoring import kendall_tau, score
 
 
 def test_errors_are_relative_to_what_was_measured() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from autopar.planner.validation.table import COLUMNS, Row, read_table
+from benchmarks.validation.table import COLUMNS, Row, read_table
 
 USUAL = {
     "source": "a test",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from autopar.planner.errors import InputError
-from autopar.planner.validation.machines import cluster_of, device_of
+from benchmarks.validation.machines import cluster_of, device_of
 
 
 @pytest.mark.parametrize(

@@ -7,8 +7,8 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from statistics import median
 
-from autopar.planner.validation.outcome import Outcome, Skipped
-from autopar.planner.validation.scoring import Score, kendall_tau, score
+from benchmarks.validation.outcome import Outcome, Skipped
+from benchmarks.validation.scoring import Score, kendall_tau, score
 
 SMALLEST_GROUP = 5  # layouts; τ of fewer says little: one swapped pair of four is 0.67
 

@@ -11,9 +11,9 @@ from pathlib import Path
 from autopar.planner.costs.prediction import MemoryPrediction
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.errors import AutoparError
-from autopar.planner.validation.predict_row import Predicted, predict_row
-from autopar.planner.validation.skip import reason_to_skip
-from autopar.planner.validation.table import Row, stated
+from benchmarks.validation.predict_row import Predicted, predict_row
+from benchmarks.validation.skip import reason_to_skip
+from benchmarks.validation.table import Row, stated
 
 GIB = 2**30
 _ALLOCATED = re.compile(r"\ballocated\b", re.IGNORECASE)

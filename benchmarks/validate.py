@@ -1,4 +1,7 @@
-"""`autopar validate`: predictions beside tables of published runs."""
+"""Predicts published runs, and tells how far the predictions are off.
+
+python -m benchmarks.validate TABLE.csv … [-o FILE.csv] [--json]
+"""
 
 from __future__ import annotations
 
@@ -10,16 +13,21 @@ from typing import Annotated
 import typer
 
 import autopar
+from autopar.cli import main
+from autopar.command_line import Command
 from autopar.console import results
 from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.destination import check_writable, refuse_others, write_whole
-from autopar.planner.validation.outcome import validate_rows
-from autopar.planner.validation.report import report_of
-from autopar.planner.validation.table import read_tables
 from autopar.progress import reported
-from autopar.validation_page import page, predictions_csv
+from benchmarks.validation.outcome import validate_rows
+from benchmarks.validation.page import page, predictions_csv
+from benchmarks.validation.report import report_of
+from benchmarks.validation.table import read_tables
+
+app = typer.Typer(add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich")
 
 
+@app.command(cls=Command)
 def validate(
     tables: Annotated[
         list[Path], typer.Argument(metavar="TABLE.csv", help="Published runs: docs/accuracy.md.")
@@ -34,7 +42,7 @@ def validate(
 
     A table is CSV, one run a line; docs/accuracy.md says what its columns hold.
 
-    Example: autopar validate runs.csv -o predictions.csv
+    Example: python -m benchmarks.validate runs.csv -o predictions.csv
     """
     if output is not None:
         check_writable(output)
@@ -60,3 +68,7 @@ def validate(
 def zoo_folder() -> Path:
     """Return the folder of the model files that come with autopar."""
     return Path(autopar.__file__).parent / "models_zoo"
+
+
+if __name__ == "__main__":
+    main(app)

@@ -15,11 +15,11 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.step import predict
-from autopar.planner.validation.machines import cluster_of
-from autopar.planner.validation.models import shape_of
-from autopar.planner.validation.pricing import Kind, Priced, priced
-from autopar.planner.validation.settings import Remade, Settings, settings_of
-from autopar.planner.validation.table import Row, stated
+from benchmarks.validation.machines import cluster_of
+from benchmarks.validation.models import shape_of
+from benchmarks.validation.pricing import Kind, Priced, priced
+from benchmarks.validation.settings import Remade, Settings, settings_of
+from benchmarks.validation.table import Row, stated
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
