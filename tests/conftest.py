@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -34,6 +35,28 @@ class OneWorkerForRanks(LoadScopeScheduling):  # type: ignore[misc]
         if nodeid.startswith(ON_MANY_PROCESSES):
             return "many processes"
         return nodeid.partition("::")[0]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Declare `--all-cells`."""
+    told = "run also the cells that `make test` leaves out"
+    parser.addoption("--all-cells", action="store_true", help=told)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out the cells that others stand for."""
+    if config.getoption("--all-cells"):
+        return
+    left_out = [item for item in items if item.get_closest_marker("more_cells")]
+    config.hook.pytest_deselected(items=left_out)
+    items[:] = [item for item in items if item not in left_out]
+
+
+def pytest_collection_finish() -> None:
+    """Keep the collector of garbage from looking through torch and transformers at every turn."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 20)
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:

@@ -19,6 +19,7 @@ from autopar.planner.plan.telling.meaning import meaning_notes
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from autopar.planner.trace.lengths import with_other_lengths
+from tests.cells import cells
 from tests.codegen.plain_cells import CELLS, EQUAL, EXPECTED, KINDS, WAYS
 from tests.codegen.plain_loop import train_by_script, train_plainly
 from tests.field.trial import cluster_of, constraints_of
@@ -50,13 +51,32 @@ def planned(kind: str, way: str) -> Plan:
     return search(graph, axes, layers, facts, cluster_of(demanded), constraints)
 
 
+STAND = {
+    ("U-Net", "dp"),
+    ("U-Net", "pp whole"),
+    ("LSTM", "tp"),
+    ("GAN", "dp tp"),
+    ("DLRM", "tp"),
+    ("DiT", "pp"),
+    ("two towers", "dp whole"),
+    ("two towers", "dp"),
+    ("masked experts", "dp"),
+    ("Mixtral", "tp"),
+    ("Mixtral", "dp"),
+    ("LoRA", "pp"),
+    ("captioner", "tp"),
+    ("nanoGPT", "dp tp"),
+    ("Qwen3", "pp"),
+}
+
+
 def test_each_of_twelve_kinds_is_tried_in_four_ways() -> None:
     ways = {kind: {way.removesuffix(" whole") for way in EXPECTED[kind]} for kind in KINDS}
     assert ways == {kind: {"dp", "tp", "pp", "dp tp"} for kind in KINDS}
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("kind", "way"), CELLS)
+@pytest.mark.parametrize(("kind", "way"), cells(CELLS, STAND))
 def test_a_script_trains_as_a_plain_loop_or_tells_what_else(
     kind: str, way: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
