@@ -60,6 +60,8 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     if scales_loss(plan):
         yield Setting("LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows")
         yield Setting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")
+    kept = "file or folder of the trained weights, or none; --export"
+    yield Setting("EXPORT", literal("model.safetensors"), kept)
     yield Setting("LOG_EVERY", literal(10), "steps; --log-every")
     if plan.model.has_dataset:
         yield Setting("WORKERS", literal(0), "processes that read ahead for this rank; --workers")

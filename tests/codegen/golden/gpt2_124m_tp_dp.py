@@ -28,7 +28,7 @@ Memory of the fullest device: 10.86 GiB of 67.2 GiB (16%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a0f1637046af094e.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 835004d9e7d40ed0.
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm, sum_replicated
 from autopar.runtime.initial_weights import Recipe, record
+from autopar.runtime.keeping.export import export
+from autopar.runtime.keeping.places import destination
 from autopar.runtime.layer_names import named
 from autopar.runtime.loss import Weighed, mean_loss, scale_loss, weighed_ahead
 from autopar.runtime.mesh import Axis, Mesh, start, stop
@@ -82,6 +84,7 @@ STEPS = 100  # --steps
 CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
+EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
@@ -272,6 +275,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
+    to = destination(options.export, mesh)
     model, recipe = built(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -288,6 +292,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
+    export([model], optimizer, recipe, to, mesh)
     stop(mesh)
     return [model], losses
 
@@ -312,6 +317,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
+    parser.add_argument("--export", default=EXPORT, help=".safetensors, a folder, or none")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
     parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")

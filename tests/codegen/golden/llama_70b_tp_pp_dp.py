@@ -28,7 +28,7 @@ Why this plan: of 15 ways to arrange the training none is faster by over 0.02%; 
 its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.86 s (+3.1%): +991.1 ms recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 8c40eae818501b59.
+# Written by autopar 0.1.0, which never overwrites changes by hand: b65b877ab3e5e365.
 
 from __future__ import annotations
 
@@ -50,6 +50,8 @@ from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm, sum_replicated
 from autopar.runtime.initial_weights import Recipe, record
+from autopar.runtime.keeping.export import export
+from autopar.runtime.keeping.places import destination
 from autopar.runtime.layer_names import named, numbered
 from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
 from autopar.runtime.mesh import Axis, Mesh, start, stop
@@ -83,6 +85,7 @@ WEIGHT_DECAY = 0.1  # of AdamW
 CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
+EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -337,6 +340,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
+    to = destination(options.export, mesh)
     model, recipe = built(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -351,6 +355,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
+    export(model.parts, optimizer, recipe, to, mesh)
     stop(mesh)
     return model.parts, losses
 
@@ -375,6 +380,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
+    parser.add_argument("--export", default=EXPORT, help=".safetensors, a folder, or none")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
     parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")

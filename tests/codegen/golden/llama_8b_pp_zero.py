@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: e656d59fd40637ea.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 91e1186e9683b266.
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.initial_weights import Recipe, record
+from autopar.runtime.keeping.export import export
+from autopar.runtime.keeping.places import destination
 from autopar.runtime.layer_names import numbered
 from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
@@ -77,6 +79,7 @@ WEIGHT_DECAY = 0.1  # of AdamW
 CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
+EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -221,6 +224,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
+    to = destination(options.export, mesh)
     model, recipe = built(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -235,6 +239,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
+    export(model.parts, optimizer, recipe, to, mesh)
     stop(mesh)
     return model.parts, losses
 
@@ -259,6 +264,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
+    parser.add_argument("--export", default=EXPORT, help=".safetensors, a folder, or none")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
     parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")

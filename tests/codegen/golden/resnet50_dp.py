@@ -26,7 +26,7 @@ Memory of the fullest device: 6.32 GiB of 67.2 GiB (9%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: b9fdf9d2a7601a06.
+# Written by autopar 0.1.0, which never overwrites changes by hand: f1c4b946b7bf9c12.
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.initial_weights import Recipe, record
+from autopar.runtime.keeping.export import export
+from autopar.runtime.keeping.places import destination
 from autopar.runtime.loss import Weighed, mean_loss, scale_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_source import note_changes, note_device
@@ -73,6 +75,7 @@ STEPS = 100  # --steps
 CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
+EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 SYNC_BATCH_NORM = True  # over all data ranks, as one device would; False: on each
@@ -175,6 +178,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     note_device(DEVICE, mesh)
+    to = destination(options.export, mesh)
     model, recipe = built(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -191,6 +195,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
+    export([model], optimizer, recipe, to, mesh)
     stop(mesh)
     return [model], losses
 
@@ -215,6 +220,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
+    parser.add_argument("--export", default=EXPORT, help=".safetensors, a folder, or none")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
     parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")

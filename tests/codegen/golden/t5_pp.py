@@ -23,7 +23,7 @@ Memory of the fullest device: 11.7 GiB of 67.2 GiB (17%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: b57e7434e3cd9bfe.
+# Written by autopar 0.1.0, which never overwrites changes by hand: c253a628b717db9c.
 
 from __future__ import annotations
 
@@ -44,6 +44,8 @@ from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.initial_weights import Recipe, record
+from autopar.runtime.keeping.export import export
+from autopar.runtime.keeping.places import destination
 from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
 from autopar.runtime.model_parts import Crossing, StagePart
@@ -74,6 +76,7 @@ WEIGHT_DECAY = 0.1  # of AdamW
 CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
+EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -210,6 +213,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
+    to = destination(options.export, mesh)
     model, recipe = built(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
@@ -224,6 +228,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
+    export(model.parts, optimizer, recipe, to, mesh)
     stop(mesh)
     return model.parts, losses
 
@@ -248,6 +253,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
     parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
     parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
+    parser.add_argument("--export", default=EXPORT, help=".safetensors, a folder, or none")
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
     parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
