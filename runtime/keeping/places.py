@@ -53,7 +53,7 @@ def destination(text: str, mesh: Mesh) -> Destination | None:
     to = Destination(Path(text).resolve())
     if mesh.rank == 0:
         _refuse_foreign(to)
-        _refuse_unwritable(to)
+        refuse_unwritable(to.path if to.is_folder else to.path.parent, option="--export")
     return to
 
 
@@ -72,8 +72,8 @@ def _refuse_foreign(to: Destination) -> None:
             refuse(f"{path} is there, and autopar has not written it: it is not replaced", fix=fix)
 
 
-def _refuse_unwritable(to: Destination) -> None:
-    folder = to.path if to.is_folder else to.path.parent
+def refuse_unwritable(folder: Path, *, option: str) -> None:
+    """Leave where nothing can be written to a folder, which is made if need be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".autopar-{os.getpid()}.tmp"
@@ -81,8 +81,8 @@ def _refuse_unwritable(to: Destination) -> None:
         probe.unlink()
     except OSError as error:
         refuse(
-            f"the trained weights cannot be written to {to.path}: {error.strerror}",
-            fix="name another place with --export, or --export none to keep no weights",
+            f"nothing can be written to {folder}: {error.strerror}",
+            fix=f"name another place with {option}, or {option} none to keep nothing there",
         )
 
 

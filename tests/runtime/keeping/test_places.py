@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,14 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from autopar.runtime.keeping.places import MARK, destination
-from autopar.runtime.mesh import Mesh, start, stop
-
-
-@pytest.fixture
-def mesh() -> Iterator[Mesh]:
-    made = start(pipeline=1, data=1, tensor=1)
-    yield made
-    stop(made)
+from autopar.runtime.mesh import Mesh
 
 
 def test_what_another_program_left_is_not_replaced(
@@ -40,7 +32,7 @@ def test_a_place_that_cannot_be_written_is_told_before_anything_is_trained(
     (tmp_path / "file").write_text("")
     with pytest.raises(SystemExit):
         destination(str(tmp_path / "file" / "out"), mesh)
-    assert "cannot be written" in capsys.readouterr().err
+    assert "nothing can be written" in capsys.readouterr().err
 
 
 def test_none_keeps_nothing(mesh: Mesh) -> None:
