@@ -20,6 +20,8 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.dryrun": "recording",
         "autopar.runtime.gradients": "clip_by_global_norm sum_replicated",
         "autopar.runtime.initial_weights": "Recipe record",
+        "autopar.runtime.keeping.keeper": "Keeper",
+        "autopar.runtime.keeping.options": "add_keeping",
         "autopar.runtime.layer_names": "named numbered",
         "autopar.runtime.loss": (
             "Weighed loss_in mean_loss scale_loss weighed_ahead weighed_terms_ahead"

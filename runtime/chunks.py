@@ -35,6 +35,11 @@ class Chunks:
         """The shape of the shard."""
         return tuple(sum(stop - start for start, stop in held) for held in self.ranges)
 
+    @property
+    def elements(self) -> int:
+        """How many elements the shard has."""
+        return math.prod(self.local_shape)
+
     def within_box(self, box: Box) -> Chunks:
         """Narrow them to a box of the shard."""
         ranges = zip(self.ranges, box, strict=True)

@@ -45,12 +45,14 @@ class RankRows(Sampler[list[Place]]):
     """The places of this data rank's microbatches, shuffled anew each time through the data.
 
     The rows that are left at the end of one time through fill up a batch with the next. Of each
-    block of so many rows `own` are those that this rank reads.
+    block of so many rows `own` are those that this rank reads. The first `skip` rows are not read.
     """
 
-    def __init__(self, dataset: Dataset[Any], *, block: int, own: slice, seed: int) -> None:
+    def __init__(
+        self, dataset: Dataset[Any], *, block: int, own: slice, seed: int, skip: int = 0
+    ) -> None:
         self.length = len(dataset)  # type: ignore[arg-type]  # which is checked before
-        self.block, self.own, self.seed = block, own, seed
+        self.block, self.own, self.seed, self.skip = block, own, seed, skip
 
     def __iter__(self) -> Iterator[list[Place]]:
         """Yield the places of one microbatch after another, without end."""
@@ -59,10 +61,12 @@ class RankRows(Sampler[list[Place]]):
             yield [next(rows) for _ in range(self.block)][self.own]
 
     def _all_rows(self) -> Iterator[Place]:
-        for epoch in count():
+        first, begin = divmod(self.skip, self.length)
+        for epoch in count(first):
             generator = torch.Generator().manual_seed(mixed_seed(self.seed, epoch))
             order = torch.randperm(self.length, generator=generator).tolist()
-            yield from (Place(epoch, index) for index in order)
+            yield from (Place(epoch, index) for index in order[begin:])
+            begin = 0
 
 
 def dataset_batches(
@@ -72,12 +76,14 @@ def dataset_batches(
     *,
     microbatch: Rows,
     seed: int,
+    skip: int = 0,
     workers: int = 0,
     rows_over: Axis = ALONE,
     new_collate: Callable[[], Collate] | None = None,
 ) -> Iterator[Batch]:
     """Yield this rank's microbatches of a dataset, without end, with the keys of the example.
 
+    A training that goes on skips the rows that it has seen: where they have numbers, unread.
     `workers` are processes that read ahead; without any, rows are read when they are needed. Ranks
     of `rows_over` read a share of the rows each, or share what a collate has made of all of them.
     """
@@ -95,6 +101,7 @@ def dataset_batches(
         of_rank=_of_rank(each, mesh.data),
         share=share,
         seed=seed,
+        skip=skip,
     )
     read = _streamed if is_streamed(dataset) else _listed
     loader = read(rows, collate, workers)
@@ -119,6 +126,7 @@ class _OwnRows:
     of_rank: slice  # the rows of a block that this data rank trains on
     share: slice  # the rows of those that this rank reads
     seed: int
+    skip: int  # rows of all data ranks together
 
     @property
     def read(self) -> slice:
@@ -139,7 +147,7 @@ def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[A
         batch_of = Collated(collate, columns_of(of.example), of.share, seed=of.seed)
     return DataLoader(
         listed,
-        batch_sampler=RankRows(of.dataset, block=of.block, own=read, seed=of.seed),
+        batch_sampler=RankRows(of.dataset, block=of.block, own=read, seed=of.seed, skip=of.skip),
         collate_fn=batch_of,
         num_workers=workers,
         pin_memory=of.mesh.device.type == "cuda",
@@ -153,7 +161,9 @@ def _streamed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader
         if collate is None
         else Collated(collate, columns_of(of.example), of.share, seed=of.seed)
     )
-    rows = StreamedRows(of.dataset, batch_of, block=of.block, own=of.of_rank, seed=of.seed)
+    rows = StreamedRows(
+        of.dataset, batch_of, block=of.block, own=of.of_rank, seed=of.seed, skip=of.skip
+    )
     is_pinned = of.mesh.device.type == "cuda"
     return DataLoader(rows, batch_size=None, num_workers=min(workers, 1), pin_memory=is_pinned)
 

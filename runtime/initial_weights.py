@@ -35,6 +35,7 @@ class Recipe:
 
     shapes: Mapping[str, tuple[int, ...]]
     make: Callable[[str], Tensor]
+    dtypes: Mapping[str, torch.dtype]  # as the constructor chose them
     bare: Collection[str] = frozenset()  # what the constructor made, and gave no numbers
 
     @torch.no_grad()
@@ -98,6 +99,7 @@ def record(factory: Callable[[], nn.Module], *, seed: int) -> tuple[nn.Module, R
     return model, Recipe(
         shapes,
         make=lambda name: recording.replay([values[name]])[0],
+        dtypes={name: value.dtype for name, value in values.items()},
         bare={
             name for name, value in values.items() if value.storage in bare and 0 not in value.size
         },
@@ -124,7 +126,11 @@ def _built_for_real(
     )
     tensors = {place.name: place.tensor.detach() for place in _tensors(model)}
     _move_to_meta(model, lambda tensor: torch.empty_like(tensor, device=META))
-    return model, Recipe({n: tuple(t.shape) for n, t in tensors.items()}, tensors.__getitem__)
+    return model, Recipe(
+        {name: tuple(tensor.shape) for name, tensor in tensors.items()},
+        make=tensors.__getitem__,
+        dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+    )
 
 
 def _tensors(model: nn.Module) -> Iterator[Place]:

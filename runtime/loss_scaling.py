@@ -28,9 +28,13 @@ class LossScale:
     ) -> None:
         self.value = initial
         self.fits = True  # whether all gradients of the last step were finite
+        self.calm_steps = 0  # since the factor changed
         self._mesh = mesh
         self._steps_until_growth = steps_until_growth
-        self._calm_steps = 0
+
+    def go_on(self, value: float, calm_steps: int) -> None:
+        """Begin where another one was."""
+        self.value, self.calm_steps = value, calm_steps
 
     def unscale(self, model_parts: Iterable[nn.Module]) -> bool:
         """Divide the gradients by the factor, and say whether those of all ranks are finite.
@@ -52,13 +56,13 @@ class LossScale:
 
     def _adapt(self) -> None:
         if self.fits:
-            self._calm_steps += 1
-            if self._calm_steps == self._steps_until_growth:
+            self.calm_steps += 1
+            if self.calm_steps == self._steps_until_growth:
                 self.value *= 2.0
-                self._calm_steps = 0
+                self.calm_steps = 0
             return
         self.value /= 2.0
-        self._calm_steps = 0
+        self.calm_steps = 0
         if self.value < LEAST:
             refuse(
                 f"gradients overflow with the loss times {2 * self.value:g} too: some activation "

@@ -14,7 +14,7 @@ from autopar.runtime.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel import buckets_of
 from autopar.runtime.mesh import Mesh
 from autopar.runtime.optimizer_arguments import OptimizerFactory, made_optimizer
-from autopar.runtime.optimizer_pieces import Piece, local_pieces, state_of
+from autopar.runtime.optimizer_pieces import Piece, local_pieces, note_pieces, state_of
 from autopar.runtime.sharded_optimizer import (
     FlatShard,
     forget_gradients,
@@ -151,6 +151,7 @@ def _exchange(
     optimizer: Optimizer, parameters: Iterable[nn.Parameter], pieces: Sequence[Piece]
 ) -> None:
     """Put the pieces in the place of the parameters, and keep the two in step."""
+    note_pieces(optimizer, pieces)
     by_parameter: dict[int, list[Piece]] = {}
     for piece in pieces:
         by_parameter.setdefault(id(piece.parameter), []).append(piece)

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from autopar.runtime.buckets import HALF_DTYPES
+
+_PIECES = "stepped_pieces"  # where an optimizer has what it steps in place of parameters
 
 
 class Piece(Protocol):
@@ -64,6 +67,17 @@ class LocalPiece:
     def slice(self, whole: Tensor) -> Tensor:
         """Return the piece's part of a tensor that is shaped like the parameter."""
         return local_tensor(whole)
+
+
+def note_pieces(optimizer: Optimizer, pieces: Sequence[Piece]) -> None:
+    """Remember what an optimizer steps in place of parameters."""
+    optimizer.__dict__[_PIECES] = tuple(pieces)
+
+
+def pieces_of(optimizer: Optimizer) -> tuple[Piece, ...] | None:
+    """Return what an optimizer steps in place of parameters; None where it steps these."""
+    pieces: tuple[Piece, ...] | None = optimizer.__dict__.get(_PIECES)
+    return pieces
 
 
 def state_of(piece: Piece, value: Any) -> Any:

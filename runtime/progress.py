@@ -11,10 +11,12 @@ from autopar.runtime.refusal import refuse
 class Progress:
     """What the first rank prints while it trains; times are means over the steps since the last."""
 
-    def __init__(self, mesh: Mesh, amount: int, unit: str, *, as_json: bool = False) -> None:
+    def __init__(
+        self, mesh: Mesh, amount: int, unit: str, *, begun: int = 0, as_json: bool = False
+    ) -> None:
         self._is_printing = mesh.rank == 0
         self._amount, self._unit, self._as_json = amount, unit, as_json
-        self._step, self._begun = 0, time.perf_counter()
+        self._step, self._begun = begun, time.perf_counter()
         self._was_finite = True
 
     def log(self, step: int, loss: float) -> None:

@@ -110,6 +110,13 @@ def tied_names(model: nn.Module, name: str) -> tuple[str, ...]:
     return (name, *(other for other in ties.get(name, ()) if other != name))
 
 
+def whole_names(model: nn.Module, group: list[Place]) -> tuple[str, ...]:
+    """Return all names that a tensor has in the whole model, in the order of its modules there."""
+    ties: Mapping[str, tuple[str, ...]] = model.__dict__.get(_TIES, {})
+    own = tuple(place.name for place in group)
+    return ties.get(own[0], own)
+
+
 def check_names(splits: Mapping[str, Split], known: Collection[str]) -> None:
     """Refuse a split of something that the model does not have."""
     unknown = sorted(set(splits) - set(known))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from itertools import count
+from itertools import count, islice
 from typing import Any
 
 from torch import Tensor
@@ -33,13 +33,14 @@ class StreamedRows(IterableDataset[Row]):
         block: int,
         own: slice,
         seed: int,
+        skip: int = 0,
     ) -> None:
         self.dataset, self.batch_of, self.seed = dataset, batch_of, seed
-        self.block, self.own = block, own
+        self.block, self.own, self.skip = block, own, skip
 
     def __iter__(self) -> Iterator[Row]:
         """Yield this rank's batches without end."""
-        rows = self._all_rows()
+        rows = islice(self._all_rows(), self.skip, None)
         while True:
             block = [next(rows) for _ in range(self.block)]
             yield self.batch_of(block[self.own])

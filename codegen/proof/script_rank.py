@@ -119,13 +119,14 @@ def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a script by its path."""
+    """Import a script by its path; what a proof trains is not kept, unless options say so."""
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module
     spec.loader.exec_module(module)
+    module.EXPORT = "none"  # type: ignore[attr-defined]
     return module
 
 

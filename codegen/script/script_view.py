@@ -42,6 +42,7 @@ class ScriptView:
     summed: bool
     ties: bool
     scales_loss: bool  # fp16
+    kept: Source  # what a checkpoint is made of
     scaling: Source  # of the losses of a pipeline
     clipping: Source
     dtypes: Source

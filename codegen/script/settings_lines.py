@@ -60,6 +60,13 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     if scales_loss(plan):
         yield Setting("LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows")
         yield Setting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")
+    kept = "file or folder of the trained weights, or none; --export"
+    yield Setting("EXPORT", literal("model.safetensors"), kept)
+    yield Setting(
+        "CHECKPOINT", literal("none"), "folder of all that it takes to go on; --checkpoint"
+    )
+    yield Setting("CHECKPOINT_EVERY", literal(1000), "steps; --checkpoint-every")
+    yield Setting("KEEP", literal(3), "checkpoints, the newest ones; --keep")
     yield Setting("LOG_EVERY", literal(10), "steps; --log-every")
     if plan.model.has_dataset:
         yield Setting("WORKERS", literal(0), "processes that read ahead for this rank; --workers")
@@ -113,7 +120,7 @@ def planned(plan: Plan) -> Iterator[Setting]:
         yield Setting("SCHEDULE", literal(str(arranged.schedule)), schedule)
         per_rank = "of consecutive layers each"
         yield Setting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
-    yield _units(plan.model, arranged)
+    yield from _units(plan.model, arranged)
     if is_for_gpus(plan):
         yield Setting("DEVICE", literal(plan.machines.device), "that the plan is for")
 
@@ -149,10 +156,12 @@ def _in_mebibytes(size_bytes: int) -> Source:
     return literal(size_bytes) if rest or not mebibytes else Source(f"{mebibytes} * 2**20")
 
 
-def _units(model: Model, arranged: Arrangement) -> Setting:
-    name = f"{unit_word(model).upper()}_PER_STEP"
+def _units(model: Model, arranged: Arrangement) -> Iterator[Setting]:
     rows = "sum(MICROBATCH) * MICROBATCHES" if arranged.rows else "MICROBATCH * MICROBATCHES * DATA"
+    yield Setting("GLOBAL_BATCH", Source(rows), f"{arranged.global_batch:,} rows of a step")
+    name = f"{unit_word(model).upper()}_PER_STEP"
     if model.tokens_per_row == 1:
-        return Setting(name, Source(rows), f"the global batch, {arranged.global_batch:,} rows")
-    meaning = f"of {arranged.global_batch:,} rows"
-    return Setting(name, Source(f"{rows} * {literal(model.tokens_per_row)}"), meaning)
+        yield Setting(name, Source("GLOBAL_BATCH"), "a row is one")
+    else:
+        per_row = Source(f"GLOBAL_BATCH * {literal(model.tokens_per_row)}")
+        yield Setting(name, per_row, f"{model.tokens_per_row:,} of each row")

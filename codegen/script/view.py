@@ -89,6 +89,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         summed=bool(parameters.summed),
         ties=bool(stages.ties),
         scales_loss=scales_loss(plan),
+        kept=_kept(plan),
         scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
         clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
         dtypes=dtypes(plan),
@@ -239,6 +240,14 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield "compress=COMPRESS"
     if synchronises_batch_norms(plan):
         yield "sync_batch_norm=SYNC_BATCH_NORM"
+
+
+def _kept(plan: Plan) -> Source:
+    """Return what a script's keeper is given: all that changes while it trains."""
+    parts = "model.parts" if _is_pipelined(plan) else "[model]"
+    scheduler = ", scheduler=scheduler" if plan.model.has_scheduler else ""
+    scale = ", loss_scale=loss_scale" if scales_loss(plan) else ""
+    return Source(f"{parts}, optimizer{scheduler}{scale}")
 
 
 def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:

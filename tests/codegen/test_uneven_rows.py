@@ -48,7 +48,7 @@ def test_uneven_rows_of_padded_targets_weigh_by_what_counts(tmp_path: Path) -> N
 def test_a_script_says_the_rows_of_each_data_rank() -> None:
     text = lines(planned(uneven_plan()))
     assert "MICROBATCH = (3, 1)  # rows at a time on each data rank" in text
-    assert "TOKENS_PER_STEP = sum(MICROBATCH) * MICROBATCHES" in text
+    assert "GLOBAL_BATCH = sum(MICROBATCH) * MICROBATCHES" in text
 
 
 def test_the_rows_of_many_data_ranks_are_told_in_runs() -> None:

@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: e656d59fd40637ea.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 2a605980b31f24cd.
 
 from __future__ import annotations
 
@@ -46,6 +46,8 @@ from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
 from autopar.runtime.gradients import clip_by_global_norm
 from autopar.runtime.initial_weights import Recipe, record
+from autopar.runtime.keeping.keeper import Keeper
+from autopar.runtime.keeping.options import add_keeping
 from autopar.runtime.layer_names import numbered
 from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
 from autopar.runtime.mesh import Mesh, start, stop
@@ -77,6 +79,10 @@ WEIGHT_DECAY = 0.1  # of AdamW
 CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
 DTYPE = "bfloat16"  # of weights and activations; gradients and optimizer are fp32; --dtype
+EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; --export
+CHECKPOINT = "none"  # folder of all that it takes to go on; --checkpoint
+CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
+KEEP = 3  # checkpoints, the newest ones; --keep
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
@@ -93,7 +99,8 @@ SHARD = 4  # data ranks that share one copy of the model's states
 ZERO = 3  # parameters, gradients and optimizer states are shared out over data ranks
 SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # of consecutive layers each
-TOKENS_PER_STEP = MICROBATCH * MICROBATCHES * DATA * 8192  # of 64 rows
+GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows of a step
+TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 of each row
 DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
@@ -198,14 +205,20 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh) -> Iterator[Weighed]:
+def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
     seed = options.seed
     if options.data == "synthetic" or mesh.is_dry_run:
         data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=seed)
     else:
         data = dataset_batches(
-            new_dataset, new_batch, mesh, microbatch=MICROBATCH, seed=seed, workers=options.workers
+            new_dataset,
+            new_batch,
+            mesh,
+            microbatch=MICROBATCH,
+            seed=seed,
+            skip=skip,
+            workers=options.workers,
         )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
@@ -225,16 +238,21 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
         return model.parts, []
-    data = batches(options, mesh)
+    # Where there is a checkpoint, the training goes on from it.
+    keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
+    data = batches(options, mesh, skip=keeper.rows)
     optimizer = ready(model, recipe, options, mesh)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
+    keeper.take(model.parts, optimizer)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", as_json=options.json)
-    for step in range(1, options.steps + 1):
+    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    for step in range(keeper.step + 1, options.steps + 1):
         loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
+        keeper.after(step)
+    keeper.export(recipe)
     stop(mesh)
     return model.parts, losses
 
@@ -262,6 +280,7 @@ def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
     parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
     parser.add_argument("--json", action="store_true", help="log one JSON object a line")
+    add_keeping(parser, export=EXPORT, checkpoint=CHECKPOINT, every=CHECKPOINT_EVERY, keep=KEEP)
     options = parser.parse_args(argv)
     options.dtype = DTYPES[options.dtype]
     return options

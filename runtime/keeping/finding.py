@@ -1,0 +1,127 @@
+"""Finds the checkpoint that a training goes on from: the newest whole one, or one that is named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.runtime.keeping.manifest import BrokenError, Manifest, check_file, read_manifest
+from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.keeping.writing import BROKEN, STEP
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.refusal import refuse
+
+AUTO, NEVER = "auto", "never"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """A folder whose files are all as they were written."""
+
+    folder: Path
+    manifest: Manifest
+
+
+def find_checkpoint(folder: Path, resume: str, mesh: Mesh) -> Checkpoint | None:
+    """Return what to go on from, if there is anything; every byte of it has been verified.
+
+    The ranks share the reading out. Checkpoints that are not whole are passed over, and named; if
+    none of several is whole, or the named one is not, the training does not begin anew by itself.
+    """
+    if resume not in (AUTO, NEVER):
+        return _named(Path(resume).resolve(), folder, mesh)
+    candidates = _agreed_candidates(folder, mesh)
+    if resume == NEVER and candidates:
+        refuse(
+            f"{folder} has checkpoints of an earlier training, which are not written over",
+            fix="name another --checkpoint folder, or go on from them with --resume auto",
+        )
+    broken: list[Path] = []
+    for one in candidates:
+        found = _verified(one, mesh)
+        if isinstance(found, Manifest):
+            _set_aside(broken, mesh)
+            return Checkpoint(one, found)
+        _note(f"the checkpoint {one} is not whole: {found}; the one before is looked at", mesh)
+        broken.append(one)
+    if broken:
+        refuse(
+            f"none of the {len(broken)} checkpoints in {folder} is whole",
+            fix="name another --checkpoint folder to begin anew, or bring back a copy of one",
+        )
+    return None
+
+
+def _named(path: Path, folder: Path, mesh: Mesh) -> Checkpoint:
+    found = _verified(path, mesh)
+    if isinstance(found, str):
+        refuse(
+            f"the checkpoint {path} is not whole: {found}",
+            fix="name another one (step-N), or --resume auto for the newest whole one",
+        )
+    later = [one for one in _agreed_candidates(folder, mesh) if step_of(one) > found.moment.step]
+    if later:
+        refuse(
+            f"{folder} has later checkpoints than step {found.moment.step}, such as "
+            f"{later[0].name}, which are not written over",
+            fix="name another --checkpoint folder for what comes from here on, or move them away",
+        )
+    return Checkpoint(path, found)
+
+
+def checkpoints_in(folder: Path) -> list[Path]:
+    """Return the checkpoints in a folder, the newest first; unfinished ones have other names."""
+    found = folder.glob(f"{STEP}*") if folder.is_dir() else ()
+    whole = [one for one in found if one.name.removeprefix(STEP).isdecimal() and one.is_dir()]
+    return sorted(whole, key=step_of, reverse=True)
+
+
+def step_of(path: Path) -> int:
+    """Return the step of a checkpoint's folder."""
+    return int(path.name.removeprefix(STEP))
+
+
+def _agreed_candidates(folder: Path, mesh: Mesh) -> Sequence[Path]:
+    found: Sequence[Path] = every_rank(checkpoints_in(folder), mesh)[0]
+    return found
+
+
+def verify_checkpoint(folder: Path, *, rank: int = 0, ranks: int = 1) -> Manifest:
+    """Read a manifest and compare this rank's share of the files with it, or raise BrokenError."""
+    manifest = read_manifest(folder)
+    for name in sorted(manifest.files)[rank::ranks]:
+        check_file(folder, name, manifest.files[name])
+    return manifest
+
+
+def _verified(folder: Path, mesh: Mesh) -> Manifest | str:
+    """Return the manifest of a checkpoint, or what any rank found wrong with it."""
+    manifest, wrong = None, None
+    try:
+        manifest = verify_checkpoint(folder, rank=mesh.rank, ranks=mesh.world_size)
+    except BrokenError as error:
+        wrong = str(error)
+    told = [one for one in every_rank(wrong, mesh) if one is not None]
+    if told:
+        return str(told[0])
+    assert manifest is not None
+    return manifest
+
+
+def _set_aside(broken: Sequence[Path], mesh: Mesh) -> None:
+    """Make room for what will be written under the names of broken checkpoints."""
+    for one in broken if mesh.rank == 0 else ():
+        aside = one.with_name(one.name + BROKEN)
+        try:
+            one.rename(aside)
+        except OSError as error:
+            refuse(
+                f"{one} is not whole and cannot be renamed: {error.strerror}", fix="move it away"
+            )
+
+
+def _note(text: str, mesh: Mesh) -> None:
+    if mesh.rank == 0:
+        print(f"note: {text}", file=sys.stderr, flush=True)

@@ -1,0 +1,188 @@
+"""Keeps a training: goes on from its last checkpoint, writes others, exports what it made."""
+
+from __future__ import annotations
+
+import argparse
+import shutil
+import sys
+import time
+import warnings
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from autopar.runtime.initial_weights import Recipe
+from autopar.runtime.keeping.export import export
+from autopar.runtime.keeping.finding import (
+    AUTO,
+    NEVER,
+    Checkpoint,
+    checkpoints_in,
+    find_checkpoint,
+)
+from autopar.runtime.keeping.manifest import Moment
+from autopar.runtime.keeping.owners import owners
+from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
+from autopar.runtime.keeping.random_states import set_random_states
+from autopar.runtime.keeping.restoring import own_random_states, restore
+from autopar.runtime.keeping.states import everything_held
+from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, write_checkpoint
+from autopar.runtime.loss_scaling import LossScale
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.randomness import mixed_seed
+
+FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
+
+
+class Keeper:
+    """What a script calls to keep its training, and to go on with it.
+
+    `step` and `rows` are where the training begins: 0, or what its checkpoint has seen.
+    """
+
+    def __init__(
+        self, options: argparse.Namespace, mesh: Mesh, *, rows_per_step: int, model: str
+    ) -> None:
+        self._mesh, self._options, self._model = mesh, options, model
+        self._rows_per_step = rows_per_step
+        self._export = destination(options.export, mesh)
+        self._folder = _folder(options)
+        self._found: Checkpoint | None = None
+        if self._folder is not None:
+            if mesh.rank == 0:
+                refuse_unwritable(self._folder, option="--checkpoint")
+            self._found = find_checkpoint(self._folder, options.resume or AUTO, mesh)
+        moment = self._found.manifest.moment if self._found else Moment(step=0, rows=0, updates=0)
+        self.step, self.rows = moment.step, moment.rows
+        self._begun, self._updates, self._kept_step = moment, moment.updates, moment.step
+        self._loss_scale: LossScale | None = None
+        self._parts: Sequence[nn.Module] = ()
+        self._optimizer: Optimizer | None = None
+
+    def take(
+        self,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None = None,
+        loss_scale: LossScale | None = None,
+    ) -> None:
+        """Take charge of a training that is about to begin, and put it where its checkpoint is."""
+        self._parts, self._optimizer, self._loss_scale = parts, optimizer, loss_scale
+        if self._found is not None:
+            self._go_on(self._found, parts, optimizer, scheduler)
+        optimizer.register_step_post_hook(self._count)
+        self._found = None
+
+    def after(self, step: int) -> None:
+        """Write a checkpoint after a step, where it is time for one."""
+        if self._folder is None or step == self._kept_step:
+            return
+        if step % self._options.checkpoint_every == 0 or step == self._options.steps:
+            self._write(self._folder, step)
+
+    def export(self, recipe: Recipe) -> None:
+        """Write the trained weights of the whole model."""
+        assert self._optimizer is not None
+        export(self._parts, self._optimizer, recipe, self._export, self._mesh)
+
+    def _go_on(
+        self,
+        found: Checkpoint,
+        parts: Sequence[nn.Module],
+        optimizer: Optimizer,
+        scheduler: LRScheduler | None,
+    ) -> None:
+        moment, origin = found.manifest.moment, found.manifest.origin
+        restore(found, parts, optimizer)
+        if self._loss_scale is not None and moment.loss_scale is not None:
+            self._loss_scale.go_on(moment.loss_scale, moment.calm_steps)
+        if scheduler is not None:
+            _step_again(scheduler, moment.updates)
+        owned = owners(everything_held(parts, optimizer), self._mesh)
+        if origin.plan == plan_digest(owned, self._mesh):
+            set_random_states(own_random_states(found, self._mesh.rank), self._mesh.device)
+        else:  # other ranks draw: not what the first steps have drawn
+            mesh = self._mesh
+            places = (mesh.data.rank, mesh.pipeline.rank)
+            torch.manual_seed(mixed_seed(self._options.seed, moment.step, *places))
+        self._say(f"goes on after step {moment.step:,} from {found.folder}")
+        if origin.model != self._model:
+            self._say("note: the model file is another one than that of the checkpoint; all fits")
+        if moment.step >= self._options.steps:
+            self._say(f"nothing is left of {self._options.steps:,} steps (--steps)")
+
+    def _write(self, folder: Path, step: int) -> bool:
+        """Write a checkpoint, and say whether it is there; if not, the training goes on."""
+        assert self._optimizer is not None
+        begun, scale = time.perf_counter(), self._loss_scale
+        moment = Moment(
+            step=step,
+            rows=self.rows + (step - self.step) * self._rows_per_step,
+            updates=self._updates,
+            loss_scale=None if scale is None else scale.value,
+            calm_steps=0 if scale is None else scale.calm_steps,
+        )
+        failure = write_checkpoint(
+            folder, moment, self._model, self._parts, self._optimizer, self._mesh
+        )
+        if failure is not None:
+            last = f"step {self._kept_step:,}" if self._kept_step else "none"
+            self._say(f"note: step {step:,} could not be kept ({failure}); the last one is {last}")
+            return False
+        self._kept_step = step
+        seconds = time.perf_counter() - begun
+        self._say(f"kept step {step:,} in {folder} ({seconds:,.1f} s)")
+        if self._mesh.rank == 0:
+            _let_go(folder, self._options.keep)
+        return True
+
+    def _count(self, *_: Any) -> None:
+        self._updates += 1
+
+    def _say(self, text: str) -> None:
+        if self._mesh.rank == 0:
+            print(text, file=sys.stderr, flush=True)
+
+
+def _folder(options: argparse.Namespace) -> Path | None:
+    """Return where checkpoints are; who wants to resume need not name the usual folder."""
+    resume, text = options.resume, options.checkpoint
+    if text != NONE:
+        return Path(text).resolve()
+    if resume in (None, NEVER):
+        return None
+    return Path(FOLDER).resolve() if resume == AUTO else Path(resume).resolve().parent
+
+
+def _step_again(scheduler: LRScheduler, count: int) -> None:
+    """Bring a new scheduler to where one is that has taken so many steps."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
+        for _ in range(count):
+            scheduler.step()
+
+
+def _let_go(folder: Path, keep: int) -> None:
+    """Remove all but the newest checkpoints, and what was left unfinished."""
+    for old in checkpoints_in(folder)[keep:]:
+        gone = old.with_name(old.name + UNFINISHED)
+        _remove(gone)
+        try:
+            old.rename(gone)  # at once: half of it would look broken
+        except OSError:
+            continue
+    _each_removed(folder.glob(f"{STEP}*{UNFINISHED}"))
+
+
+def _each_removed(paths: Iterable[Path]) -> None:
+    for path in list(paths):
+        _remove(path)
+
+
+def _remove(path: Path) -> None:
+    shutil.rmtree(path, ignore_errors=True)

@@ -1,0 +1,100 @@
+"""Tells where a training may leave its weights: never over a file that is not autopar's."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import MappingProxyType
+
+from autopar.runtime.mesh import Mesh
+from autopar.runtime.refusal import refuse
+
+NONE = "none"
+INDEX = "model.safetensors.index.json"
+MARK = MappingProxyType({"written_by": "autopar"})
+_HEADER_BYTES = 100 * 10**6  # the most that safetensors takes
+
+
+@dataclass(frozen=True, slots=True)
+class Destination:
+    """A .safetensors file, or a folder of them."""
+
+    path: Path
+
+    @property
+    def is_folder(self) -> bool:
+        """Whether it is a folder."""
+        return self.path.suffix != ".safetensors"
+
+    def earlier(self) -> Iterator[Path]:
+        """Yield what lies there by now and would be replaced."""
+        if not self.is_folder:
+            yield from [self.path] if self.path.exists() else []
+        elif self.path.is_dir():
+            yield from sorted(self.path.glob("model*.safetensors"))
+            yield from [self.path / INDEX] if (self.path / INDEX).exists() else []
+
+    def remove_earlier(self) -> None:
+        """Remove weights that an earlier training left, the index first: it would name others."""
+        for path in reversed(list(self.earlier())):
+            path.unlink()
+
+
+def destination(text: str, mesh: Mesh) -> Destination | None:
+    """Read where weights shall go, before anything is trained; leave where they cannot.
+
+    What another program has left there is not replaced.
+    """
+    if text == NONE or mesh.is_dry_run:
+        return None
+    to = Destination(Path(text).resolve())
+    if mesh.rank == 0:
+        _refuse_foreign(to)
+        refuse_unwritable(to.path if to.is_folder else to.path.parent, option="--export")
+    return to
+
+
+def temporary(path: Path) -> Path:
+    """Return where a file is written before it is put in its place."""
+    return path.with_name(f".{path.name}.tmp")
+
+
+def _refuse_foreign(to: Destination) -> None:
+    fix = "name another place with --export, or --export none to keep no weights"
+    if to.path.exists() and to.path.is_dir() != to.is_folder:
+        kind = "a folder" if to.path.is_dir() else "a file"
+        refuse(f"--export: {to.path} is {kind}", fix=fix)
+    for path in to.earlier():
+        if not _is_ours(path):
+            refuse(f"{path} is there, and autopar has not written it: it is not replaced", fix=fix)
+
+
+def refuse_unwritable(folder: Path, *, option: str) -> None:
+    """Leave where nothing can be written to a folder, which is made if need be."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        probe = folder / f".autopar-{os.getpid()}.tmp"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        refuse(
+            f"nothing can be written to {folder}: {error.strerror}",
+            fix=f"name another place with {option}, or {option} none to keep nothing there",
+        )
+
+
+def _is_ours(path: Path) -> bool:
+    """Whether a file says that autopar has written it."""
+    try:
+        if path.suffix == ".json":
+            metadata = json.loads(path.read_text(encoding="utf-8"))["metadata"]
+        else:
+            with path.open("rb") as file:
+                length = min(int.from_bytes(file.read(8), "little"), _HEADER_BYTES)
+                metadata = json.loads(file.read(length))["__metadata__"]
+        return all(metadata.get(key) == value for key, value in MARK.items())
+    except (OSError, ValueError, KeyError, AttributeError, TypeError):
+        return False

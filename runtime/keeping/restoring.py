@@ -1,0 +1,133 @@
+"""Turns the shards of a checkpoint into what this rank holds, whatever plan wrote them."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.runtime.chunks import Chunks, whole
+from autopar.runtime.keeping.finding import Checkpoint
+from autopar.runtime.keeping.holdings import Stepped, named_tensors, value_of
+from autopar.runtime.keeping.manifest import Logical
+from autopar.runtime.keeping.overlaps import overlaps
+from autopar.runtime.keeping.random_states import RANDOM
+from autopar.runtime.keeping.states import STATE, WEIGHT, Target, made_scalar, targets
+from autopar.runtime.keeping.writing import rank_file
+from autopar.runtime.optimizer_pieces import local_tensor
+from autopar.runtime.refusal import refuse
+
+_MOST_TOLD = 5
+
+
+@torch.no_grad()
+def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    """Give this rank's weights and the optimizer's states the numbers of a checkpoint."""
+    _refuse_others(checkpoint, parts)
+    with ExitStack() as files:
+        reader = _Reader(checkpoint, files)
+        _restore_weights(reader, parts, optimizer)
+        keys = _state_keys(checkpoint)
+        for target in targets(parts, optimizer):
+            for key in keys.get(target.name, ()):
+                optimizer.state[target.parameter][key] = _state(reader, target, key, optimizer)
+
+
+def own_random_states(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
+    """Return the states of generators that the same rank of the same plan has kept."""
+    with safe_open(checkpoint.folder / rank_file(rank), framework="pt") as file:
+        names = [name for name in file.keys() if name.startswith(RANDOM)]  # noqa: SIM118
+        return {name: file.get_tensor(name) for name in names}
+
+
+class _Reader:
+    """Reads slices of logical tensors; each file is opened once."""
+
+    def __init__(self, checkpoint: Checkpoint, files: ExitStack) -> None:
+        self.checkpoint = checkpoint
+        self._files = files
+        self._opened: dict[str, Any] = {}
+
+    def logical(self, key: str) -> Logical | None:
+        """Return what is known of a logical tensor, if it was kept."""
+        return self.checkpoint.manifest.tensors.get(key)
+
+    def fill(self, key: str, held: Chunks, tensor: Tensor) -> None:
+        """Fill a tensor, which is those chunks of a logical one."""
+        logical = self.checkpoint.manifest.tensors[key]
+        for shard in logical.shards:
+            for target, source in overlaps(held, shard.chunks):
+                found = self._file(shard.file).get_slice(shard.entry)
+                tensor[target] = (found[source] if source else found[...]).to(
+                    tensor.device, tensor.dtype
+                )
+
+    def _file(self, name: str) -> Any:
+        if name not in self._opened:
+            path: Path = self.checkpoint.folder / name
+            self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
+        return self._opened[name]
+
+
+def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:
+    """Leave where a checkpoint is of another model."""
+    stored = checkpoint.manifest.tensors
+    wrong = []
+    for one in named_tensors(parts):
+        found, name = stored.get(WEIGHT + one.names[0]), one.names[0]
+        if found is None:
+            wrong.append(f"it has no {name}")
+        elif found.shape != one.chunks.global_shape:
+            wrong.append(f"{name} is {list(found.shape)}, not {list(one.chunks.global_shape)}")
+    if wrong:
+        told = "; ".join(wrong[:_MOST_TOLD]) + (" …" if len(wrong) > _MOST_TOLD else "")
+        refuse(
+            f"the checkpoint {checkpoint.folder} is of another model: {told}",
+            fix="go on with the model file of then, or begin anew in another --checkpoint folder",
+        )
+
+
+def _restore_weights(reader: _Reader, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    """Fill parameters and buffers, and the fp32 copies of them that an optimizer steps."""
+    stepped = Stepped(optimizer)
+    for one in named_tensors(parts):
+        tensor, key = one.place.tensor, WEIGHT + one.names[0]
+        reader.fill(key, one.chunks, local_tensor(tensor.detach()))
+        for piece in stepped.pieces(tensor) or ():
+            if piece.target.dtype != piece.place.dtype:
+                target = Target(name=key, parameter=piece.target, chunks=one.chunks, piece=piece)
+                for part in target.parts(key, value_of(piece)):
+                    reader.fill(key, part.chunks, part.tensor)
+
+
+def _state_keys(checkpoint: Checkpoint) -> Mapping[str, list[str]]:
+    """Return the keys of the states that were kept of each parameter."""
+    found: defaultdict[str, list[str]] = defaultdict(list)
+    for name in (*checkpoint.manifest.tensors, *checkpoint.manifest.scalars):
+        if name.startswith(STATE):
+            key, _, parameter = name.removeprefix(STATE).partition("/")
+            found[parameter].append(key)
+    return found
+
+
+def _state(reader: _Reader, target: Target, key: str, optimizer: Optimizer) -> Any:
+    name = f"{STATE}{key}/{target.name}"
+    logical = reader.logical(name)
+    if logical is None:
+        return made_scalar(reader.checkpoint.manifest.scalars[name], target, optimizer)
+    device = target.parameter.device
+    if logical.shape != target.chunks.global_shape:
+        value = torch.empty(logical.shape, dtype=logical.dtype, device=device)
+        reader.fill(name, whole(logical.shape), value)
+        return value
+    value = torch.empty_like(target.parameter, dtype=logical.dtype, requires_grad=False)
+    for part in target.parts(name, value):
+        reader.fill(name, part.chunks, part.tensor)
+    return value.detach()

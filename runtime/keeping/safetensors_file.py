@@ -1,0 +1,100 @@
+"""Turns tensors, one at a time, into a .safetensors file: never are all of them in memory."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.refusal import refuse
+
+KINDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Entry:
+    """A tensor of a file: what its header says of it."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def size_bytes(self) -> int:
+        """How long it is in the file."""
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Written:
+    """A file that has been written: its size, and what stands for its content."""
+
+    size_bytes: int
+    sha256: str
+
+
+def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
+    """Return entries as files have them: wide numbers first, so that each lies aligned."""
+    return sorted(entries, key=lambda one: (-one.dtype.itemsize, one.name))
+
+
+def write_tensors(
+    path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], metadata: Mapping[str, str]
+) -> Written:
+    """Write tensors as they come, in the order of their entries, and have them on the disk."""
+    digest, size = hashlib.sha256(), 0
+    with path.open("wb") as file:
+        for block in _blocks(entries, tensors, metadata):
+            digest.update(block)
+            size += file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+    return Written(size_bytes=size, sha256=digest.hexdigest())
+
+
+def _blocks(
+    entries: Sequence[Entry], tensors: Iterator[Tensor], metadata: Mapping[str, str]
+) -> Iterator[bytes | memoryview]:
+    yield _header(entries, metadata)
+    for entry, tensor in zip(entries, tensors, strict=True):
+        assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
+        if tensor.numel():
+            yield as_bytes(tensor.cpu()).numpy().data
+
+
+def as_bytes(tensor: Tensor) -> Tensor:
+    """Return the numbers of a tensor, row by row, as bytes."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    found: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    for entry in entries:
+        if entry.dtype not in KINDS:
+            refuse(
+                f"{entry.name} is of {entry.dtype}, which .safetensors files cannot hold",
+                fix="leave it out of the model's state dict (persistent=False), or --export none",
+            )
+        found[entry.name] = {
+            "dtype": KINDS[entry.dtype],
+            "shape": list(entry.shape),
+            "data_offsets": [offset, offset + entry.size_bytes],
+        }
+        offset += entry.size_bytes
+    text = json.dumps(found, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

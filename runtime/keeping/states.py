@@ -1,0 +1,140 @@
+"""Turns what an optimizer keeps of this rank's parameters into logical tensors, and back."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.runtime.chunks import Chunks, whole
+from autopar.runtime.keeping.holdings import (
+    Holding,
+    Stepped,
+    named_tensors,
+    parts_of,
+    weights_held,
+)
+from autopar.runtime.optimizer_pieces import Piece
+from autopar.runtime.refusal import refuse
+
+WEIGHT, STATE = "weight/", "state/"
+_PLAIN = (bool, int, float, type(None))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Scalar:
+    """One number that an optimizer keeps of a parameter, as a tensor of that type or plain."""
+
+    value: float | int | bool | None
+    dtype: str | None = None
+    on_device: bool = False
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Target:
+    """What an optimizer steps: a parameter, or a piece of it."""
+
+    name: str  # of the parameter in the whole model
+    parameter: nn.Parameter  # that the optimizer has
+    chunks: Chunks  # that this rank has of the whole parameter
+    piece: Piece | None
+
+    def parts(self, key: str, value: Tensor) -> Iterator[Holding]:
+        """Yield a tensor that is shaped like the target as what is here of a logical one."""
+        if self.piece is None:
+            yield Holding(key=key, chunks=self.chunks, tensor=value)
+        else:
+            yield from parts_of(self.piece, key, self.chunks, value)
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the optimizer steps the whole parameter here."""
+        shape = self.chunks.global_shape
+        return self.chunks == whole(shape) and tuple(self.parameter.shape) == shape
+
+
+def targets(parts: Iterable[nn.Module], optimizer: Optimizer) -> Iterator[Target]:
+    """Yield all that an optimizer steps on this rank."""
+    stepped = Stepped(optimizer)
+    for one in named_tensors(parts):
+        tensor, name = one.place.tensor, one.names[0]
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad:
+            continue
+        pieces = stepped.pieces(tensor)
+        if pieces is None:
+            yield Target(name=name, parameter=tensor, chunks=one.chunks, piece=None)
+        for piece in pieces or ():
+            yield Target(name=name, parameter=piece.target, chunks=one.chunks, piece=piece)
+
+
+def everything_held(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[Holding]:
+    """Return what is here of all logical tensors of a training."""
+    weights = [
+        Holding(key=WEIGHT + one.key, chunks=one.chunks, tensor=one.tensor, is_buffer=one.is_buffer)
+        for one in weights_held(parts, optimizer)
+    ]
+    return weights + [one for target in targets(parts, optimizer) for one in _of(target, optimizer)]
+
+
+def _of(target: Target, optimizer: Optimizer) -> Iterator[Holding]:
+    for key, value in _state(target, optimizer).items():
+        name = f"{STATE}{key}/{target.name}"
+        if is_scalar(value, target):
+            continue
+        if isinstance(value, Tensor) and value.shape == target.parameter.shape:
+            yield from target.parts(name, value)
+        elif isinstance(value, Tensor) and target.is_whole:
+            chunks = whole(tuple(value.shape))
+            yield Holding(key=name, chunks=chunks, tensor=value, is_buffer=True)
+        else:
+            found = f"a tensor of shape {list(value.shape)}" if isinstance(value, Tensor) else ""
+            refuse(
+                f"{type(optimizer).__name__} keeps {found or type(value).__name__} as {key!r} of "
+                f"{target.name}, of which no checkpoint can be made",
+                fix="train without --checkpoint, or with an optimizer whose states are shaped like "
+                "the parameters",
+            )
+
+
+def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scalar]:
+    """Return the numbers that an optimizer keeps of the parameters of this rank."""
+    return {
+        f"{STATE}{key}/{target.name}": _scalar(value)
+        for target in targets(parts, optimizer)
+        for key, value in _state(target, optimizer).items()
+        if is_scalar(value, target)
+    }
+
+
+def is_scalar(value: Any, target: Target) -> bool:
+    """Whether a state is one number, where the parameter is more than that."""
+    if isinstance(value, Tensor):
+        return value.dim() == 0 and value.shape != target.parameter.shape
+    return isinstance(value, _PLAIN)
+
+
+def _scalar(value: Any) -> Scalar:
+    if not isinstance(value, Tensor):
+        return Scalar(value=value)
+    dtype = str(value.dtype).removeprefix("torch.")
+    return Scalar(value=value.item(), dtype=dtype, on_device=value.device.type != "cpu")
+
+
+def _state(target: Target, optimizer: Optimizer) -> Mapping[str, Any]:
+    state: Mapping[str, Any] = optimizer.state.get(target.parameter, {})
+    return state
+
+
+def made_scalar(scalar: Scalar, target: Target, optimizer: Optimizer) -> Any:
+    """Return a number as the optimizer wants it: kernels for devices read it there."""
+    if scalar.dtype is None:
+        return scalar.value
+    groups = optimizer.param_groups
+    group = next(g for g in groups if any(one is target.parameter for one in g["params"]))
+    there = scalar.on_device or group.get("fused") or group.get("capturable")
+    device = target.parameter.device if there else torch.device("cpu")
+    return torch.tensor(scalar.value, dtype=getattr(torch, scalar.dtype), device=device)

@@ -1,0 +1,148 @@
+"""The weights that scripts leave: those of the whole model, to the bit, whatever the plan was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors import safe_open
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from autopar.codegen.emit import write_script
+from autopar.codegen.proof.comparison import Block, Held, assembled
+from autopar.codegen.proof.script_rank import imported
+from autopar.planner.model.model_file import load_model_file
+from autopar.planner.plan.plan import Plan
+from autopar.planner.trace import trace
+from autopar.runtime.chunks import chunks_by_name
+from autopar.runtime.initial_weights import build
+from autopar.runtime.keeping import export
+from autopar.runtime.optimizer_pieces import local_tensor
+from tests.codegen import matrix
+from tests.codegen.kinds import plan_of
+from tests.codegen.matrix_cells import SUBJECTS
+from tests.codegen.plans import plan_for
+from tests.planner.subjects import zoo_file
+from tests.runtime.ranks import run_on_ranks
+
+EXACT = ("--dtype", "float64", "--data", "synthetic")
+CELLS = [
+    ("gpt2 uneven", "dp×tp 4"), ("llama", "zero-3 2"), ("t5", "pp 1f1b 2"), ("vit", "zero-1 2"),
+    ("resnet", "ddp 2"), ("mnist", "pp gpipe 2"),
+]  # fmt: skip
+
+
+def train_script(path: str, arguments: list[str], shard_bytes: int | None = None) -> Held:
+    """Run a script here, and return what this rank holds after it."""
+    if shard_bytes is not None:
+        export.SHARD_BYTES = shard_bytes
+    script: Any = imported(Path(path))
+    parts, _ = script.main(arguments)
+    return [block for part in parts for block in _held(part)]
+
+
+def _held(part: nn.Module) -> Iterator[Block]:
+    chunks = chunks_by_name(part)
+    for name, tensor in (
+        *part.named_parameters(remove_duplicate=False),
+        *part.named_buffers(remove_duplicate=False),
+    ):
+        yield Block(name, chunks[name], local_tensor(tensor.detach()).double().clone())
+
+
+def trained(
+    plan: Plan, folder: Path, *arguments: str, shard_bytes: int | None = None
+) -> dict[str, Tensor]:
+    """Train by the script of a plan, and return what its ranks hold together."""
+    script = write_script(plan, folder, force=True)
+    own = [*EXACT, *arguments] if plan.model.has_dataset else [*EXACT[:2], *arguments]
+    return assembled(
+        run_on_ranks(train_script, plan.arrangement.ranks, str(script), own, shard_bytes)
+    )
+
+
+def differing(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> list[str]:
+    return [
+        name for name, value in found.items() if not torch.equal(value.double(), expected[name])
+    ]
+
+
+@pytest.mark.parametrize("kind", ["zero1", "zero3", "tp_zero1", "interleaved"])
+def test_an_export_has_what_the_ranks_hold_to_the_bit(kind: str, tmp_path: Path) -> None:
+    file = tmp_path / "model.safetensors"
+    held = trained(plan_of(kind), tmp_path, "--steps", "2", "--export", str(file))
+    found = load_file(file)
+    assert not differing(found, held)
+    assert {value.dtype for value in found.values()} == {torch.float64}
+    model = build(zoo_file("gpt2.py", "layers=4").build_model, seed=0)
+    with safe_open(file, framework="pt") as stored:
+        names = {*found, *stored.metadata()}
+    assert names == {*model.state_dict(), "format", "written_by"}
+
+
+@pytest.mark.parametrize(("name", "kind"), CELLS)
+def test_what_learns_nothing_is_exported_as_one_process_would_save_it(
+    name: str, kind: str, tmp_path: Path
+) -> None:
+    plan, file = matrix.plan_of(name, kind), tmp_path / "model.safetensors"
+    trained(plan, tmp_path, "--steps", "1", "--lr", "0", "--export", str(file))
+    subject = SUBJECTS[name]
+    model = build(zoo_file(subject.file, *subject.arguments).build_model, seed=0).double()
+    found = load_file(file)
+    parameters = dict(model.named_parameters())
+    assert set(parameters) <= set(found) <= set(model.state_dict())
+    assert not differing({n: found[n] for n in parameters}, parameters)
+    for key, value in model.state_dict().items():
+        assert key not in found or found[key].dtype is value.dtype
+
+
+def test_weights_that_one_plan_has_exported_another_one_starts_from(tmp_path: Path) -> None:
+    first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
+    trained(plan_of("tp_zero1"), tmp_path, "--steps", "1", "--export", str(first))
+    still = ("--steps", "1", "--lr", "0", "--weights", str(first))
+    trained(plan_of("interleaved"), tmp_path, *still, "--export", str(again))
+    assert again.read_bytes() == first.read_bytes()
+
+
+def test_of_a_training_in_16_bits_the_exact_weights_are_exported(tmp_path: Path) -> None:
+    file, half = tmp_path / "model.safetensors", ("--dtype", "bfloat16", "--lr", "0.01")
+    held = trained(plan_of("zero1"), tmp_path, "--steps", "1", "--export", str(file), *half)
+    found = load_file(file)
+    assert {value.dtype for value in found.values()} == {torch.float32}
+    assert not differing({name: value.bfloat16() for name, value in found.items()}, held)
+    assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
+
+
+HUGGING_FACE = """
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def build_model():
+    still = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
+    return GPT2LMHeadModel(GPT2Config(
+        vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2, use_cache=False, **still
+    ))
+
+
+def example_batch(batch_size):
+    ids = torch.randint(61, (batch_size, 16))
+    return {"input_ids": ids, "labels": ids}
+"""
+
+
+def test_a_folder_is_read_by_from_pretrained(tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    (tmp_path / "tiny.py").write_text(HUGGING_FACE, encoding="utf-8")
+    file, folder = load_model_file(str(tmp_path / "tiny.py")), tmp_path / "out"
+    plan = plan_for(file, trace(file), (), degrees=(2, 1, 1))
+    held = trained(plan, tmp_path, "--steps", "1", "--export", str(folder), shard_bytes=40_000)
+    names = {path.name for path in folder.iterdir()}
+    assert {"model.safetensors.index.json", "config.json"} < names
+    assert len(names) > 3
+    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64)
+    assert not differing(dict(model.named_parameters()), held)

@@ -1,0 +1,170 @@
+"""Trainings that go on from checkpoints, under the plan that wrote them or under another one."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from autopar.codegen.emit import write_script
+from autopar.codegen.proof.script_rank import imported
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.model.model_file import load_model_file
+from autopar.planner.plan.plan import Plan
+from autopar.planner.precision import Precision
+from autopar.planner.trace import trace
+from tests.codegen.plans import pinned_plan, plan_for
+from tests.runtime.ranks import run_on_ranks
+
+STILL = ("layers=4", "dropout=0.0")
+LEGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "dp4": {"data": 4, "microbatch": 1, "zero_levels": (Zero.OPTIMIZER,)},
+        "tp2 × pp2": {"tensor": 2, "pipeline": 2, "microbatch": 2, "split": ("ffn", "heads")},
+        "one": {"microbatch": 4},
+        "zero3": {"data": 4, "microbatch": 1, "zero_levels": (Zero.PARAMETERS,)},
+        "pp2 × dp2": {"pipeline": 2, "data": 2, "microbatch": 2, "zero_levels": (Zero.NONE,)},
+    }
+)
+STEPS_OF_LEG = 2
+
+
+def run_script(path: str, arguments: Sequence[str]) -> list[float]:
+    """Run a script here, and return the losses that it logs."""
+    script: Any = imported(Path(path))
+    _, losses = script.main(["--log-every", "1", "--lr", "0.01", *arguments])
+    found: list[float] = losses
+    return found
+
+
+def run_as_given(path: str, arguments: Sequence[str]) -> list[float]:
+    """Run a script at its own learning rate."""
+    script: Any = imported(Path(path))
+    found: list[float] = script.main(arguments)[1]
+    return found
+
+
+def trained(plan: Plan, folder: Path, steps: int, *arguments: str) -> list[float]:
+    """Train to a step by the script of a plan, and return the losses of this run."""
+    script = write_script(plan, folder, force=True)
+    own = ["--steps", str(steps), "--export", str(exported(folder)), *arguments]
+    return run_on_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
+
+
+def exported(folder: Path) -> Path:
+    return folder / "model.safetensors"
+
+
+def checkpoints(folder: Path) -> tuple[str, str]:
+    return "--checkpoint", str(folder / "kept")
+
+
+def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
+    assert found.keys() == expected.keys()
+    return max((value - expected[name]).abs().max().item() for name, value in found.items())
+
+
+def test_each_plan_goes_on_where_another_one_was(tmp_path: Path) -> None:
+    plans = [pinned_plan("gpt2.py", STILL, **pins) for pins in LEGS.values()]
+    exact = ("--dtype", "float64")
+    losses: list[float] = []
+    for number, plan in enumerate(plans, start=1):
+        steps = number * STEPS_OF_LEG
+        losses += trained(plan, tmp_path, steps, *exact, *checkpoints(tmp_path))
+        assert len(losses) == steps
+    found = load_file(exported(tmp_path))
+    expected = trained(plans[2], tmp_path, len(plans) * STEPS_OF_LEG, *exact)
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-9
+    assert apart(found, load_file(exported(tmp_path))) < 1e-9
+    kept = {path.name for path in (tmp_path / "kept").iterdir()}
+    assert kept == {"step-6", "step-8", "step-10"}
+
+
+KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
+    {
+        "zero1": {"data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)},
+        "tp2 zero3": {
+            "data": 2, "tensor": 2, "microbatch": 2, "split": ("ffn", "heads"),
+            "zero_levels": (Zero.PARAMETERS,),
+        },
+        "pp2": {"pipeline": 2, "microbatch": 2},
+    }
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("kind", "dtype"), [("zero1", "bfloat16"), ("tp2 zero3", "bfloat16"), ("pp2", "float32")]
+)
+def test_the_same_plan_goes_on_to_the_bit_with_dropout(
+    kind: str, dtype: str, tmp_path: Path
+) -> None:
+    plan = pinned_plan("gpt2.py", ("layers=4", "dropout=0.1"), **KINDS[kind])
+    expected = trained(plan, tmp_path, 5, "--dtype", dtype)
+    weights = load_file(exported(tmp_path))
+    losses = trained(plan, tmp_path, 2, "--dtype", dtype, *checkpoints(tmp_path))
+    losses += trained(plan, tmp_path, 5, "--dtype", dtype, *checkpoints(tmp_path))
+    assert losses == expected
+    assert apart(load_file(exported(tmp_path)), weights) == 0
+    assert torch.isfinite(torch.tensor(losses)).all()
+
+
+SCHEDULED = """
+import torch
+from torch import nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import CosineAnnealingLR, LinearLR, SequentialLR
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 1))
+
+
+def example_batch(batch_size):
+    return {"input": torch.randn(batch_size, 4), "wanted": torch.rand(batch_size, 1)}
+
+
+def loss(outputs, batch):
+    return nn.functional.mse_loss(outputs, batch["wanted"])
+
+
+def build_optimizer(parameters):
+    return SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def build_scheduler(optimizer):
+    parts = [LinearLR(optimizer, 0.1, total_iters=3), CosineAnnealingLR(optimizer, 6)]
+    return SequentialLR(optimizer, parts, [3])
+
+
+def build_dataset():
+    rows = torch.Generator().manual_seed(1)
+    return [
+        {"input": torch.randn(4, generator=rows), "wanted": torch.rand(1, generator=rows)}
+        for _ in range(21)
+    ]
+"""
+
+
+@pytest.mark.parametrize("precision", [Precision.FP16, Precision.FP32])
+def test_schedules_loss_scales_and_epochs_go_on(precision: Precision, tmp_path: Path) -> None:
+    (tmp_path / "scheduled.py").write_text(SCHEDULED, encoding="utf-8")
+    file = load_model_file(str(tmp_path / "scheduled.py"))
+    plan = plan_for(file, trace(file), (), degrees=(1, 1, 1), precision=precision)
+    script = write_script(plan, tmp_path)
+    text = script.read_text(encoding="utf-8")
+    script.write_text(text.replace("32768.0", "3e38").replace("2000  #", "2  #"), encoding="utf-8")
+
+    def run(steps: int, *arguments: str) -> list[float]:
+        own = ["--steps", str(steps), "--log-every", "1", *arguments]
+        return run_on_ranks(run_as_given, 1, str(script), own)[0]
+
+    expected = run(9)
+    losses = run(4, *checkpoints(tmp_path)) + run(9, *checkpoints(tmp_path))
+    assert losses == expected
+    assert len(set(losses)) > 5
