@@ -22,7 +22,7 @@ from autopar.planner.plan.model_facts import source_hash
 from autopar.planner.plan.parts import check_parts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace.lengths import with_other_lengths
-from autopar.runtime.initial_weights import record
+from autopar.runtime.weights.initial_weights import record
 
 
 class ChangedModelError(AutoparError):
