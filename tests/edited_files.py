@@ -23,8 +23,8 @@ from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planner.plan.files.document import plan_text, read_plan
 from autopar.planner.profile.file import read_measurements
 from autopar.planner.profile.text import measurements_text
-from autopar.runtime.mesh import Axis
-from autopar.runtime.safetensors_weights import load_safetensors
+from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.weights.safetensors_weights import load_safetensors
 from benchmarks.validation.table import read_table
 from tests.codegen.plans import pinned_plan
 from tests.planner.profile.measurements import everything
