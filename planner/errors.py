@@ -15,6 +15,7 @@ class ExitCode(IntEnum):
     NO_PLAN = 5  # the solver stopped without a plan
     MISMATCH = 6  # environment and plan do not match
     TRAINING_FAILED = 7
+    PREEMPTED = 75  # a script was told to stop, and has kept what it takes to go on
     INTERRUPTED = 130
 
 
