@@ -63,6 +63,7 @@ def autopar_options(
 def main(command: typer.Typer = app) -> None:
     """Run a command line; every error of ours leaves with its documented exit code."""
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch's and PuLP's, as is usual
+    warnings.filterwarnings("ignore", module=r"torch\.")  # told to who calls torch: that is us
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):

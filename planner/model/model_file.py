@@ -85,7 +85,7 @@ def _split(spec: str) -> tuple[Path, str]:
         files = sorted(path.glob("*.py"), key=lambda file: (file.name.startswith("_"), file))
         hint = next(iter(files), path / "model.py")
         raise InputError(f"{name} is a folder", expected="a model file", fix=f"name it: {hint}")
-    if path.exists() or path.is_symlink():
+    if name and (path.exists() or path.is_symlink()):
         check_given(path, what="the model file")
     if not path.is_file():
         raise InputError(f"there is no file {name}", expected=CONTRACT, fix=nearest_file(path))
