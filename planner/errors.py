@@ -58,6 +58,14 @@ class TimeLimitError(AutoparError):
     exit_code = ExitCode.NO_PLAN
 
 
+def text_of(error: BaseException) -> str:
+    """Return the text of an error of others without frames of C++; its method may raise."""
+    try:
+        return str(error).partition("\nException raised from ")[0]
+    except Exception as other:
+        return f"(its text cannot be told: {type(other).__name__})"
+
+
 def gathered(faults: Sequence[str], *, where: str, fix: str = "") -> InputError:
     """Return one error that tells all faults of one input together."""
     found = faults[0] if len(faults) == 1 else "\n".join(f"- {fault}" for fault in faults)
