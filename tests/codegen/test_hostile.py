@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ast
+import json
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -12,7 +15,9 @@ from autopar.codegen import emit as emitting
 from autopar.codegen.emit import emit
 from autopar.codegen.script.check import UnsafeScriptError
 from autopar.planner.costs.prediction import Zero
+from autopar.planner.errors import AutoparError
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from tests.codegen.plans import plan_for
@@ -118,3 +123,48 @@ def test_what_is_behind_the_version_is_checked_as_well(
     monkeypatch.setattr(emitting, "with_checksum", lambda script, _: f"{script}\nprint(1)\n")
     with pytest.raises(UnsafeScriptError, match="print"):
         emit(plan, destination=tmp_path / "train.py")
+
+
+def test_a_plan_whose_every_text_is_hostile_has_the_script_of_a_harmless_one(
+    tmp_path: Path,
+) -> None:
+    plan = plan_of(tmp_path, name="net.py", inner="fc", note="note")
+    place = tmp_path / "train.py"
+    table = json.loads(plan_text(replace(plan, model=replace(plan.model, spec="net.py"))))
+
+    def emitted(names: dict[str, str]) -> str:
+        changed = json.dumps(_renamed(table, names))
+        return emit(parse_plan(changed, where="plan.json"), destination=place)
+
+    hostile: dict[str, str] = {}
+    for text in dict.fromkeys(_texts(table)):
+        trial = hostile | {text: text + EVIL}
+        try:
+            emitted(trial)
+        except AutoparError:
+            continue  # refused: a word that must be one of some, or a name of the model's
+        hostile = trial
+    assert len(hostile) > 30
+    harmless = {text: f"{text}_1" for text in hostile}
+    trees = [ast.parse(emitted(names)) for names in (hostile, harmless)]
+    kinds = [[type(node) for node in ast.walk(tree)] for tree in trees]
+    assert kinds[0] == kinds[1]
+    names = {n.id for n in ast.walk(trees[0]) if isinstance(n, ast.Name)}
+    assert not names & {"os", "__import__"}
+
+
+def _texts(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _texts(inner)
+
+
+def _renamed(value: Any, names: dict[str, str]) -> Any:
+    """Return a JSON value with texts exchanged wherever they stand; keys stay."""
+    if isinstance(value, str):
+        return names.get(value, value)
+    if isinstance(value, dict):
+        return {key: _renamed(inner, names) for key, inner in value.items()}
+    return [_renamed(inner, names) for inner in value] if isinstance(value, list) else value

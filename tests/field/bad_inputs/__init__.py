@@ -1,0 +1,1 @@
+"""Inputs that nobody should give: what each command says of them, as one table."""

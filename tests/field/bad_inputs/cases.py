@@ -1,0 +1,156 @@
+"""The table: an input, the command that is given it, the exit code, a line of what is told."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import Any
+
+from tests.autopar.mistakes import MODEL
+from tests.random_edits import HOSTILE
+
+
+class Special(StrEnum):
+    """A file that is none."""
+
+    PIPE = "a pipe"
+    LOOP = "a loop of links"
+    ZERO = "a link to /dev/zero"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Files that lie in a folder, a command there, its exit code, and a part of what it says.
+
+    `plan` are changes of plan.json: a path such as "machines.nodes" and what is put there.
+    """
+
+    command: str
+    code: int = 2
+    told: str
+    files: dict[str, str | bytes | Special] = field(default_factory=dict)
+    plan: dict[str, Any] = field(default_factory=dict)
+
+
+BOM = b"\xef\xbb\xbf"
+CLUSTER = b'[[nodes]]\ndevice = "cpu"\ndevices = 2\n'
+LONG = "x" * 300
+PLANNING = "plan model.py --gpus 2 --device cpu -o out"
+
+
+def _model(addition: str, told: str, *, code: int = 2, command: str = "inspect model.py") -> Case:
+    return Case(command=command, code=code, told=told, files={"model.py": f"{MODEL}\n{addition}\n"})
+
+
+def _unread(name: str, command: str) -> Iterator[tuple[str, Case]]:
+    """Yield what is no file, in the place of one that a command reads."""
+    for special, told in (
+        (Special.PIPE, f"{name} is a pipe"),
+        (Special.LOOP, "Too many levels of symbolic links"),
+        (Special.ZERO, f"{name} is a device"),
+    ):
+        files: dict[str, str | bytes | Special] = {"model.py": MODEL, name: special}
+        yield f"{special} as {name}", Case(command=command, told=told, files=files)
+
+
+MODELS = {
+    "os._exit": _model("import os; os._exit(0)", "the model file ends the process (os._exit(0))"),
+    "os._exit in a factory": _model(
+        "import os\ndef build_model(): os._exit(3)", "the model file ends the process (os._exit(3))"
+    ),
+    "sys.exit": _model("import sys; sys.exit()", "ended the process (exit None)"),
+    "os.chdir": _model("import os; os.chdir('/')", "4 layers", code=0),
+    "prints": _model("print('hello')", "hello\n", code=0),
+    "an error without a text": _model(
+        "class E(Exception):\n    def __str__(self): raise E\nraise E",
+        "failed: E: (its text cannot be told: E)",
+    ),
+    "frames of C++": _model(
+        "raise RuntimeError('no\\nException raised from f at f.cpp:3 (most recent call first):')",
+        "importing model.py failed: RuntimeError: no\n",
+    ),
+    "a module in itself": _model(
+        "def build_model():\n    made = Model()\n    made.embed.me = made\n    return made",
+        "embed.me is a module that contains itself",
+    ),
+    "the batch key self": _model(
+        "def example_batch(n): return {'self': torch.randn(n, 4)}", "the batch has the key 'self'"
+    ),
+    "a wrong size": _model(
+        "def example_batch(n): return {'x': torch.randn(n, 5)}",
+        "sizes that go with the batch, where x is [B, 5]",
+        code=4,
+    ),
+    "a hostile key": _model(
+        f"def example_batch(n): return {{{HOSTILE!r}: torch.randn(n, 4)}}", "the batch has the key"
+    ),
+    "a name too long": Case(command=f"inspect {LONG}.py", told="File name too long"),
+    "an output too long": _model("", "File name too long", command=f"{PLANNING}{LONG}"),
+    "a million processes": _model(
+        "", "'1000000' is not a count", command="profile model.py --net --procs 1000000"
+    ),
+    **dict(_unread("model.py", "inspect model.py")),
+}
+
+FILES = {
+    "a cluster with a BOM": Case(
+        command=f"{PLANNING} --cluster c.toml".replace("--gpus 2 --device cpu ", ""),
+        code=0,
+        told="Written: out/plan.json",
+        files={"model.py": MODEL, "c.toml": BOM + CLUSTER},
+    ),
+    "constraints with a BOM": Case(
+        command=f"{PLANNING} --constraints c.toml",
+        code=0,
+        told="Written: out/plan.json",
+        files={"model.py": MODEL, "c.toml": BOM + b"[pins]\ntp = 2\n"},
+    ),
+    "a cluster with a number of 5,000 digits": Case(
+        command="plan model.py --cluster c.toml",
+        told="not a valid TOML file: Exceeds the limit",
+        files={"model.py": MODEL, "c.toml": CLUSTER.replace(b"2", b"9" * 5000)},
+    ),
+    "a cluster of a billion devices": Case(
+        command="plan model.py --cluster c.toml",
+        told="expected: at most 262144",
+        files={"model.py": MODEL, "c.toml": CLUSTER.replace(b"2", b"1000000000")},
+    ),
+    **dict(_unread("c.toml", "plan model.py --cluster c.toml")),
+    **dict(_unread("d.toml", "plan model.py --gpus 2 --constraints d.toml")),
+    **dict(_unread("measured.toml", "plan model.py --gpus 2 --profile measured.toml")),
+    **dict(_unread("p.json", "explain p.json")),
+}
+
+
+def _edit(path: str, value: object, told: str) -> tuple[str, Case]:
+    shown = json.dumps(value)
+    return f"{path} = {shown[:30]}", Case(command="emit plan.json", told=told, plan={path: value})
+
+
+PLANS = dict(
+    (
+        _edit("machines.nodes", 0, "machines.nodes: Input should be greater than or equal to 1"),
+        _edit("machines.limit_bytes", 0, "machines.limit_bytes: Input should be greater"),
+        _edit("cluster.nodes.0.count", 10**9, "cluster.nodes.0.count: Input should be less"),
+        _edit("arrangement.microbatches", 10**12, "arrangement.microbatches: Input should be less"),
+        _edit("proof.gap", 1e300, "proof.gap: Input should be less than or equal to 1"),
+        _edit("proof.search_seconds", -1.0, "proof.search_seconds: Input should be greater"),
+        _edit("prediction.step_seconds", float("nan"), "prediction.step_seconds: Input should be"),
+        _edit("prediction.step_seconds", 5.0, "but prediction.step_seconds is 5"),
+        _edit("prediction.model_flops", -1, "prediction.model_flops: Input should be greater"),
+        _edit("prediction.terms", [], "prediction.terms: together 0 seconds"),
+        _edit("prediction.terms.1.name", "compute", "prediction.terms: 'compute' more than once"),
+        _edit("layouts.0.0.letter", "?", "layouts.0.0.letter: aten.linear.default has no letter"),
+        _edit("layouts.0.0.gives.0.dim", 7, "layouts.0.0.gives.0: "),
+        _edit("parameters.0.layout.axis", "nowhere", "parameters.0.layout: the axis 'nowhere'"),
+        _edit("autopar", HOSTILE, "is no version"),
+        _edit("model.name", "x" * 200_000, "model.name: String should have at most 100000"),
+        _edit("model.spec", LONG + ".py", "File name too long"),
+        _edit("graph.loss", HOSTILE, "graph names the tensor"),
+        _edit("graph.ops.0.5", "nowhere", "graph.ops.0 names the call 'nowhere'"),
+    )
+)
+
+CASES = {**MODELS, **FILES, **PLANS}
