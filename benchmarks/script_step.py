@@ -9,7 +9,9 @@ from typing import Any
 from torch import Tensor
 
 from autopar.runtime.mesh import Mesh, start
+from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.randomness import seed_all
+from autopar.runtime.weights import NOTHING_SPLIT, load_weights
 
 
 def mesh_of(script: Any) -> Mesh:
@@ -19,10 +21,12 @@ def mesh_of(script: Any) -> Mesh:
 
 def step_of(script: Any, mesh: Mesh) -> Callable[[], Tensor]:
     """Build the script's training as its `main` does, and return its step."""
-    options = script.parsed(["--data", "synthetic"])
-    model, recipe = script.built(mesh, options.dtype, options.seed)
+    options = script.parse_args(["--data", "synthetic"])
+    model, recipe = script.build_model(mesh, options.dtype, options.seed)
     data = script.batches(options, mesh)
-    optimizer = script.ready(model, recipe, options, mesh)
+    parts = getattr(model, "parts", [model])
+    load_weights(parts, recipe, None, mesh, splits=getattr(script, "SPLITS", NOTHING_SPLIT))
+    optimizer = build_optimizer(parts, script.new_optimizer, zero=script.ZERO, mesh=mesh, lr=None)
     seed_all(options.seed, mesh)
 
     def step() -> Tensor:

@@ -36,9 +36,9 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.randomness": "seed_all",
         "autopar.runtime.recompute": "recompute",
         "autopar.runtime.refusal": "OptionParser from_one from_zero norm",
-        "autopar.runtime.safetensors_weights": "load_safetensors note_unused",
         "autopar.runtime.shards": "Split shard_parameters",
         "autopar.runtime.tied": "Tie TiedWeights",
+        "autopar.runtime.weights": "load_weights",
         "autopar.runtime.written_buffers": "update_once",
     }
 )

@@ -37,13 +37,14 @@ def clip_by_global_norm(
     max_norm: float | None,
     mesh: Mesh,
     *,
-    split: frozenset[str],
+    split: Collection[str] = (),
     tied: frozenset[str] = frozenset(),
 ) -> Tensor:
     """Scale all gradients so that the norm of the whole model's is at most max_norm; return it.
 
     Without a max_norm, or with 0, gradients stay as they are, and no norm is asked for.
-    `split` names the parameters that are cut over the tensor axis, `tied` those that another
+    `split` names the parameters that are cut over the tensor axis, as they are or with stars,
+    `tied` those that another
     pipeline stage counts. A parameter that is whole on several ranks is counted by the first. Ranks
     that hold the same gradients (copies of the data axis) do not ask each other: none is asked
     where every gradient is whole.
@@ -75,7 +76,7 @@ def _gradients(
     mesh: Mesh,
     axes: Sequence[Axis],
     *,
-    split: frozenset[str],
+    split: Collection[str],
     tied: frozenset[str],
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Return all gradients, and those of them that count in the norm of this process."""
@@ -83,7 +84,7 @@ def _gradients(
     met = set(tied)  # a name that comes again is a copy, in another part, of a tied parameter
     for one in held_gradients(model_parts):
         gradients.append(one.held)
-        if one.name not in met and _counts_here(one, one.name in split, mesh, axes):
+        if one.name not in met and _counts_here(one, is_listed(one.name, split), mesh, axes):
             counted.append(one.held)
         met.add(one.name)
     return gradients, counted

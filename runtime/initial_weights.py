@@ -82,8 +82,18 @@ class Recipe:
         return self.shapes[place.name], self.make(place.name)
 
 
-def record(factory: Callable[[], nn.Module], *, seed: int) -> tuple[nn.Module, Recipe]:
-    """Build a model on the meta device, and the recipe of its weights."""
+def record(
+    factory: Callable[[], nn.Module], *, seed: int, dtype: torch.dtype | None = None
+) -> tuple[nn.Module, Recipe]:
+    """Build a model on the meta device, and the recipe of its weights.
+
+    With float64 the model is in that: plans are compared to the last digits.
+    """
+    model, recipe = _record(factory, seed)
+    return (model.to(dtype) if dtype is torch.float64 else model), recipe
+
+
+def _record(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recipe]:
     recording = Recording(seed)
     try:
         with seeded(seed), recorded(recording):

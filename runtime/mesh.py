@@ -18,6 +18,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from autopar.runtime.refusal import refuse
+from autopar.runtime.rendezvous import store_of
 
 DRY_RUN = "AUTOPAR_DRYRUN"
 
@@ -110,7 +111,10 @@ def _join(needed: int) -> None:
     backend = "nccl" if device.type == "cuda" else "gloo"
     device_id = device if device.type == "cuda" else None  # connects at once, not at first use
     if "RANK" in os.environ:
-        dist.init_process_group(backend, device_id=device_id)
+        rank = int(os.environ["RANK"])
+        dist.init_process_group(
+            backend, store=store_of(rank, needed), rank=rank, world_size=needed, device_id=device_id
+        )
     else:
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)

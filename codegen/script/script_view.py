@@ -37,7 +37,8 @@ class ScriptView:
     is_pipelined: bool
     opened: bool
     splits: bool
-    splits_value: Source
+    parts: Source  # that a rank holds of the model
+    split_argument: Source
     shards: bool
     summed: bool
     ties: bool

@@ -84,7 +84,8 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         is_pipelined=_is_pipelined(plan),
         opened=bool(_instances(plan, opened)),
         splits=bool(parameters.splits),
-        splits_value=Source("splits" if parameters.splits else "{}"),
+        parts=Source(_parts(plan)),
+        split_argument=Source(", splits=SPLITS" if parameters.splits else ""),
         shards=plan.arrangement.zero > Zero.NONE,
         summed=bool(parameters.summed),
         ties=bool(stages.ties),
@@ -244,18 +245,21 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
 
 def _kept(plan: Plan) -> Source:
     """Return what a script's keeper is given: all that changes while it trains."""
-    parts = "model.parts" if _is_pipelined(plan) else "[model]"
     scheduler = ", scheduler=scheduler" if plan.model.has_scheduler else ""
     scale = ", loss_scale=loss_scale" if scales_loss(plan) else ""
-    return Source(f"{parts}, optimizer{scheduler}{scale}")
+    return Source(f"{_parts(plan)}, optimizer{scheduler}{scale}")
 
 
 def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
     """Return the call that clips the gradients."""
-    parts = "model.parts" if _is_pipelined(plan) else "[model]"
-    split = "split" if has_splits or _is_pipelined(plan) else "frozenset()"
+    split = ", split=SPLITS" if has_splits else ""
     tied = ", tied=tied.not_owned" if has_ties else ""
-    return Source(f"clip_by_global_norm({parts}, clip, mesh, split={split}{tied})")
+    return Source(f"clip_by_global_norm({_parts(plan)}, clip, mesh{split}{tied})")
+
+
+def _parts(plan: Plan) -> str:
+    """Return what a rank holds of the model."""
+    return "model.parts" if _is_pipelined(plan) else "[model]"
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:

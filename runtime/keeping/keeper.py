@@ -9,7 +9,7 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import nn
@@ -30,10 +30,11 @@ from autopar.runtime.keeping.owners import owners
 from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
 from autopar.runtime.keeping.random_states import set_random_states
 from autopar.runtime.keeping.restoring import own_random_states, restore
+from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, write_checkpoint
 from autopar.runtime.loss_scaling import LossScale
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.mesh import Mesh, stop
 from autopar.runtime.randomness import mixed_seed
 
 FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
@@ -63,6 +64,7 @@ class Keeper:
         self._loss_scale: LossScale | None = None
         self._parts: Sequence[nn.Module] = ()
         self._optimizer: Optimizer | None = None
+        self._wish = StopWish(mesh)
 
     def take(
         self,
@@ -77,16 +79,23 @@ class Keeper:
             self._go_on(self._found, parts, optimizer, scheduler)
         optimizer.register_step_post_hook(self._count)
         self._found = None
+        if self._folder is not None:
+            self._wish.listen()
 
     def after(self, step: int) -> None:
-        """Write a checkpoint after a step, where it is time for one."""
-        if self._folder is None or step == self._kept_step:
+        """Write a checkpoint after a step, where it is time for one; leave where a signal asks."""
+        if self._folder is None:
             return
-        if step % self._options.checkpoint_every == 0 or step == self._options.steps:
-            self._write(self._folder, step)
+        is_last = step == self._options.steps
+        leaves = self._wish.is_agreed(step) and not is_last
+        if leaves or is_last or step % self._options.checkpoint_every == 0:
+            is_kept = self._write(self._folder, step)
+            if leaves:
+                self._leave(step, is_kept=is_kept)
 
     def export(self, recipe: Recipe) -> None:
         """Write the trained weights of the whole model."""
+        self._wish.let_go()
         assert self._optimizer is not None
         export(self._parts, self._optimizer, recipe, self._export, self._mesh)
 
@@ -140,6 +149,14 @@ class Keeper:
         if self._mesh.rank == 0:
             _let_go(folder, self._options.keep)
         return True
+
+    def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
+        """End this process after a signal, with all others."""
+        self._wish.ignore()
+        stop(self._mesh)
+        if is_kept:
+            self._say(f"stopped by a signal after step {step:,}; --resume auto goes on")
+        raise SystemExit(PREEMPTED if is_kept else 1)
 
     def _count(self, *_: Any) -> None:
         self._updates += 1

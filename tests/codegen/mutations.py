@@ -52,8 +52,8 @@ class Edit:
 
 
 _SEEDING = "    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank\n"
-_CLIP = "    clip_by_global_norm([model], clip, mesh, split=split)\n"
-_CLIP_WHOLE = "    clip_by_global_norm([model], clip, mesh, split=frozenset())\n"
+_CLIP = "    clip_by_global_norm([model], clip, mesh, split=SPLITS)\n"
+_CLIP_WHOLE = "    clip_by_global_norm([model], clip, mesh)\n"
 _STEP = "    optimizer.step()\n"
 _SCALED = "scale_loss(loss_of(model, batch), scale)"
 
@@ -105,8 +105,8 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit("another mask when a layer runs again", 'recompute(layer, "full")',
                  "layer.forward = partial(torch.utils.checkpoint.checkpoint, layer.forward, "
                  "use_reentrant=False, preserve_rng_state=False)"),
-            Edit("parameters that are whole count twice in the norm", "split=split",
-                 'split=frozenset(n for n, _ in model.named_parameters())'),
+            Edit("parameters that are whole count twice in the norm", "split=SPLITS",
+                 'split=[n for n, _ in model.named_parameters()]'),
             Edit("clipped after the step", _CLIP + _STEP, _STEP + _CLIP),
             Edit("data ranks draw alike", _SEEDING, "    torch.manual_seed(options.seed)\n"),
         ),

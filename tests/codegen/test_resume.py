@@ -65,6 +65,10 @@ def checkpoints(folder: Path) -> tuple[str, str]:
     return "--checkpoint", str(folder / "kept")
 
 
+def kept_in(folder: Path, step: int) -> Path:
+    return folder / "kept" / f"step-{step}"
+
+
 def apart(found: Mapping[str, Tensor], expected: Mapping[str, Tensor]) -> float:
     assert found.keys() == expected.keys()
     return max((value - expected[name]).abs().max().item() for name, value in found.items())
@@ -78,6 +82,10 @@ def test_each_plan_goes_on_where_another_one_was(tmp_path: Path) -> None:
         steps = number * STEPS_OF_LEG
         losses += trained(plan, tmp_path, steps, *exact, *checkpoints(tmp_path))
         assert len(losses) == steps
+        sizes = [file.stat().st_size for file in kept_in(tmp_path, steps).glob("*.safetensors")]
+        assert len(sizes) == plan.arrangement.ranks
+        if plan.arrangement.pipeline == 1:  # stages are as large as they are
+            assert len(sizes) * max(sizes) < 1.15 * sum(sizes), "each rank writes its share"
     found = load_file(exported(tmp_path))
     expected = trained(plans[2], tmp_path, len(plans) * STEPS_OF_LEG, *exact)
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-9

@@ -69,7 +69,7 @@ def _clip(sizes: tuple[int, int, int, int], zero: bool, max_norm: float) -> floa
             fully_shard(module, mesh=mesh.device_mesh[axes])
     _set_gradients(model, mesh)
     tied = frozenset(("embedding.weight",) if mesh.pipeline.rank else ())
-    norm = clip_by_global_norm([model], max_norm, mesh, split=frozenset(SPLITS), tied=tied)
+    norm = clip_by_global_norm([model], max_norm, mesh, split=SPLITS, tied=tied)
     _compare_gradients(model, mesh, max_norm)
     return norm.item()
 
@@ -112,7 +112,7 @@ def _clip_bfloat16() -> float:
     layer = nn.Linear(64, 64, bias=False).bfloat16()
     layer.weight.grad = torch.full((64, 64), 1.01).bfloat16()
     expected = layer.weight.grad.float().norm().item()
-    found = clip_by_global_norm([layer], 1.0, mesh, split=frozenset()).item()
+    found = clip_by_global_norm([layer], 1.0, mesh).item()
     dist.destroy_process_group()
     return float(abs(found / expected - 1))
 
@@ -145,7 +145,7 @@ def _clip_buckets(zero: int, max_norm: float) -> tuple[float, int, list[Tensor]]
     mesh = start(pipeline=1, data=2, tensor=1)
     model = wrap(_layers(), mesh, zero=zero)
     _loss(model, mesh.data.rank).backward()  # type: ignore[no-untyped-call]
-    norm = clip_by_global_norm([model], max_norm, mesh, split=frozenset())
+    norm = clip_by_global_norm([model], max_norm, mesh)
     held = [one.held.reshape(-1).clone() for one in held_gradients([model])]
     return norm.item(), len(gradient_memory([model])), held
 
@@ -197,7 +197,7 @@ def _unclipped(max_norm: float | None) -> float:
     model = nn.Linear(2, 2)
     for parameter in model.parameters():
         parameter.grad = torch.full_like(parameter, 5.0)
-    clip_by_global_norm([model], max_norm, mesh, split=frozenset())
+    clip_by_global_norm([model], max_norm, mesh)
     return min(float(parameter.grad.min()) for parameter in model.parameters())  # type: ignore[union-attr]
 
 

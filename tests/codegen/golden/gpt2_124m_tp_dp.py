@@ -28,7 +28,7 @@ Memory of the fullest device: 10.86 GiB of 67.2 GiB (16%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: e8a64e22a4aa5a01.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 45d560e26ffc9e67.
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all, split_randomness
 from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
-from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, shard_parameters
 from autopar.runtime.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from autopar.runtime.weights import load_weights
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
@@ -202,25 +202,13 @@ SUMMED = (
 # -------------------------------------------------------------------------------- the model
 
 
-def built(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
+def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
     """Build the model without memory, cut as planned, and return how to make its weights."""
-    model, recipe = record(new_model, seed=seed)
-    if dtype is torch.float64:  # to compare plans to the last digits
-        model.to(dtype)
+    model, recipe = record(new_model, seed=seed, dtype=dtype)
     take_classes(model, OPENED, mesh.tensor)
     shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
     wrap(model, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[SUMMED])
     return model, recipe
-
-
-def ready(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
-    """Give the model its weights, each rank those that it holds, and build the optimizer."""
-    splits = named(SPLITS, names_of(model))
-    note_unused(options.weights, recipe.shapes, mesh)
-    if options.weights is not None:
-        load_safetensors(model, options.weights, splits, mesh.tensor, device=mesh.device)
-    recipe.materialise(model, splits, mesh.tensor, mesh.device)
-    return build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
 
 
 def loss_of(model: nn.Module, batch: Batch, tensor: Axis) -> Tensor:
@@ -246,8 +234,7 @@ def train_step(
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     sum_replicated([model], SUMMED, mesh.tensor)
-    split = frozenset(named(SPLITS, names_of(model)))
-    clip_by_global_norm([model], clip, mesh, split=split)
+    clip_by_global_norm([model], clip, mesh, split=SPLITS)
     optimizer.step()
     optimizer.zero_grad()
     return total
@@ -281,18 +268,19 @@ def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterat
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
-    options = parsed(argv)
+    options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
-    model, recipe = built(mesh, options.dtype, options.seed)
+    model, recipe = build_model(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
         return [model], []
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     data = batches(options, mesh, skip=keeper.rows)
-    optimizer = ready(model, recipe, options, mesh)
+    load_weights([model], recipe, options.weights, mesh, splits=SPLITS)
+    optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take([model], optimizer, scheduler=scheduler)
@@ -314,13 +302,14 @@ def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh:
     """Return the peak memory and the collectives of this rank's step, as JSON."""
     data = batches(options, mesh)
     with recording() as watched:
-        optimizer = ready(model, recipe, options, mesh)
+        load_weights([model], recipe, options.weights, mesh, splits=SPLITS)
+        optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
         with watched.second_step([model], optimizer):
             train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
     return watched.report().to_json()
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = OptionParser()
     parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")

@@ -28,7 +28,7 @@ Why this plan: of 15 ways to arrange the training none is faster by over 0.02%; 
 its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.86 s (+3.1%): +991.1 ms recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: ec560d1753e3f9fc.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 90180ae4f9c85e17.
 
 from __future__ import annotations
 
@@ -63,9 +63,9 @@ from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
 from autopar.runtime.recompute import recompute
 from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
-from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.shards import Split, shard_parameters
 from autopar.runtime.vocabulary import vocab_parallel_cross_entropy
+from autopar.runtime.weights import load_weights
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
@@ -267,19 +267,17 @@ STAGES = (
 # -------------------------------------------------------------------------------- the model
 
 
-def built(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
+def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
     """Build this rank's stages without memory, cut as planned, and how to make their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
-        model, recipe = record(new_model, seed=seed)  # for each anew: a stage changes its model
-        stages.append(built_stage(model, index, mesh, dtype))
+        model, recipe = record(new_model, seed=seed, dtype=dtype)  # a stage changes its model
+        stages.append(build_stage(model, index, mesh, dtype))
     return build_schedule(SCHEDULE, stages, MICROBATCHES), recipe
 
 
-def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
+def build_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
     """Turn the model into one stage: with the class of the stage, and only what that holds."""
-    if dtype is torch.float64:  # to compare plans to the last digits
-        model.to(dtype)
     shard_parameters(model, named(SPLITS, names_of(model)), mesh.tensor)
     part = STAGES[index].taken_from(model, mesh.tensor)
     take_classes(part, OPENED, mesh.tensor)
@@ -287,17 +285,6 @@ def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) ->
         recompute(layer, "full")
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype, bucket_bytes=BUCKET_BYTES, apart=[SUMMED])
     return stage_at(index, STAGES, part, mesh, dtype=dtype)
-
-
-def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
-    """Give the stages their weights, each rank those that it holds, and build the optimizer."""
-    note_unused(options.weights, recipe.shapes, mesh)
-    for part in model.parts:
-        splits = named(SPLITS, names_of(part))
-        if options.weights is not None:
-            load_safetensors(part, options.weights, splits, mesh.tensor, device=mesh.device)
-        recipe.materialise(part, splits, mesh.tensor, mesh.device)
-    return build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
@@ -311,8 +298,7 @@ def train_step(
     """Take one step over this rank's microbatches, and return its part of the loss."""
     loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     sum_replicated(model.parts, SUMMED, mesh.tensor)
-    split = frozenset(named(SPLITS, (name for part in model.parts for name in names_of(part))))
-    clip_by_global_norm(model.parts, clip, mesh, split=split)
+    clip_by_global_norm(model.parts, clip, mesh, split=SPLITS)
     optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -346,18 +332,19 @@ def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterat
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
-    options = parsed(argv)
+    options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
-    model, recipe = built(mesh, options.dtype, options.seed)
+    model, recipe = build_model(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
         return model.parts, []
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     data = batches(options, mesh, skip=keeper.rows)
-    optimizer = ready(model, recipe, options, mesh)
+    load_weights(model.parts, recipe, options.weights, mesh, splits=SPLITS)
+    optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take(model.parts, optimizer)
     losses: list[float] = []
@@ -377,13 +364,14 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
     """Return the peak memory and the collectives of this rank's step, as JSON."""
     data = batches(options, mesh)
     with recording() as watched:
-        optimizer = ready(model, recipe, options, mesh)
+        load_weights(model.parts, recipe, options.weights, mesh, splits=SPLITS)
+        optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
         with watched.second_step(model.parts, optimizer):
             train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
     return watched.report().to_json()
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = OptionParser()
     parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")

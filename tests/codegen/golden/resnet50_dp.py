@@ -26,7 +26,7 @@ Memory of the fullest device: 6.32 GiB of 67.2 GiB (9%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 9b3151155d60fae9.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 0fceb4303327b0d6.
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
 from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
-from autopar.runtime.safetensors_weights import load_safetensors, note_unused
+from autopar.runtime.weights import load_weights
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
@@ -103,11 +103,9 @@ MODEL_DIGEST = "3ad148f107d2127f"  # of their text
 # -------------------------------------------------------------------------------- the model
 
 
-def built(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
+def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]:
     """Build the model without memory, cut as planned, and return how to make its weights."""
-    model, recipe = record(new_model, seed=seed)
-    if dtype is torch.float64:  # to compare plans to the last digits
-        model.to(dtype)
+    model, recipe = record(new_model, seed=seed, dtype=dtype)
     wrap(
         model,
         mesh,
@@ -117,15 +115,6 @@ def built(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[nn.Module, Recipe]
         sync_batch_norm=SYNC_BATCH_NORM,
     )
     return model, recipe
-
-
-def ready(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
-    """Give the model its weights, each rank those that it holds, and build the optimizer."""
-    note_unused(options.weights, recipe.shapes, mesh)
-    if options.weights is not None:
-        load_safetensors(model, options.weights, {}, mesh.tensor, device=mesh.device)
-    recipe.materialise(model, {}, mesh.tensor, mesh.device)
-    return build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
 
 
 def loss_of(model: nn.Module, batch: Batch) -> Tensor:
@@ -150,7 +139,7 @@ def train_step(
         loss = scale_loss(loss_of(model, batch), scale)
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
-    clip_by_global_norm([model], clip, mesh, split=frozenset())
+    clip_by_global_norm([model], clip, mesh)
     optimizer.step()
     optimizer.zero_grad()
     return total
@@ -184,18 +173,19 @@ def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterat
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
-    options = parsed(argv)
+    options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     note_device(DEVICE, mesh)
-    model, recipe = built(mesh, options.dtype, options.seed)
+    model, recipe = build_model(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
         return [model], []
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     data = batches(options, mesh, skip=keeper.rows)
-    optimizer = ready(model, recipe, options, mesh)
+    load_weights([model], recipe, options.weights, mesh)
+    optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take([model], optimizer, scheduler=scheduler)
@@ -217,13 +207,14 @@ def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh:
     """Return the peak memory and the collectives of this rank's step, as JSON."""
     data = batches(options, mesh)
     with recording() as watched:
-        optimizer = ready(model, recipe, options, mesh)
+        load_weights([model], recipe, options.weights, mesh)
+        optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
         with watched.second_step([model], optimizer):
             train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
     return watched.report().to_json()
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = OptionParser()
     parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")

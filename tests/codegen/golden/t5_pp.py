@@ -23,7 +23,7 @@ Memory of the fullest device: 11.7 GiB of 67.2 GiB (17%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 2c466006a7a27dcb.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 2600b89f81b823fc.
 
 from __future__ import annotations
 
@@ -55,8 +55,8 @@ from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, 
 from autopar.runtime.progress import Progress
 from autopar.runtime.randomness import seed_all
 from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
-from autopar.runtime.safetensors_weights import load_safetensors, note_unused
 from autopar.runtime.tied import Tie, TiedWeights
+from autopar.runtime.weights import load_weights
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
@@ -144,32 +144,20 @@ TIES = (Tie(("shared.weight",), (0, 1)),)
 # -------------------------------------------------------------------------------- the model
 
 
-def built(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
+def build_model(mesh: Mesh, dtype: torch.dtype, seed: int) -> tuple[Pipeline, Recipe]:
     """Build this rank's stages without memory, cut as planned, and how to make their weights."""
     stages = []
     for index in stage_indices(SCHEDULE, mesh.pipeline.rank, PIPELINE, STAGES_PER_RANK):
-        model, recipe = record(new_model, seed=seed)  # for each anew: a stage changes its model
-        stages.append(built_stage(model, index, mesh, dtype))
+        model, recipe = record(new_model, seed=seed, dtype=dtype)  # a stage changes its model
+        stages.append(build_stage(model, index, mesh, dtype))
     return build_schedule(SCHEDULE, stages, MICROBATCHES), recipe
 
 
-def built_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
+def build_stage(model: nn.Module, index: int, mesh: Mesh, dtype: torch.dtype) -> Stage:
     """Turn the model into one stage: with the class of the stage, and only what that holds."""
-    if dtype is torch.float64:  # to compare plans to the last digits
-        model.to(dtype)
     part = STAGES[index].taken_from(model, mesh.tensor)
     wrap(part, mesh, zero=ZERO, compute_dtype=dtype)
     return stage_at(index, STAGES, part, mesh, dtype=dtype)
-
-
-def ready(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> Optimizer:
-    """Give the stages their weights, each rank those that it holds, and build the optimizer."""
-    note_unused(options.weights, recipe.shapes, mesh)
-    for part in model.parts:
-        if options.weights is not None:
-            load_safetensors(part, options.weights, {}, mesh.tensor, device=mesh.device)
-        recipe.materialise(part, {}, mesh.tensor, mesh.device)
-    return build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
 
 
 def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
@@ -184,8 +172,7 @@ def train_step(
     loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     tied = TiedWeights(mesh, model.parts, TIES)
     tied.sum_gradients()
-    split: frozenset[str] = frozenset()
-    clip_by_global_norm(model.parts, clip, mesh, split=split, tied=tied.not_owned)
+    clip_by_global_norm(model.parts, clip, mesh, tied=tied.not_owned)
     optimizer.step()
     optimizer.zero_grad()
     return loss
@@ -219,18 +206,19 @@ def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterat
 
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
-    options = parsed(argv)
+    options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
-    model, recipe = built(mesh, options.dtype, options.seed)
+    model, recipe = build_model(mesh, options.dtype, options.seed)
     if mesh.is_dry_run:
         print(dry_run(model, recipe, options, mesh))
         return model.parts, []
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     data = batches(options, mesh, skip=keeper.rows)
-    optimizer = ready(model, recipe, options, mesh)
+    load_weights(model.parts, recipe, options.weights, mesh)
+    optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take(model.parts, optimizer)
     losses: list[float] = []
@@ -250,13 +238,14 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
     """Return the peak memory and the collectives of this rank's step, as JSON."""
     data = batches(options, mesh)
     with recording() as watched:
-        optimizer = ready(model, recipe, options, mesh)
+        load_weights(model.parts, recipe, options.weights, mesh)
+        optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
         with watched.second_step(model.parts, optimizer):
             train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
     return watched.report().to_json()
 
 
-def parsed(argv: Sequence[str] | None) -> argparse.Namespace:
+def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
     """Read the options of the command line."""
     parser = OptionParser()
     parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")

@@ -1,0 +1,57 @@
+"""Signals that ask a training to stop."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+
+from autopar.runtime.keeping.signals import StopWish
+from autopar.runtime.mesh import Mesh, start
+from tests.runtime.ranks import run_on_ranks
+
+
+def test_a_signal_is_a_wish_and_those_who_had_it_before_get_it_back(mesh: Mesh) -> None:
+    before, wish = signal.getsignal(signal.SIGUSR1), StopWish(mesh)
+    wish.listen()
+    assert not wish.is_agreed(1)
+    os.kill(os.getpid(), signal.SIGUSR1)
+    os.kill(os.getpid(), signal.SIGUSR1)  # as schedulers do, which is no second wish
+    assert any(wish.is_agreed(step) for step in range(2, 2000))
+    wish.let_go()
+    assert signal.getsignal(signal.SIGUSR1) is before
+
+
+def steps_of_wish() -> int:
+    """Ask for a stop on one of the ranks; return the step in which this one agrees."""
+    mesh = start(pipeline=1, data=2, tensor=1)
+    wish = StopWish(mesh)
+    for step in range(1, 5000):
+        if step == 7 and mesh.rank == 1:
+            wish._note(signal.SIGTERM, None)
+        if wish.is_agreed(step):
+            return step
+    return 0
+
+
+def test_all_ranks_stop_after_the_same_step() -> None:
+    first, second = run_on_ranks(steps_of_wish, 2)
+    assert first == second >= 7
+
+
+SECOND = """
+import os, signal, time
+from autopar.runtime.keeping.signals import StopWish
+from autopar.runtime.mesh import start
+StopWish(start(pipeline=1, data=1, tensor=1)).listen()
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(1.2)
+os.kill(os.getpid(), signal.SIGTERM)
+time.sleep(30)
+"""
+
+
+def test_a_second_signal_ends_the_process_at_once() -> None:
+    done = subprocess.run([sys.executable, "-c", SECOND], check=False, timeout=60)
+    assert done.returncode == -signal.SIGTERM
