@@ -10,8 +10,8 @@ from torch import Tensor
 
 from autopar.planner.cluster.link import Manner
 from autopar.planner.costs.collectives.measured import Collective
-from autopar.runtime import transport
-from autopar.runtime.mesh import Axis
+from autopar.runtime.ranks import transport
+from autopar.runtime.ranks.mesh import Axis
 
 
 def training_call(

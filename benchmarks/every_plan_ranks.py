@@ -9,7 +9,7 @@ import torch.distributed as dist
 
 from autopar.codegen.proof.script_rank import imported
 from benchmarks.script_step import mesh_of, step_of
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 RANKS = 2
 STEPS_TO_WARM_UP = 2

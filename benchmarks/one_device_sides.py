@@ -25,9 +25,9 @@ from torch.utils.checkpoint import checkpoint
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.trace.build import Step, build
-from autopar.runtime import initial_weights
-from autopar.runtime.data import placed, synthetic_batches
-from autopar.runtime.mesh import Mesh, start
+from autopar.runtime.data.batches import placed, synthetic_batches
+from autopar.runtime.ranks.mesh import Mesh, start
+from autopar.runtime.weights import initial_weights
 from benchmarks.script_step import mesh_of, step_of
 
 SEED, MAX_NORM, LEARNING_RATE, WEIGHT_DECAY = 0, 1.0, 3e-4, 0.1  # as scripts have them

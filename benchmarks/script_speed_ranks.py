@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.multiprocessing.spawn import spawn
 
 from autopar.codegen.proof.script_rank import imported
-from autopar.runtime.initial_weights import build
+from autopar.runtime.weights.initial_weights import build
 from benchmarks import script_speed_by_hand as by_hand
 from benchmarks import script_speed_by_hand_tensor as by_hand_tensor
 from benchmarks.script_speed_by_hand import Step

@@ -8,10 +8,10 @@ from typing import Any
 
 from torch import Tensor
 
-from autopar.runtime.mesh import Mesh, start
-from autopar.runtime.optimizer import build_optimizer
-from autopar.runtime.randomness import seed_all
-from autopar.runtime.weights import NOTHING_SPLIT, load_weights
+from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.ranks.mesh import Mesh, start
+from autopar.runtime.ranks.randomness import seed_all
+from autopar.runtime.weights.loading import NOTHING_SPLIT, load_weights
 
 
 def mesh_of(script: Any) -> Mesh:

@@ -14,32 +14,27 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "typing": "Any",
         "torch": "Tensor nn",
         "torch.optim": "AdamW Optimizer",
-        "autopar.runtime.apart": "keep_apart",
-        "autopar.runtime.data": "Batch dataset_batches gathered_rows placed synthetic_batches",
+        "autopar.runtime.data": (
+            "Batch Weighed gathered_rows loss_in mean_loss placed read_batches scale_loss "
+            "weighed_ahead weighed_terms_ahead"
+        ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.dryrun": "recording",
-        "autopar.runtime.gradients": "clip_by_global_norm sum_replicated",
-        "autopar.runtime.initial_weights": "Recipe record",
-        "autopar.runtime.keeping.keeper": "Keeper",
-        "autopar.runtime.keeping.options": "add_keeping",
-        "autopar.runtime.layer_names": "named numbered",
-        "autopar.runtime.loss": (
-            "Weighed loss_in mean_loss scale_loss weighed_ahead weighed_terms_ahead"
+        "autopar.runtime.keeping": "Keeper",
+        "autopar.runtime.model": (
+            "Crossing StagePart freeze keep_apart named names_of numbered submodules take_classes"
         ),
-        "autopar.runtime.loss_scaling": "LossScale",
-        "autopar.runtime.mesh": "Axis Mesh start stop",
-        "autopar.runtime.model_parts": "Crossing StagePart freeze names_of submodules take_classes",
-        "autopar.runtime.model_source": "note_changes note_device refuse_changes",
-        "autopar.runtime.optimizer": "build_optimizer",
-        "autopar.runtime.pipeline": "Pipeline Stage build_schedule stage_at stage_indices",
-        "autopar.runtime.progress": "Progress",
-        "autopar.runtime.randomness": "seed_all",
-        "autopar.runtime.recompute": "recompute",
-        "autopar.runtime.refusal": "OptionParser from_one from_zero norm",
-        "autopar.runtime.shards": "Split shard_parameters",
-        "autopar.runtime.tied": "Tie TiedWeights",
-        "autopar.runtime.weights": "load_weights",
-        "autopar.runtime.written_buffers": "update_once",
+        "autopar.runtime.optimizer": "LossScale build_optimizer clip_by_global_norm sum_replicated",
+        "autopar.runtime.pipeline": (
+            "Pipeline Stage Tie TiedWeights build_schedule stage_at stage_indices"
+        ),
+        "autopar.runtime.ranks": (
+            "Axis Mesh Progress note_changes note_device read_options refuse_changes seed_all "
+            "start stop"
+        ),
+        "autopar.runtime.recompute": "recompute update_once",
+        "autopar.runtime.tensor": "Split shard_parameters",
+        "autopar.runtime.weights": "Recipe load_weights record",
     }
 )
 _PLAIN = ("argparse", "copy", "importlib", "sys", "torch")

@@ -19,10 +19,9 @@ from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.model.model_file import ModelFile, load_model_file, model_path
 from autopar.planner.plan.model_facts import source_hash
-from autopar.planner.plan.parts import check_parts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace.lengths import with_other_lengths
-from autopar.runtime.initial_weights import record
+from autopar.runtime.weights.initial_weights import record
 
 
 class ChangedModelError(AutoparError):
@@ -50,7 +49,6 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     _check_same_parameters(plan, model, file.path)
     modules = modules_of(model)
     split = split_of(plan, modules, partial(_on_other_lengths, plan, file))
-    check_parts(plan, split.layers, where="the plan")
     return Subject(
         file=file,
         graph=plan.graph,

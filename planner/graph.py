@@ -15,6 +15,7 @@ from enum import StrEnum
 from autopar.planner.extent import Extent, numel
 
 MODEL_DTYPE = "model"
+LOSS_CALL = "(loss)"  # around the ops of the loss function, which is no module
 MODULE = "module "  # before the path of a module that is an argument
 MODEL_EXTREMES = (1.7976931348623157e308, 3.3895313892515355e38)  # of the types traced in
 

@@ -19,7 +19,7 @@ from autopar.console import results
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.programs.solver import Solved, default_solver, new_program, solve
-from autopar.runtime.torch_stage import PIPELINED_TORCH
+from autopar.runtime.pipeline.torch_stage import PIPELINED_TORCH
 from autopar.tables import plain_table
 
 LEAST_PYTHON = (3, 11)

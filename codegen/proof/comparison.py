@@ -16,7 +16,7 @@ from torch import Tensor
 from autopar.codegen.proof.draw_audit import Axes, draw_faults
 from autopar.codegen.proof.draws import Draw
 from autopar.codegen.proof.reference import Trained
-from autopar.runtime.chunks import Chunks
+from autopar.runtime.tensor.chunks import Chunks
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime import randomness
+from autopar.runtime.ranks import randomness
 
 _OUR_FILES = str(Path(__file__).parent)
 _PASSED = (str(Path(torch.__file__).parent), _OUR_FILES, "<")  # frames that are no place in a model

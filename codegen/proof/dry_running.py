@@ -26,8 +26,8 @@ from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
-from autopar.runtime.dryrun_numbers import PICKED
-from autopar.runtime.mesh import DRY_RUN
+from autopar.runtime.dryrun.numbers import PICKED
+from autopar.runtime.ranks.mesh import DRY_RUN
 
 Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, count
 

@@ -17,12 +17,12 @@ from autopar.planner.graph import Ref
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
-from autopar.runtime.buckets import HALF_DTYPES
-from autopar.runtime.data import Batch, dataset_batches, placed, synthetic_batches
-from autopar.runtime.initial_weights import build
-from autopar.runtime.loss import loss_in
-from autopar.runtime.mesh import Mesh, start, stop
-from autopar.runtime.optimizer_arguments import made_optimizer
+from autopar.runtime.data.batches import Batch, dataset_batches, placed, synthetic_batches
+from autopar.runtime.data.loss import loss_in
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES
+from autopar.runtime.optimizer.arguments import made_optimizer
+from autopar.runtime.ranks.mesh import Mesh, start, stop
+from autopar.runtime.weights.initial_weights import build
 
 _STATISTICS = ("running_mean", "running_var")
 

@@ -27,10 +27,10 @@ from autopar.codegen.proof.comparison import Block, RankTrained
 from autopar.codegen.proof.draws import Drawing
 from autopar.codegen.proof.exactness import Exactly, Widely
 from autopar.codegen.proof.reference import clipped_share, trained_tensors
-from autopar.runtime import gradients
-from autopar.runtime.chunks import boxes, chunks_by_name
-from autopar.runtime.held_gradients import held_gradients
-from autopar.runtime.optimizer_pieces import local_tensor
+from autopar.runtime.optimizer import gradients
+from autopar.runtime.optimizer.held_gradients import held_gradients
+from autopar.runtime.optimizer.pieces import local_tensor
+from autopar.runtime.tensor.chunks import boxes, chunks_by_name
 
 NAME = "emitted_script"
 _UNSEEDED = 2**52  # and the rank: no two processes begin alike, but for what a script seeds
@@ -94,7 +94,7 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
     watched = Watched(steps, gradients.clip_by_global_norm, rank)
     with patch.object(gradients, "clip_by_global_norm", watched.clipped):
         script: Any = imported(Path(path))
-    dtype = script.DTYPES[dict(pairwise(arguments)).get("--dtype", script.DTYPE)]
+    dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
     script.train_step = watched.stepped(script.train_step, dtype)
     if hasattr(script, "valid_targets"):  # not all losses have targets to count
         script.valid_targets = _exactly(script.valid_targets, dtype)

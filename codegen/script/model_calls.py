@@ -27,7 +27,7 @@ from autopar.planner.graph import Graph, Ref, batch_key
 from autopar.planner.model.import_name import import_name
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.plan.model_facts import sources
-from autopar.runtime.model_source import source_digest
+from autopar.runtime.ranks.model_source import source_digest
 
 MODULE = "model_file"  # the name that the script has for the model file
 

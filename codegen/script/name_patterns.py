@@ -7,7 +7,7 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import TypeVar
 
 from autopar.codegen.python_text import Group, call, literal, tuple_of
-from autopar.runtime.layer_names import starred
+from autopar.runtime.model.layer_names import starred
 
 Value = TypeVar("Value")
 

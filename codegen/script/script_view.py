@@ -46,12 +46,11 @@ class ScriptView:
     kept: Source  # what a checkpoint is made of
     scaling: Source  # of the losses of a pipeline
     clipping: Source
-    dtypes: Source
     waits_for_last: Source  # microbatch: a remark that says what does
     for_gpus: bool
     prints_forwards: bool  # of the model's classes
     has_dataset: bool
-    has_collate: bool
+    reading: Source  # the call that yields microbatches
     gathers_rows: bool  # which tensor ranks have read each for itself
     has_optimizer: bool
     has_scheduler: bool

@@ -85,13 +85,6 @@ def scales_loss(plan: Plan) -> bool:
     return plan.arrangement.precision is Precision.FP16
 
 
-def dtypes(plan: Plan) -> Source:
-    """Return what --dtype takes; float16 only where the loss is scaled."""
-    names = ("float16" if scales_loss(plan) else "bfloat16", "float32", "float64")
-    known = ", ".join(f"{literal(name)}: torch.{identifier(name)}" for name in names)
-    return Source(f"DTYPES = {{{known}}}")
-
-
 def synchronises_batch_norms(plan: Plan) -> bool:
     """Whether the model has batch norms and several data ranks to take their statistics of."""
     return plan.arrangement.data > 1 and has_batch_norm(plan.graph)

@@ -30,7 +30,6 @@ from autopar.codegen.script.parameter_tables import once, parameter_tables, unre
 from autopar.codegen.script.prose import docstring
 from autopar.codegen.script.script_view import ScriptView
 from autopar.codegen.script.settings_lines import (
-    dtypes,
     is_for_gpus,
     lines,
     planned,
@@ -93,12 +92,11 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         kept=_kept(plan),
         scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
         clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
-        dtypes=dtypes(plan),
         waits_for_last=Source(_waits_for_last(plan.arrangement)),
         for_gpus=is_for_gpus(plan),
         prints_forwards=bool(opened.classes or opened.stages or opened.loss),
         has_dataset=plan.model.has_dataset,
-        has_collate=subject.file.build_collate is not None,
+        reading=_reading(plan, subject),
         gathers_rows=bool(opened.own_rows),
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
@@ -260,6 +258,18 @@ def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:
 def _parts(plan: Plan) -> str:
     """Return what a rank holds of the model."""
     return "model.parts" if _is_pipelined(plan) else "[model]"
+
+
+def _reading(plan: Plan, subject: Subject) -> Source:
+    """Return the call that yields the microbatches of a rank."""
+    arguments = ["new_batch", "options", "mesh", "rows=(MICROBATCHES, MICROBATCH)"]
+    if plan.model.has_dataset:
+        arguments += ["new_dataset=new_dataset", "skip=skip"]
+    if subject.file.build_collate is not None:
+        arguments.append("new_collate=new_collate")
+    if subject.opened.own_rows:
+        arguments.append("rows_over=axis")
+    return Source(call("read_batches", *arguments).laid_out(before=11, indent=4))
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from autopar.planner.cluster.cluster import Cluster, Node, Origin
 from autopar.planner.cluster.detect import local_devices
 from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.levels import MOST_DEVICES, cluster_from
+from autopar.planner.cluster.levels import cluster_from
 from autopar.planner.cluster.sheet import device_sheet, find_device, known_fabrics, known_links
 from autopar.planner.errors import InputError
+from autopar.planner.numbers import MOST_DEVICES
 
 DEFAULT_DEVICE = "h100-sxm"
 

@@ -9,6 +9,7 @@ from functools import cached_property
 
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.link import Link
+from autopar.planner.numbers import Degree
 
 
 class Origin(StrEnum):
@@ -25,7 +26,7 @@ class Node:
     """One machine: its devices, all alike, and the links among them."""
 
     device: Device
-    devices: int
+    devices: Degree
     link: Link
     bridge: Link | None = None  # joins pairs of neighbours
     socket_link: Link | None = None  # joins the sockets, each of device.devices_per_socket
@@ -35,7 +36,7 @@ class Node:
 class Unit:
     """Consecutive ranks that one link joins."""
 
-    ranks: int
+    ranks: Degree
     link: Link
 
 

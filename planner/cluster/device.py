@@ -4,6 +4,7 @@ from dataclasses import dataclass
 
 from autopar.planner.cluster.link import Link
 from autopar.planner.errors import InputError
+from autopar.planner.numbers import Degree, Figure, Rate, Seconds, SomeBytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -13,20 +14,20 @@ class Device:
     name: str
     vendor: str
     architecture: str
-    memory_bytes: int
-    memory_bytes_per_second: float
-    peaks: tuple[tuple[str, float], ...]  # dtype, FLOPs per second
+    memory_bytes: SomeBytes
+    memory_bytes_per_second: Rate
+    peaks: tuple[tuple[str, Rate], ...]  # dtype, FLOPs per second
     link: Link  # to the other devices of its scale-up domain
-    domain: int  # devices that one scale-up domain can hold; more than one node has: it spans nodes
-    devices_per_node: int
-    launch_seconds: float
+    domain: Degree  # that one scale-up domain can hold; more than one node has: it spans nodes
+    devices_per_node: Degree
+    launch_seconds: Seconds
     fabric: str  # the network that such nodes usually have
     bridge: Link | None = None  # joins pairs, where a cluster file says that it is fitted
-    devices_per_socket: int | None = None  # where traffic between sockets is slower
-    power_watts: float | None = None
-    multiprocessors: int | None = None
-    cache_bytes: int | None = None
-    usd_per_hour: float | None = None
+    devices_per_socket: Degree | None = None  # where traffic between sockets is slower
+    power_watts: Rate | None = None
+    multiprocessors: Degree | None = None
+    cache_bytes: SomeBytes | None = None
+    usd_per_hour: Figure | None = None
     source: str = ""
 
     @property

@@ -8,7 +8,7 @@ from autopar.planner.cluster import reading
 from autopar.planner.cluster.choose import usual_node
 from autopar.planner.cluster.cluster import Cluster, Node, Origin
 from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.levels import MOST_DEVICES, Racks, cluster_from
+from autopar.planner.cluster.levels import Racks, cluster_from
 from autopar.planner.cluster.link import Link
 from autopar.planner.cluster.places import TOP, line_of
 from autopar.planner.cluster.sheet import (
@@ -23,6 +23,7 @@ from autopar.planner.cluster.sheet import (
 )
 from autopar.planner.cluster.toml_text import parsed
 from autopar.planner.errors import InputError
+from autopar.planner.numbers import MOST_DEVICES
 
 SECTIONS = ("nodes", "network", "racks", "devices", "links")
 NODE_KEYS = ("count", "device", "devices", "bridged", "link")

@@ -7,11 +7,7 @@ from typing import TypeVar
 from autopar.planner.cluster.cluster import Cluster, Level, Node, Origin, Unit
 from autopar.planner.cluster.link import Link
 from autopar.planner.errors import InputError
-
-MOST_DEVICES = (
-    262_144  # the largest machines have about 100,000; ten million is a slip of the finger
-)
-
+from autopar.planner.numbers import MOST_DEVICES
 
 Item = TypeVar("Item")
 

@@ -3,6 +3,8 @@
 from dataclasses import dataclass
 from enum import StrEnum
 
+from autopar.planner.numbers import Bytes, Degree, Figure, Rate, Seconds, Share
+
 
 class Topology(StrEnum):
     """How the units of one level are wired together."""
@@ -34,10 +36,10 @@ class MeasuredCollective:
     """One collective over a link as `autopar profile` measured it, and the line fitted to that."""
 
     collective: str
-    ranks: int
-    alpha_seconds: float  # of one hop
-    bytes_per_second: float
-    points: tuple[tuple[int, float], ...]  # payload bytes, seconds; both rise
+    ranks: Degree
+    alpha_seconds: Seconds  # of one hop
+    bytes_per_second: Rate
+    points: tuple[tuple[Bytes, Seconds], ...]  # payload bytes, seconds; both rise
     manner: Manner = Manner.IN_A_ROW
 
 
@@ -47,10 +49,10 @@ class Link:
 
     name: str
     topology: Topology
-    bytes_per_second: float  # of one port in one direction, as the data sheet says
-    alpha_seconds: float  # of one hop of the smallest message
-    efficiency: float  # share of the rate that long transfers reach
-    ports_per_device: float = 1.0
-    reduction_efficiency: float = 0.0  # share reached when the switch itself sums; 0: it cannot
+    bytes_per_second: Rate  # of one port in one direction, as the data sheet says
+    alpha_seconds: Seconds  # of one hop of the smallest message
+    efficiency: Share  # share of the rate that long transfers reach
+    ports_per_device: Figure = 1.0
+    reduction_efficiency: Share = 0.0  # share reached when the switch itself sums; 0: it cannot
     backend: Backend = Backend.NCCL
     collectives: tuple[MeasuredCollective, ...] = ()  # where they were measured

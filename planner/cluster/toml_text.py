@@ -40,6 +40,8 @@ def parsed(source: str, *, where: str) -> Mapping[str, Any]:
         ) from None
     except RecursionError:
         raise InputError("the TOML file is nested too deeply", where=where) from None
+    except ValueError as error:  # Python reads no whole numbers of so many digits
+        raise InputError(f"not a valid TOML file: {error}", where=where, fix=_ELSE) from None
 
 
 def _fix(fault: str, line: str) -> str:

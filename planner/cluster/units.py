@@ -36,6 +36,7 @@ FLOPS_PER_SECOND: Mapping[str, float] = MappingProxyType(
         for name in ("FLOP/s", "FLOPS")
     }
 )
+_LEAST, _MOST = 1e-15, 1e18  # FLOP/s and bytes; no latency is shorter
 WATTS: Mapping[str, float] = MappingProxyType({"W": 1.0, "kW": 1000.0})
 
 FIGURE = re.compile(
@@ -45,7 +46,7 @@ FIGURE = re.compile(
 
 def parse_bytes(value: object, *, where: str) -> int:
     """Return the bytes of a size such as "80 GiB"."""
-    return round(_parse(value, BYTES, where=where, example="80 GiB"))
+    return max(1, round(_parse(value, BYTES, where=where, example="80 GiB")))
 
 
 def parse_seconds(value: object, *, where: str) -> float:
@@ -90,6 +91,8 @@ def _parse(value: object, units: Mapping[str, float], *, where: str, example: st
     figure = number * units[unit]
     if not math.isfinite(figure) or figure <= 0:
         raise InputError(f"{value!r} is not a positive, finite figure", where=where, fix=fix)
+    if not _LEAST <= figure <= _MOST:
+        raise InputError(f"{value!r} is beyond all machines", where=where, fix="check the unit")
     return figure
 
 

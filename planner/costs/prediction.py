@@ -9,6 +9,19 @@ from enum import IntEnum, StrEnum
 from autopar.planner.annotate import Precision
 from autopar.planner.costs.collectives.norm_statistics import NO_STATISTICS, Statistics
 from autopar.planner.costs.schedules.table import ScheduleKind
+from autopar.planner.numbers import (
+    Bytes,
+    Degree,
+    Elements,
+    Flops,
+    Number,
+    Rate,
+    Repeats,
+    Rows,
+    Seconds,
+    SomeBytes,
+    SomeSeconds,
+)
 
 
 class Provenance(StrEnum):
@@ -44,20 +57,20 @@ class Arrangement:
     those of each data rank's microbatch where they differ, `microbatch` is then the most of them.
     """
 
-    pipeline: int
-    data: int
-    tensor: int
-    shard: int
-    microbatch: int  # rows of one microbatch on one data rank
-    microbatches: int  # of one data rank in one step
+    pipeline: Degree
+    data: Degree
+    tensor: Degree
+    shard: Degree
+    microbatch: Rows  # rows of one microbatch on one data rank
+    microbatches: Repeats  # of one data rank in one step
     schedule: ScheduleKind
-    stages_per_rank: int
+    stages_per_rank: Degree
     zero: Zero
-    bucket_bytes: int
+    bucket_bytes: SomeBytes
     compressed_gradients: bool  # reduced in 16 bits
     precision: Precision
-    rows: tuple[int, ...] = ()
-    order: int = 0  # of unlike nodes, among those that the search tries; a plan has its own
+    rows: tuple[Rows, ...] = ()
+    order: Number = 0  # of unlike nodes, among those that the search tries; a plan has its own
 
     @property
     def ranks(self) -> int:
@@ -115,11 +128,11 @@ class CommunicationTerm:
 
     reason: str  # "data parallel gradients", "tensor parallel activations", …
     collective: str
-    ranks: int
-    count: int
-    payload_bytes: int  # of all of them
-    seconds: float
-    exposed_seconds: float
+    ranks: Degree
+    count: Elements
+    payload_bytes: Bytes  # of all of them
+    seconds: Seconds
+    exposed_seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -127,7 +140,7 @@ class TimeTerm:
     """One term of the step's time; the terms of a prediction sum to the step."""
 
     name: str
-    seconds: float
+    seconds: Seconds
     provenance: Provenance
 
 
@@ -138,15 +151,15 @@ class MemoryPrediction:
     allocated: tensors. reserved: with the allocator's fragments. device: with the context too.
     """
 
-    parameter_bytes: int
-    gradient_bytes: int
-    optimizer_bytes: int
-    activation_bytes: int  # saved, of all microbatches in flight
-    transient_bytes: int  # of the layer at the peak, logits included
-    unsharded_bytes: int  # gathered parameters and gradients before they are scattered
-    communication_bytes: int  # buckets and buffers
-    margin_bytes: int  # allocator fragments
-    context_bytes: int  # device context and communication libraries
+    parameter_bytes: Bytes
+    gradient_bytes: Bytes
+    optimizer_bytes: Bytes
+    activation_bytes: Bytes  # saved, of all microbatches in flight
+    transient_bytes: Bytes  # of the layer at the peak, logits included
+    unsharded_bytes: Bytes  # gathered parameters and gradients before they are scattered
+    communication_bytes: Bytes  # buckets and buffers
+    margin_bytes: Bytes  # allocator fragments
+    context_bytes: Bytes  # device context and communication libraries
 
     @property
     def allocated_bytes(self) -> int:
@@ -172,10 +185,10 @@ class MemoryPrediction:
 class StagePrediction:
     """One stage on its rank: the seconds of one microbatch, and what the rank does meanwhile."""
 
-    forward_seconds: float
-    backward_seconds: float
-    idle_seconds: float  # of its rank in one step
-    in_flight: int
+    forward_seconds: Seconds
+    backward_seconds: Seconds
+    idle_seconds: Seconds  # of its rank in one step
+    in_flight: Elements
     memory: MemoryPrediction  # of its rank, all its stages together
 
 
@@ -183,12 +196,12 @@ class StagePrediction:
 class Prediction:
     """What one step takes."""
 
-    step_seconds: float
+    step_seconds: SomeSeconds
     terms: tuple[TimeTerm, ...]
     communication: tuple[CommunicationTerm, ...]
     stages: tuple[StagePrediction, ...]
-    model_flops: int  # of one step, all ranks, nothing counted twice
-    peak_flops_per_second: float  # of all devices together
+    model_flops: Flops  # of one step, all ranks, nothing counted twice
+    peak_flops_per_second: Rate  # of all devices together
 
     @property
     def mfu(self) -> float:

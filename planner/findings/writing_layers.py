@@ -1,7 +1,7 @@
 """Finds the layers that write into what they are given, or whose results others write into.
 
-Such a layer works on copies where it runs again or is a unit of `fully_shard` (runtime/apart.py).
-Others may know what it writes there by its results alone then.
+Such a layer works on copies where it runs again or is a unit of `fully_shard`
+(runtime/model/apart.py). Others may know what it writes there by its results alone then.
 """
 
 from __future__ import annotations

@@ -10,15 +10,13 @@ from autopar.planner.plan.plan import Plan
 
 
 def parts_of(plan: Plan, *, where: str) -> tuple[Axes, Layers]:
-    """Return axes and layers; `where` names the plan's file in messages."""
+    """Return axes and layers; raise an error that tells all that does not fit.
+
+    `where` names the plan's file in messages.
+    """
     axes = infer_axes(plan.graph)
     layers = find_layers(plan.graph, axes)
-    check_parts(plan, layers, where=where)
-    return axes, layers
-
-
-def check_parts(plan: Plan, layers: Layers, *, where: str) -> None:
-    """Raise an error that tells all that does not fit between a plan and its graph's layers."""
-    faults = list(layout_faults(plan, layers))
+    faults = list(layout_faults(plan, axes, layers))
     if faults:
         raise gathered(faults, where=where, fix="plan again with `autopar plan`")
+    return axes, layers

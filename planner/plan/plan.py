@@ -14,6 +14,18 @@ from autopar.planner.costs.prediction import (
 )
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import OpLayout, ParameterLayout
+from autopar.planner.numbers import (
+    Bytes,
+    Degree,
+    Elements,
+    Figure,
+    Number,
+    Rows,
+    Seconds,
+    Share,
+    SomeBytes,
+    SomeSeconds,
+)
 from autopar.planner.plan.declared.constraints import Declared
 
 FORMAT = 1
@@ -27,36 +39,36 @@ class Model:
     spec: str
     arguments: tuple[tuple[str, str], ...]
     source_hash: str
-    parameters: int
+    parameters: Elements
     has_loss: bool  # the model file's own loss function; the model returns its loss otherwise
     has_dataset: bool
     has_optimizer: bool
     has_scheduler: bool
-    tokens_per_row: int  # 1 where rows have no sequence
+    tokens_per_row: Rows  # 1 where rows have no sequence
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machines:
     """The cluster that was planned for, in short."""
 
-    devices: int
-    nodes: int
+    devices: Degree
+    nodes: Degree
     device: str
-    memory_bytes: int  # of the smallest device
-    limit_bytes: int  # that a rank may use of it
-    usd_per_hour: float | None
+    memory_bytes: SomeBytes  # of the smallest device
+    limit_bytes: SomeBytes  # that a rank may use of it
+    usd_per_hour: Figure | None
     backend: str  # nccl, gloo, …
     content_hash: str
-    limits: tuple[tuple[str, int], ...] = ()  # of each device by name, where they are unlike
+    limits: tuple[tuple[str, SomeBytes], ...] = ()  # of each device by name, where they are unlike
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Stage:
     """Consecutive layers, where they run, and what each computes again."""
 
-    rank: int  # on the pipeline axis
-    first: int
-    count: int
+    rank: Number  # on the pipeline axis
+    first: Number
+    count: Degree
     recompute: tuple[Recompute, ...]
 
 
@@ -64,15 +76,15 @@ class Stage:
 class Proof:
     """How much of the space was looked at, and how far the choice can be from the best."""
 
-    enumerated: int
-    pruned: int  # as no better than the best plan, or than one with fewer devices
-    solved: int
-    infeasible: int  # for memory
-    programs: int  # integer programs
+    enumerated: Elements
+    pruned: Elements  # as no better than the best plan, or than one with fewer devices
+    solved: Elements
+    infeasible: Elements  # for memory
+    programs: Elements  # integer programs
     solver: str
-    bound_seconds: float
-    gap: float
-    search_seconds: float
+    bound_seconds: Seconds
+    gap: Share
+    search_seconds: Seconds
     is_complete: bool  # False when the time limit came first
 
 
@@ -82,11 +94,11 @@ class RunnerUp:
 
     arrangement: Arrangement
     recompute: str  # "none", "selective", "full" or a mix such as "full 20/32"
-    step_seconds: float
-    mfu: float
-    device_bytes: int
-    communication_seconds: float  # exposed
-    idle_seconds: float
+    step_seconds: SomeSeconds
+    mfu: Figure
+    device_bytes: Bytes
+    communication_seconds: Seconds  # exposed
+    idle_seconds: Seconds
     difference: str
 
 

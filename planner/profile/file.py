@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
@@ -14,6 +13,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
+from autopar.planner.cluster.toml_text import parsed
 from autopar.planner.costs.collectives.choice import Collective
 from autopar.planner.costs.ops.measurements import (
     ActionTimes,
@@ -34,7 +34,7 @@ FILE_NAME = "measured.toml"
 _EXPECTED = f"a {FILE_NAME} as `autopar profile` writes it"
 _AGAIN = "measure again with `autopar profile`"
 _MOST_TOLD = 5
-_OPERAND = re.compile(r"(\w+)\[((?:\d+(?:, \d+)*)?)\]( grad)?")
+_OPERAND = re.compile(r"(\w+)\[((?:\d{1,18}(?:, \d{1,18})*)?)\]( grad)?")
 Seconds = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Count = Annotated[int, Field(ge=1)]
@@ -164,11 +164,11 @@ def parse_measurements(source: str, *, where: str) -> MeasuredFile:
 
 def _table(source: str, where: str) -> Mapping[str, Any]:
     try:
-        table = tomllib.loads(source)
-    except (tomllib.TOMLDecodeError, RecursionError) as error:
+        table = parsed(source, where=where)
+    except InputError as error:
         raise InputError(
-            f"the measurements are damaged or cut off: {error}",
-            where=where,
+            f"the measurements are damaged or cut off: {error.found}",
+            where=error.where,
             expected=_EXPECTED,
             fix=_AGAIN,
         ) from None

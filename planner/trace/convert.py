@@ -15,6 +15,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.planner.errors import TraceError
 from autopar.planner.graph import (
+    LOSS_CALL,
     Call,
     Graph,
     Op,
@@ -50,8 +51,6 @@ from autopar.planner.trace.scatter import with_scatters
 from autopar.planner.trace.symbols import Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
 from autopar.planner.trace.values import CannotReplayError, Scope, Values, structured
-
-LOSS_CALL = "(loss)"
 
 # Ops that say nothing about the computation: the tracer's checks, and names for the same tensor.
 _CHECKS = re.compile(r"aten\.(_assert\w*|sym_\w+|_local_scalar_dense|is_nonzero)\.")

@@ -1,1 +1,8 @@
-"""Keeps what a training has made: its weights as one file, its whole state to go on from."""
+"""What stays of a training: its weights, and all that it takes to go on.
+
+Scripts import from here; files import from each other.
+"""
+
+from autopar.runtime.keeping.keeper import Keeper
+
+__all__ = ["Keeper"]

@@ -14,16 +14,16 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.buckets import HALF_DTYPES
-from autopar.runtime.chunks import whole
-from autopar.runtime.initial_weights import Recipe
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.keeping.holdings import named_tensors, weights_held
 from autopar.runtime.keeping.overlaps import overlaps
 from autopar.runtime.keeping.owners import Here, Owned, every_rank, owners
 from autopar.runtime.keeping.places import INDEX, MARK, Destination, temporary
 from autopar.runtime.keeping.safetensors_file import Entry, as_bytes, in_file_order, write_tensors
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.refusal import refuse
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.tensor.chunks import whole
+from autopar.runtime.weights.initial_weights import Recipe
 
 SHARD_BYTES = 5 * 10**9  # as Hugging Face has them
 

@@ -10,8 +10,8 @@ from pathlib import Path
 from autopar.runtime.keeping.manifest import BrokenError, Manifest, check_file, read_manifest
 from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.keeping.writing import BROKEN, STEP
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.refusal import refuse
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.refusal import refuse
 
 AUTO, NEVER = "auto", "never"
 

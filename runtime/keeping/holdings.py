@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.chunks import Chunks, boxes, recorded_chunks, whole, with_rows
-from autopar.runtime.optimizer_pieces import Piece, local_tensor, pieces_of
-from autopar.runtime.sharded_optimizer import FlatPiece
-from autopar.runtime.shards import Place, group_aliases, places, whole_names
+from autopar.runtime.optimizer.pieces import Piece, local_tensor, pieces_of
+from autopar.runtime.optimizer.sharded import FlatPiece
+from autopar.runtime.tensor.chunks import Chunks, boxes, recorded_chunks, whole, with_rows
+from autopar.runtime.tensor.shards import Place, group_aliases, places, whole_names
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -16,7 +16,6 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autopar.runtime.initial_weights import Recipe
 from autopar.runtime.keeping.export import export
 from autopar.runtime.keeping.finding import (
     AUTO,
@@ -33,9 +32,10 @@ from autopar.runtime.keeping.restoring import own_random_states, restore
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, write_checkpoint
-from autopar.runtime.loss_scaling import LossScale
-from autopar.runtime.mesh import Mesh, stop
-from autopar.runtime.randomness import mixed_seed
+from autopar.runtime.optimizer.loss_scaling import LossScale
+from autopar.runtime.ranks.mesh import Mesh, stop
+from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.weights.initial_weights import Recipe
 
 FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
 

@@ -11,10 +11,10 @@ from typing import Any
 
 import torch
 
-from autopar.runtime.chunks import Chunks
 from autopar.runtime.keeping.places import MARK
 from autopar.runtime.keeping.safetensors_file import KINDS, Written
 from autopar.runtime.keeping.states import Scalar
+from autopar.runtime.tensor.chunks import Chunks
 
 NAME = "checkpoint.json"
 FORMAT = 1

@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from itertools import product
 from typing import TypeAlias
 
-from autopar.runtime.chunks import Chunks
-from autopar.runtime.cuts import Ranges
+from autopar.runtime.tensor.chunks import Chunks
+from autopar.runtime.tensor.cuts import Ranges
 
 Place: TypeAlias = tuple[slice, ...]
 

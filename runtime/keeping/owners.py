@@ -12,9 +12,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.runtime.chunks import Chunks
 from autopar.runtime.keeping.holdings import Holding
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.tensor.chunks import Chunks
 
 SMALL = 2**14  # elements that one rank writes alone, though others hold them as well
 

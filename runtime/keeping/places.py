@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.refusal import refuse
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.refusal import refuse
 
 NONE = "none"
 INDEX = "model.safetensors.index.json"

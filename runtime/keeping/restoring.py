@@ -13,7 +13,6 @@ from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.chunks import Chunks, whole
 from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.holdings import Stepped, named_tensors, value_of
 from autopar.runtime.keeping.manifest import Logical
@@ -21,8 +20,9 @@ from autopar.runtime.keeping.overlaps import overlaps
 from autopar.runtime.keeping.random_states import RANDOM
 from autopar.runtime.keeping.states import STATE, WEIGHT, Target, made_scalar, targets
 from autopar.runtime.keeping.writing import rank_file
-from autopar.runtime.optimizer_pieces import local_tensor
-from autopar.runtime.refusal import refuse
+from autopar.runtime.optimizer.pieces import local_tensor
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.tensor.chunks import Chunks, whole
 
 _MOST_TOLD = 5
 

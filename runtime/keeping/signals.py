@@ -12,7 +12,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.ranks.mesh import Mesh
 
 PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can go on
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))

@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.chunks import Chunks, whole
 from autopar.runtime.keeping.holdings import (
     Holding,
     Stepped,
@@ -18,8 +17,9 @@ from autopar.runtime.keeping.holdings import (
     parts_of,
     weights_held,
 )
-from autopar.runtime.optimizer_pieces import Piece
-from autopar.runtime.refusal import refuse
+from autopar.runtime.optimizer.pieces import Piece
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.tensor.chunks import Chunks, whole
 
 WEIGHT, STATE = "weight/", "state/"
 _PLAIN = (bool, int, float, type(None))

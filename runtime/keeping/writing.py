@@ -30,7 +30,7 @@ from autopar.runtime.keeping.places import MARK
 from autopar.runtime.keeping.random_states import random_states
 from autopar.runtime.keeping.safetensors_file import Entry, Written, in_file_order, write_tensors
 from autopar.runtime.keeping.states import everything_held, scalars
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.ranks.mesh import Mesh
 
 STEP, UNFINISHED, BROKEN = "step-", ".tmp", ".broken"
 

@@ -13,7 +13,7 @@ from autopar import cli
 from autopar.commands import plan
 from autopar.lazy_commands import FUNCTIONS
 from autopar.planner.errors import ExitCode
-from autopar.runtime import refusal
+from autopar.runtime.ranks import refusal
 from tests.autopar.commands import run
 
 

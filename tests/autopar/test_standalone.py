@@ -66,7 +66,7 @@ def test_all_that_a_model_file_imports_of_its_own_is_asked_for(
         assert f"there, and {needed} into it" in ran.out
 
 
-@pytest.mark.parametrize("name", ["__init__.py", "notes.txt", "runtime/mesh.py"])
+@pytest.mark.parametrize("name", ["__init__.py", "notes.txt", "runtime/ranks/mesh.py"])
 def test_a_folder_of_that_name_of_somebody_else_stays(
     name: str,
     monkeypatch: pytest.MonkeyPatch,

@@ -9,7 +9,7 @@ from autopar.planner.cluster.link import Manner
 from autopar.planner.costs.collectives.measured import Collective
 from autopar.planner.profile.waits import OF_SCRIPTS
 from autopar.training_calls import training_call
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 PAYLOAD_BYTES = 4096
 

@@ -13,7 +13,7 @@ from autopar.codegen.proof.reference import Trained, task_of
 from autopar.codegen.proof.script_rank import run_script
 from autopar.planner.plan.plan import Plan
 from tests.codegen.normed_apart import parts_normed, train_normed_apart
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 
 def compare(

@@ -26,7 +26,7 @@ from tests.codegen.matrix_cells import GLOBAL_BATCH, KINDS, SUBJECTS, Kind, axes
 from tests.codegen.normed_apart import parts_normed
 from tests.codegen.padding import run_padded_script, train_padded_alone
 from tests.planner.subjects import ZOO, zoo_file, zoo_graph
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 STEPS = 5
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}

@@ -21,7 +21,7 @@ from autopar.planner.plan.declared.constraints import RecomputePin
 from autopar.planner.plan.plan import Plan
 from tests.codegen.equality import axes_of
 from tests.codegen.plans import pinned_plan
-from tests.runtime.ranks import RankError, run_on_ranks
+from tests.runtime.processes import RankError, run_on_ranks
 
 STEPS, TOLERANCE = 2, 1e-9
 SECONDS = 150.0  # for a script that hangs

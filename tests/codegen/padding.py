@@ -15,8 +15,8 @@ from torch.utils.data import DataLoader, Dataset
 from autopar.codegen.proof.comparison import RankTrained
 from autopar.codegen.proof.reference import Task, Trained
 from autopar.codegen.proof.script_rank import run_script
-from autopar.runtime import data
-from autopar.runtime.dataset_rows import Place
+from autopar.runtime.data import batches
+from autopar.runtime.data.dataset_rows import Place
 from tests.codegen.normed_apart import train_normed_apart
 
 IGNORED = -100  # what F.cross_entropy leaves out
@@ -60,7 +60,7 @@ def padded(padding: Padding) -> Iterator[None]:
         rows = dataset if padding is Padding.NONE else PaddedTargets(dataset, padding)
         return DataLoader(rows, **options)
 
-    with patch.object(data, "DataLoader", loader):
+    with patch.object(batches, "DataLoader", loader):
         yield
 
 

@@ -21,12 +21,12 @@ from autopar.codegen.proof.reference import Trained, clipped_share
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.chosen import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
-from autopar.runtime.initial_weights import build
-from autopar.runtime.randomness import mixed_seed
+from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.weights.initial_weights import build
 from tests.codegen.equality import together
 from tests.codegen.printed import run_twice
 from tests.field.cells import Subject
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 STEPS = 4
 SECONDS = 120.0  # for a script that hangs

@@ -29,7 +29,8 @@ from torch.utils.backend_registration import (
 )
 
 from autopar.codegen.proof.script_rank import imported
-from autopar.runtime import dryrun, mesh, pipeline  # noqa: F401  loaded once for all processes
+from autopar.runtime import dryrun, pipeline  # noqa: F401  loaded once for all processes
+from autopar.runtime.ranks import mesh
 
 NAME = "pretended"
 DEVICE = f"{NAME}:0"

@@ -11,8 +11,8 @@ from itertools import islice
 import pytest
 
 from autopar.planner.errors import AutoparError
-from autopar.runtime.data import dataset_batches
-from autopar.runtime.mesh import start
+from autopar.runtime.data.batches import dataset_batches
+from autopar.runtime.ranks.mesh import start
 from tests.cells import cells
 from tests.codegen.matrix import TOLERANCE, compare_cell, plan_of, split_axes, worst_of
 from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, is_applicable

@@ -18,16 +18,17 @@ from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
-from autopar.runtime.chunks import chunks_by_name
-from autopar.runtime.initial_weights import build
 from autopar.runtime.keeping import export
-from autopar.runtime.optimizer_pieces import local_tensor
+from autopar.runtime.optimizer.pieces import local_tensor
+from autopar.runtime.tensor.chunks import chunks_by_name
+from autopar.runtime.weights.initial_weights import build
+from tests.cells import cells
 from tests.codegen import matrix
 from tests.codegen.kinds import plan_of
 from tests.codegen.matrix_cells import SUBJECTS
 from tests.codegen.plans import plan_for
 from tests.planner.subjects import zoo_file
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 EXACT = ("--dtype", "float64", "--data", "synthetic")
 CELLS = [
@@ -84,7 +85,7 @@ def test_an_export_has_what_the_ranks_hold_to_the_bit(kind: str, tmp_path: Path)
     assert names == {*model.state_dict(), "format", "written_by"}
 
 
-@pytest.mark.parametrize(("name", "kind"), CELLS)
+@pytest.mark.parametrize(("name", "kind"), cells(CELLS, CELLS[:3]))
 def test_what_learns_nothing_is_exported_as_one_process_would_save_it(
     name: str, kind: str, tmp_path: Path
 ) -> None:

@@ -17,7 +17,7 @@ from autopar.planner.precision import Precision
 from tests.cells import cells
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import pinned_plan
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 STEPS = 6
 ROUNDING = 2e-3  # fp16 keeps 11 bits: losses of one microbatch are rounded to 5e-4

@@ -23,8 +23,8 @@ from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from autopar.planner.trace.lengths import with_other_lengths
-from autopar.runtime.initial_weights import build
-from autopar.runtime.randomness import mixed_seed
+from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.weights.initial_weights import build
 from tests.cells import cells
 from tests.codegen import unlike_rows
 from tests.codegen.equality import trained_by_script

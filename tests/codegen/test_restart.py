@@ -18,7 +18,7 @@ from autopar.runtime.keeping.finding import checkpoints_in, verify_checkpoint
 from tests.codegen.kinds import plan_of
 from tests.codegen.plans import pinned_plan
 from tests.codegen.test_resume import run_script
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 KILLED_ONCE = """        keeper.after(step)
         if step == 3 and mesh.rank == 1 and not Path("killed").exists():

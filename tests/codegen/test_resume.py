@@ -19,8 +19,9 @@ from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
+from tests.cells import cells
 from tests.codegen.plans import pinned_plan, plan_for
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 STILL = ("layers=4", "dropout=0.0")
 LEGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -106,9 +107,10 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )  # fmt: skip
 
 
-@pytest.mark.parametrize(
-    ("kind", "dtype"), [("zero1", "bfloat16"), ("tp2 zero3", "bfloat16"), ("pp2", "float32")]
-)
+BITWISE = [("zero1", "bfloat16"), ("pp2", "float32"), ("tp2 zero3", "bfloat16")]
+
+
+@pytest.mark.parametrize(("kind", "dtype"), cells(BITWISE, BITWISE[:2]))
 def test_the_same_plan_goes_on_to_the_bit_with_dropout(
     kind: str, dtype: str, tmp_path: Path
 ) -> None:

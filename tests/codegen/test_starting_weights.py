@@ -18,7 +18,7 @@ from autopar.codegen.proof.script_rank import run_script
 from tests.cells import cells
 from tests.codegen.kinds import plan_of
 from tests.planner.subjects import zoo_file
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 STANDING = ("--steps", "1", "--lr", "0", "--data", "synthetic")  # a step that changes nothing
 LAYER = "h.0."

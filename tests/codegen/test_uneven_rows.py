@@ -17,7 +17,7 @@ from autopar.planner.plan.plan import Plan
 from tests.codegen.equality import axes_of, compare
 from tests.codegen.padding import Padding, run_padded_script, train_padded_alone
 from tests.codegen.plans import pinned_plan
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 
 def uneven_plan(*, zero: Zero = Zero.NONE) -> Plan:

@@ -41,7 +41,7 @@ from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import trace_for_rows
 from tests.codegen.equality import compare, trained_by_script
 from tests.field.cells import Kind, Subject
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 STEPS = 3
 TOLERANCE = 1e-9

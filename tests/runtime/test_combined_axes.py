@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.collectives import sum_gradients, sum_partials
-from autopar.runtime.data_parallel import set_last, wrap
-from autopar.runtime.gradients import clip_by_global_norm
-from autopar.runtime.mesh import Axis, start
-from autopar.runtime.optimizer import build_optimizer
-from autopar.runtime.recompute import Mode, recompute
-from tests.runtime.ranks import run_on_ranks
+from autopar.runtime.data_parallel.wrapping import set_last, wrap
+from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.optimizer.gradients import clip_by_global_norm
+from autopar.runtime.ranks.mesh import Axis, start
+from autopar.runtime.recompute.running_again import Mode, recompute
+from autopar.runtime.tensor.collectives import sum_gradients, sum_partials
+from tests.runtime.processes import run_on_ranks
 from tests.runtime.small_training import (
     CLIP_NORM,
     STEPS,

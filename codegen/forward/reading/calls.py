@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.codegen.forward.reading.author_names import author_names
-from autopar.planner.graph import Graph, Op, Origin, refs
+from autopar.planner.graph import LOSS_CALL, Graph, Op, Origin, refs
 
-LOSS = "(loss)"
+LOSS = LOSS_CALL
 ROOT = ""
 
 

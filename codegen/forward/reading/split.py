@@ -13,6 +13,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, Op
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.layouts import WHOLE, Kind, Layout, OpLayout, ParameterLayout
+from autopar.planner.plan.parts import parts_of
 from autopar.planner.plan.plan import Plan
 from autopar.planner.programs.layouts.slots import find_slots, own_layouts
 
@@ -72,13 +73,14 @@ class Split:
 def split_of(
     plan: Plan, modules: Modules, other: Callable[[], Graph | None] = lambda: None
 ) -> Split:
-    """Return the layouts of a plan, for each op and tensor of its graph.
+    """Return the layouts of a plan, for each op and tensor of its graph, once they fit it.
 
     `other` gives the graph where the inputs have other lengths.
     """
     return split_graph(
         plan.graph,
         modules,
+        parts=parts_of(plan, where="the plan"),
         degree=plan.arrangement.tensor,
         batch=plan.arrangement.microbatch,
         layouts=plan.layouts,
@@ -91,6 +93,7 @@ def split_graph(
     graph: Graph,
     modules: Modules,
     *,
+    parts: tuple[Axes, Layers] | None = None,
     degree: int = 1,
     batch: int = 1,
     layouts: Sequence[Sequence[OpLayout]] = (),
@@ -98,8 +101,7 @@ def split_graph(
     other: Callable[[], Graph | None] = lambda: None,
 ) -> Split:
     """Return a graph with layouts per layer class; `outside` are parameters and what crosses."""
-    axes = infer_axes(graph)
-    layers = find_layers(graph, axes)
+    axes, layers = parts if parts is not None else _found(graph)
     ops = _op_layouts(graph, axes, layers, layouts) if degree > 1 else {}
     gives = {t: g for op in graph.ops if op.name in ops for t, g in _results(op, ops[op.name])}
     given = {p.name: _plain(p.layout, p.name, graph) for p in outside if p.name in graph.tensors}
@@ -120,6 +122,11 @@ def split_graph(
         row_axes=axes.of_rows(),
         lengths=Lengths(graph, axes, other),
     )
+
+
+def _found(graph: Graph) -> tuple[Axes, Layers]:
+    axes = infer_axes(graph)
+    return axes, find_layers(graph, axes)
 
 
 def _op_layouts(

@@ -16,14 +16,14 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "nn": "torch",
         "Any": "typing",
         "Mapping": "collections.abc",
-        "Axis": "autopar.runtime.mesh",
-        "split_randomness": "autopar.runtime.randomness",
-        "local_size": "autopar.runtime.shards",
-        "scale_loss": "autopar.runtime.loss",
-        "vocab_parallel_cross_entropy": "autopar.runtime.vocabulary",
-        "vocab_parallel_embedding": "autopar.runtime.vocabulary",
+        "Axis": "autopar.runtime.ranks",
+        "split_randomness": "autopar.runtime.ranks",
+        "local_size": "autopar.runtime.tensor",
+        "scale_loss": "autopar.runtime.data",
+        "vocab_parallel_cross_entropy": "autopar.runtime.tensor",
+        "vocab_parallel_embedding": "autopar.runtime.tensor",
     }
-    | {c.function: "autopar.runtime.collectives" for c in CONVERSIONS.values()}
+    | {c.function: "autopar.runtime.tensor" for c in CONVERSIONS.values()}
 )
 _WHOLE: Mapping[str, str] = MappingProxyType(
     {"torch": "import torch", "F": "import torch.nn.functional as F"}

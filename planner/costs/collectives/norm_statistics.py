@@ -19,7 +19,8 @@ from autopar.planner.costs.collectives.choice import Collective, called_seconds
 
 BATCH_NORM = "aten.batch_norm.default"
 _ELEMENT_BYTES = 4  # statistics travel in fp32
-_FORWARD_OPS, _BACKWARD_OPS = 22, 15  # of runtime/batch_norm.py, beside what a local norm takes
+# Of runtime/data_parallel/batch_norm.py, beside what a local norm takes.
+_FORWARD_OPS, _BACKWARD_OPS = 22, 15
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

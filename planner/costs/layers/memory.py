@@ -146,7 +146,7 @@ def _working(flow: LayerFlow, one: PlacedOp) -> int:
 def _log_probability_bytes(flow: LayerFlow, one: PlacedOp) -> int:
     """Return the log-probabilities of a loss: in the logits' dtype, unless it computes in fp32.
 
-    It does where it keeps them so, and where the classes are split (runtime/vocabulary.py).
+    It does where it keeps them so, and where the classes are split (runtime/tensor/vocabulary.py).
     """
     logits = one.op.inputs[0]
     layout = one.layout_of(logits)

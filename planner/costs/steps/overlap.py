@@ -242,9 +242,10 @@ class _Streams(NamedTuple):
 
     def result(self) -> Overlapped:
         """Return what both streams did; to be asked when they have joined."""
+        exposed = self.compute_end_seconds - self.compute_seconds - self.slowdown_seconds
         return Overlapped(
             compute_seconds=self.compute_seconds,
             communication_seconds=self.communication_seconds,
             slowdown_seconds=self.slowdown_seconds,
-            exposed_seconds=self.compute_end_seconds - self.compute_seconds - self.slowdown_seconds,
+            exposed_seconds=max(0.0, exposed),  # sums differ in their last digits
         )

@@ -119,7 +119,7 @@ def _sums(step: Step, stages: Sequence[int]) -> Busiest:
     everything = sum(load.seconds for load in loads)
     waited = sum(one.forward_wait + one.backward_wait for one in data)
     return Busiest(
-        compute_seconds=microbatches * (everything - recompute - tensor),
+        compute_seconds=microbatches * max(0.0, everything - recompute - tensor),
         recompute_seconds=microbatches * recompute,
         tensor_seconds=microbatches * tensor,
         data_seconds=microbatches * waited,

@@ -6,16 +6,15 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain, groupby, repeat
 
-from pydantic import PositiveInt
-
 from autopar.planner.cluster.cluster import Cluster, Level, Node, Origin, Unit
+from autopar.planner.numbers import MOST_DEVICES, Degree
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class NodeRun:
     """So many equal nodes in a row."""
 
-    count: PositiveInt
+    count: Degree
     node: Node
 
 
@@ -23,7 +22,7 @@ class NodeRun:
 class UnitRun:
     """So many equal units of a level in a row."""
 
-    count: PositiveInt
+    count: Degree
     unit: Unit
 
 
@@ -63,7 +62,14 @@ def _unit_runs(units: Iterable[Unit]) -> tuple[UnitRun, ...]:
 
 
 def cluster_of(document: ClusterDocument) -> Cluster:
-    """Return the cluster that a document holds."""
+    """Return the cluster that a document holds; ValueError where there is none such."""
+    size = sum(run.count * run.node.devices for run in document.nodes)
+    if not 1 <= size <= MOST_DEVICES:  # before each node is one object
+        raise ValueError(f"cluster.nodes: {size} devices, expected 1 to {MOST_DEVICES}")
+    for number, level in enumerate(document.levels):
+        ranks = sum(run.count * run.unit.ranks for run in level.units)
+        if ranks != size:
+            raise ValueError(f"cluster.levels.{number}: {ranks} ranks for {size} devices")
     return Cluster(
         nodes=tuple(chain.from_iterable(repeat(run.node, run.count) for run in document.nodes)),
         levels=tuple(

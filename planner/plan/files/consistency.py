@@ -2,41 +2,100 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 
+from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.terms import Dim, leaves
+from autopar.planner.cluster.link import Backend
 from autopar.planner.costs.prediction import Arrangement
+from autopar.planner.costs.schedules.table import PipelineShape, refusal
 from autopar.planner.findings.recomputable import unable
+from autopar.planner.graph import Op
 from autopar.planner.layers import Layers
+from autopar.planner.layouts import Kind, Layout, OpLayout, ParameterLayout
+from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.space import shards_in_vain
 
-_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]*")
+_VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]{0,39}")
 _MOST_SHOWN = 40  # characters
+_ROUNDING = 1e-6  # by which sums of seconds differ
 
 
 def faults_of(plan: Plan) -> Iterator[str]:
     """Yield each contradiction that shows without the layers of the graph."""
     if not _VERSION.fullmatch(plan.autopar):
         yield f"autopar: {plan.autopar[:_MOST_SHOWN]!r} is no version"
+    yield from _words(plan)
+    yield from _machines(plan)
     yield from _degrees(plan)
     yield from _stages(plan)
     yield from _parameters(plan)
-    if plan.prediction.step_seconds <= 0 or plan.prediction.peak_flops_per_second <= 0:
-        yield "prediction: a step takes no time"
+    yield from _prediction(plan)
+
+
+def _words(plan: Plan) -> Iterator[str]:
+    """Yield each word that is none of those that stand there."""
+    known = (
+        ("objective", plan.objective, Objective),
+        ("machines.backend", plan.machines.backend, Backend),
+    )
+    for where, word, words in known:
+        if word not in set(words):
+            yield f"{where}: {word[:_MOST_SHOWN]!r} is none of {', '.join(words)}"
+    yield from _doubled("model.arguments", (key for key, _ in plan.model.arguments))
+
+
+def _machines(plan: Plan) -> Iterator[str]:
+    nodes, limits = len(plan.cluster.nodes), [name for name, _ in plan.machines.limits]
+    if plan.machines.nodes != nodes:
+        yield f"machines.nodes is {plan.machines.nodes}, but the cluster has {nodes}"
+    devices = tuple(dict.fromkeys(node.device.name for node in plan.cluster.nodes))
+    if plan.machines.device != " + ".join(devices):
+        device = plan.machines.device[:_MOST_SHOWN]
+        yield f"machines.device is {device!r}, but the cluster has {_told(devices)}"
+    if limits and set(limits) != set(devices):
+        yield f"machines.limits: of {_told(limits)}, but the cluster has {_told(devices)}"
+    yield from _doubled("machines.limits", limits)
+
+
+def _prediction(plan: Plan) -> Iterator[str]:
+    prediction = plan.prediction
+    together = math.fsum(term.seconds for term in prediction.terms)
+    yield from _doubled("prediction.terms", (term.name for term in prediction.terms))
+    yield from _doubled(
+        "prediction.communication", (one.reason for one in prediction.communication)
+    )
+    if not math.isclose(together, prediction.step_seconds, rel_tol=_ROUNDING):
+        yield (
+            f"prediction.terms: together {together:.6g} seconds, but prediction.step_seconds is "
+            f"{prediction.step_seconds:.6g}"
+        )
+
+
+def _doubled(where: str, names: Iterable[str]) -> Iterator[str]:
+    twice = [name for name, times in Counter(names).items() if times > 1]
+    if twice:
+        yield f"{where}: {_told(twice)} more than once"
+
+
+def _told(names: Iterable[str]) -> str:
+    return ", ".join(repr(name[:_MOST_SHOWN]) for name in sorted(names))
 
 
 def _degrees(plan: Plan) -> Iterator[str]:
     arrangement = plan.arrangement
-    names = (
-        "pipeline", "data", "tensor", "shard", "microbatch", "microbatches", "stages_per_rank",
-        "bucket_bytes",
-    )  # fmt: skip
-    below_one = [name for name in names if getattr(arrangement, name) < 1]
-    for name in below_one:
-        yield f"arrangement.{name} is {getattr(arrangement, name)}, at least 1 is needed"
-    if below_one:
-        return
+    shape = PipelineShape(
+        ranks=arrangement.pipeline,
+        stages_per_rank=arrangement.stages_per_rank,
+        microbatches=arrangement.microbatches,
+    )
+    refused = refusal(arrangement.schedule, shape) if arrangement.pipeline > 1 else ""
+    if refused:
+        yield f"arrangement.schedule: {refused}"
     if arrangement.ranks != plan.machines.devices:
         yield (
             f"arrangement: pipeline × data × tensor is {arrangement.ranks}, "
@@ -81,23 +140,33 @@ def _stages(plan: Plan) -> Iterator[str]:
         if not 0 <= stage.rank < arrangement.pipeline:
             yield f"stages.{number}: there is no rank {stage.rank} on the pipeline axis"
         first = stage.first + stage.count
+    ranks = Counter(stage.rank for stage in plan.stages)
+    if len(plan.stages) == needed and set(ranks.values()) != {arrangement.stages_per_rank}:
+        yield f"stages: not each rank has {arrangement.stages_per_rank} of them"
 
 
 def _parameters(plan: Plan) -> Iterator[str]:
     graph = plan.graph
     parameters = {one.name for one in graph.parameters}
     known = parameters | {one.name for one in graph.buffers}
-    for one in plan.parameters:
-        if one.name not in known:
-            yield f"parameters: the graph has no parameter {one.name!r}"
+    made = {name for op in graph.ops for name in op.outputs}
+    places = (("parameters", plan.parameters, known), ("crossing", plan.crossing, made))
+    for where, own, names in places:
+        yield from _doubled(where, (one.name for one in own))
+        for number, one in enumerate(own):
+            if one.name not in names:
+                kind = "parameter" if own is plan.parameters else "result of an op"
+                yield f"{where}.{number}: the graph has no {kind} {one.name[:_MOST_SHOWN]!r}"
     used = {name for op in graph.ops for name in op.inputs}  # what no op reads has no layout
     missing = parameters & used - {one.name for one in plan.parameters}
     for name in sorted(missing):
         yield f"parameters: the layout of {name!r} is missing"
 
 
-def layout_faults(plan: Plan, layers: Layers) -> Iterator[str]:
+def layout_faults(plan: Plan, axes: Axes, layers: Layers) -> Iterator[str]:
     """Yield what does not fit between a plan and the layers of its graph."""
+    yield from _outside_faults("parameters", plan.parameters, axes)
+    yield from _outside_faults("crossing", plan.crossing, axes)
     planned = sum(stage.count for stage in plan.stages)
     if planned != len(layers.layers):
         yield f"stages: they hold {planned} layers, but the graph has {len(layers.layers)}"
@@ -115,5 +184,45 @@ def layout_faults(plan: Plan, layers: Layers) -> Iterator[str]:
             continue
         for position, (layout, op) in enumerate(zip(layouts, ops, strict=True)):
             sizes = (len(layout.needs), len(layout.gives))
+            where = f"layouts.{number}.{position}"
             if sizes != (len(op.inputs), len(op.outputs)):
-                yield f"layouts.{number}.{position}: other inputs or outputs than {op.name}"
+                yield f"{where}: other inputs or outputs than {op.name}"
+                continue
+            yield from _op_faults(where, layout, axes, op)
+
+
+def _outside_faults(where: str, own: tuple[ParameterLayout, ...], axes: Axes) -> Iterator[str]:
+    for number, one in enumerate(own):
+        yield from _tensor_faults(f"{where}.{number}.layout", one.layout, axes, one.name)
+
+
+def _op_faults(where: str, layout: OpLayout, axes: Axes, op: Op) -> Iterator[str]:
+    letters = axes.ops[op.name].letters
+    if layout.letter and layout.letter not in letters:
+        yield f"{where}.letter: {op.target} has no letter {layout.letter[:_MOST_SHOWN]!r}"
+    elif layout.letter and layout.axis not in _axes_in(letters[layout.letter]):
+        yield f"{where}.axis: {layout.axis[:_MOST_SHOWN]!r} is no axis of {layout.letter!r}"
+    elif layout.axis and not layout.letter:
+        yield f"{where}.axis: {layout.axis[:_MOST_SHOWN]!r} without a letter"
+    for name, tensors, own in (
+        ("needs", op.inputs, layout.needs),
+        ("gives", op.outputs, layout.gives),
+    ):
+        for number, (tensor, one) in enumerate(zip(tensors, own, strict=True)):
+            yield from _tensor_faults(f"{where}.{name}.{number}", one, axes, tensor)
+
+
+def _tensor_faults(where: str, layout: Layout, axes: Axes, tensor: str) -> Iterator[str]:
+    """Yield what a layout says that its tensor does not have: a dim, an axis in it."""
+    dims, axis = axes.dims[tensor], layout.axis[:_MOST_SHOWN]
+    if layout.kind is not Kind.SPLIT:
+        if (layout.axis, layout.dim) != ("", -1):
+            yield f"{where}: the axis {axis!r} and the dim {layout.dim} of what is not split"
+    elif not 0 <= layout.dim < len(dims):
+        yield f"{where}: {tensor} has no dim {layout.dim}"
+    elif layout.axis not in _axes_in(dims[layout.dim]):
+        yield f"{where}: the axis {axis!r} is not in dim {layout.dim} of {tensor}"
+
+
+def _axes_in(dim: Dim) -> frozenset[str]:
+    return frozenset(leaf.name for leaf in leaves(dim))

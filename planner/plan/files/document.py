@@ -27,6 +27,7 @@ from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, Runn
 FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
 _MOST_TOLD = 5
+MOST_CHARACTERS = 100_000  # of one text
 # A plan's cluster is in its own order; which of several that was, only the search knows.
 _OF_THE_SEARCH: dict[str, Any] = {
     "arrangement": {"order"},
@@ -60,7 +61,9 @@ class PlanDocument:
 class _File(BaseModel):
     """The settings of pydantic reach the dataclasses in it: nothing coerced, nothing unknown."""
 
-    model_config = ConfigDict(extra="forbid", strict=True, allow_inf_nan=False)
+    model_config = ConfigDict(
+        extra="forbid", strict=True, allow_inf_nan=False, str_max_length=MOST_CHARACTERS
+    )
 
     plan: PlanDocument
 

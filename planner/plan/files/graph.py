@@ -10,15 +10,19 @@ where it depends on the batch.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import Annotated, NamedTuple, TypeVar
 
+from annotated_types import Ge, Le
 from pydantic import JsonValue
 
 from autopar.planner.extent import Extent
 from autopar.planner.graph import (
+    LOSS_CALL,
+    MODEL_DTYPE,
     Buffer,
     Call,
     Constant,
@@ -32,9 +36,15 @@ from autopar.planner.graph import (
     Ref,
     Tensor,
     Value,
+    refs,
 )
+from autopar.planner.numbers import Figure, Rows, Share
+from autopar.planner.precision import ITEM_BYTES
 
-SizeRow = int | tuple[int, ...]
+Row = TypeVar("Row")
+Made = TypeVar("Made")
+Coefficient = Annotated[int, Ge(-(2**60)), Le(2**60)]
+SizeRow = Coefficient | tuple[Coefficient, ...]
 
 
 class OpRow(NamedTuple):
@@ -61,7 +71,7 @@ class TensorRow(NamedTuple):
     origin: Origin
     requires_grad: bool
     counted_by: str = ""
-    expected: float = 1.0
+    expected: Share = 1.0
 
 
 class ParameterRow(NamedTuple):
@@ -72,7 +82,7 @@ class ParameterRow(NamedTuple):
     shape: tuple[SizeRow, ...]
     dtype: str
     trainable: bool
-    moments: float = 2.0
+    moments: Figure = 2.0
 
 
 class BufferRow(NamedTuple):
@@ -112,7 +122,7 @@ class GraphDocument:
     """A graph as it lies in a file: rows in the order of the graph."""
 
     loss: str
-    fixed_batch: int | None
+    fixed_batch: Rows | None
     inputs: tuple[str, ...]
     ops: tuple[OpRow, ...]
     tensors: tuple[TensorRow, ...]
@@ -265,9 +275,11 @@ def _shape(rows: tuple[SizeRow, ...]) -> tuple[Extent, ...]:
 
 def graph_of(document: GraphDocument) -> Graph:
     """Return the graph that rows stand for; ValueError where they do not make one."""
+    for fault in _doubled(document):
+        raise ValueError(fault)
     graph = Graph(
-        ops=tuple(map(_op, document.ops)),
-        tensors=MappingProxyType({row.name: _tensor(row) for row in document.tensors}),
+        ops=_each("ops", _op, document.ops),
+        tensors=_by("name", map(_tensor, document.tensors)),
         parameters=tuple(
             Parameter(**{**row._asdict(), "shape": _shape(row.shape)})
             for row in document.parameters
@@ -275,11 +287,9 @@ def graph_of(document: GraphDocument) -> Graph:
         buffers=tuple(
             Buffer(**{**row._asdict(), "shape": _shape(row.shape)}) for row in document.buffers
         ),
-        constants=MappingProxyType(
-            {r.name: Constant(name=r.name, values=value_of(r.values)) for r in document.constants}
-        ),
+        constants=_by("name", _each("constants", _constant, document.constants)),
         inputs=document.inputs,
-        calls=MappingProxyType({row.key: _call(row) for row in document.calls}),
+        calls=_by("key", _each("calls", _call, document.calls)),
         loss=document.loss,
         fixed_batch=document.fixed_batch,
         fixed_at=document.fixed_at,
@@ -291,6 +301,25 @@ def graph_of(document: GraphDocument) -> Graph:
     for fault in _faults(graph):
         raise ValueError(fault)
     return graph
+
+
+def _each(field: str, make: Callable[[Row], Made], rows: Iterable[Row]) -> tuple[Made, ...]:
+    """Return what is made of rows; what is wrong with one is told with its place."""
+    made: list[Made] = []
+    for number, row in enumerate(rows):
+        try:
+            made.append(make(row))
+        except ValueError as error:
+            raise ValueError(f"graph.{field}.{number}: {error}") from None
+    return tuple(made)
+
+
+def _by(name: str, made: Iterable[Made]) -> Mapping[str, Made]:
+    return MappingProxyType({getattr(one, name): one for one in made})
+
+
+def _constant(row: ConstantRow) -> Constant:
+    return Constant(name=row.name, values=value_of(row.values))
 
 
 def _op(row: OpRow) -> Op:
@@ -311,15 +340,80 @@ def _call(row: CallRow) -> Call:
     return Call(**{**row._asdict(), **changes})
 
 
+def _doubled(document: GraphDocument) -> Iterator[str]:
+    names = {
+        "ops": [row.name for row in document.ops],
+        "tensors": [row.name for row in document.tensors],
+        "parameters": [row.name for row in document.parameters],
+        "buffers": [row.name for row in document.buffers],
+        "constants": [row.name for row in document.constants],
+        "calls": [row.key for row in document.calls],
+        "inputs": list(document.inputs),
+    }
+    for field, own in names.items():
+        for name, times in Counter(own).items():
+            if times > 1:
+                yield f"graph.{field}: {name!r} is there {times} times"
+
+
 def _faults(graph: Graph) -> Iterator[str]:
-    """Yield the names that nothing has; calls may be missing, as the loss function's is."""
+    yield from _unknown(graph)
+    yield from _out_of_order(graph)
+    yield from _own_ancestors(graph)
+    for number, tensor in enumerate(graph.tensors.values()):
+        if tensor.dtype not in ITEM_BYTES and tensor.dtype != MODEL_DTYPE:
+            yield f"graph.tensors.{number}: {tensor.dtype!r} is no type of elements"
+        if any(size.at(1) < 0 for size in tensor.shape):
+            yield f"graph.tensors.{number}: a size of {tensor.name} is below 0"
+
+
+def _out_of_order(graph: Graph) -> Iterator[str]:
+    """Yield each tensor that an op reads before it is made, or that is made twice."""
+    made = {t.name for t in graph.tensors.values() if t.origin is not Origin.OP}
+    for number, op in enumerate(graph.ops):
+        if tuple(name for _, value in op.arguments for name in refs(value)) != op.inputs:
+            yield f"graph.ops.{number}: the inputs of {op.name} are not those in its arguments"
+        for name in op.inputs:
+            if name not in made:
+                yield f"graph.ops.{number}: {op.name} reads {name!r} before an op makes it"
+        for name in op.outputs:
+            if name in made:
+                yield f"graph.ops.{number}: {op.name} makes {name!r}, which is there before"
+        made |= set(op.outputs)
+    if graph.loss not in made:
+        yield f"graph.loss: no op makes {graph.loss!r}"
+
+
+def _own_ancestors(graph: Graph) -> Iterator[str]:
+    """Yield a call that is inside itself."""
+    known: set[str] = set()
+    for start in graph.calls:
+        above: list[str] = []
+        key: str | None = start
+        while key is not None and key in graph.calls and key not in known:
+            if key in above:
+                yield f"graph.calls: {key!r} is called by itself"
+                return
+            above.append(key)
+            key = graph.calls[key].parent
+        known |= set(above)
+
+
+def _unknown(graph: Graph) -> Iterator[str]:
+    """Yield the names that nothing has; the loss function's call is no row."""
+    for number, op in enumerate(graph.ops):
+        if op.call not in graph.calls and op.call != LOSS_CALL:
+            yield f"graph.ops.{number} names the call {op.call[:40]!r}, which is not there"
+    for number, call in enumerate(graph.calls.values()):
+        if call.parent is not None and call.parent not in graph.calls:
+            yield f"graph.calls.{number} names the call {call.parent[:40]!r}, which is not there"
     parameters = tuple(parameter.name for parameter in graph.parameters)
     named = [
-        ("the graph", (graph.loss, *graph.inputs, *parameters)),
-        *((f"op {op.name}", (*op.inputs, *op.outputs, *op.writes)) for op in graph.ops),
-        *((f"tensor {tensor.name}", (tensor.storage,)) for tensor in graph.tensors.values()),
+        ("", (graph.loss, *graph.inputs, *parameters)),
+        *((f".ops.{i}", (*op.inputs, *op.outputs, *op.writes)) for i, op in enumerate(graph.ops)),
+        *((f".tensors.{i}", (one.storage,)) for i, one in enumerate(graph.tensors.values())),
     ]
-    for who, names in named:
+    for where, names in named:
         for name in names:
             if name not in graph.tensors:
-                yield f"{who} names the tensor {name!r}, which is not there"
+                yield f"graph{where} names the tensor {name!r}, which is not there"

@@ -35,7 +35,7 @@ def namespace(opened: Opened) -> dict[str, Any]:
     for line in opened.imports:
         exec(line, found)
     if "Axis" not in found:
-        exec("from autopar.runtime.mesh import Axis", found)
+        exec("from autopar.runtime.ranks.mesh import Axis", found)
     for cls in (*opened.classes, *(stage.cls for stage in opened.stages)):
         found[cls.base.name] = attrgetter(cls.base.qualname)(_imported(cls.base.module))
         exec(compile(cls.source, f"<{cls.name}>", "exec"), found)

@@ -9,8 +9,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen.forward.opened import Opened
-from autopar.runtime.mesh import Axis
-from autopar.runtime.shards import Split, shard_parameters
+from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.tensor.shards import Split, shard_parameters
 from tests.codegen.forward.running import (
     accepted,
     float64_batch,

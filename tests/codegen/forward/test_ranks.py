@@ -22,7 +22,7 @@ from tests.codegen.forward.split_training import Cuts, rank_result
 from tests.planner.programs.layouts.random_pricer import RandomPricer
 from tests.planner.programs.layouts.simulated_ranks import Cut
 from tests.planner.subjects import zoo_graph
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 MODELS: dict[str, tuple[str, ...]] = {
     "gpt2.py": ("dropout=0",),

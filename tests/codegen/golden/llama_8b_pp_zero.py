@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: ad9bb14461b3af1c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a6b387c6fba1f0a8.
 
 from __future__ import annotations
 
@@ -41,25 +41,25 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.runtime.data import dataset_batches, placed, synthetic_batches
+from autopar.runtime.data import Weighed, mean_loss, placed, read_batches, weighed_ahead
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.dryrun import recording
-from autopar.runtime.gradients import clip_by_global_norm
-from autopar.runtime.initial_weights import Recipe, record
-from autopar.runtime.keeping.keeper import Keeper
-from autopar.runtime.keeping.options import add_keeping
-from autopar.runtime.layer_names import numbered
-from autopar.runtime.loss import Weighed, mean_loss, weighed_ahead
-from autopar.runtime.mesh import Mesh, start, stop
-from autopar.runtime.model_parts import Crossing, StagePart, submodules
-from autopar.runtime.model_source import note_device, refuse_changes
-from autopar.runtime.optimizer import build_optimizer
+from autopar.runtime.keeping import Keeper
+from autopar.runtime.model import Crossing, StagePart, numbered, submodules
+from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
-from autopar.runtime.progress import Progress
-from autopar.runtime.randomness import seed_all
+from autopar.runtime.ranks import (
+    Mesh,
+    Progress,
+    note_device,
+    read_options,
+    refuse_changes,
+    seed_all,
+    start,
+    stop,
+)
 from autopar.runtime.recompute import recompute
-from autopar.runtime.refusal import OptionParser, from_one, from_zero, norm
-from autopar.runtime.weights import load_weights
+from autopar.runtime.weights import Recipe, load_weights, record
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
@@ -86,7 +86,6 @@ KEEP = 3  # checkpoints, the newest ones; --keep
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 new_optimizer = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32, "float64": torch.float64}
 
 # --------------------------------------------------------------------------------- the plan
 
@@ -194,19 +193,14 @@ def train_step(
 
 def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterator[Weighed]:
     """Return this rank's microbatches; the rows of a step are the same under every plan."""
-    seed = options.seed
-    if options.data == "synthetic" or mesh.is_dry_run:
-        data = synthetic_batches(new_batch, mesh, rows=(MICROBATCHES, MICROBATCH), seed=seed)
-    else:
-        data = dataset_batches(
-            new_dataset,
-            new_batch,
-            mesh,
-            microbatch=MICROBATCH,
-            seed=seed,
-            skip=skip,
-            workers=options.workers,
-        )
+    data = read_batches(
+        new_batch,
+        options,
+        mesh,
+        rows=(MICROBATCHES, MICROBATCH),
+        new_dataset=new_dataset,
+        skip=skip,
+    )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
     weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
     return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
@@ -257,22 +251,20 @@ def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: 
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
-    """Read the options of the command line."""
-    parser = OptionParser()
-    parser.add_argument("--steps", type=from_one, default=STEPS, help="how many to train")
-    parser.add_argument("--lr", type=float, help="a learning rate in place of the optimizer's own")
-    parser.add_argument("--data", choices=("dataset", "synthetic"), default="dataset")
-    parser.add_argument("--workers", type=from_zero, default=WORKERS, help="how many read ahead")
-    parser.add_argument("--clip", type=norm, default=CLIP_NORM, help="largest gradient norm")
-    parser.add_argument("--seed", type=int, default=SEED, help="of all that is drawn")
-    parser.add_argument("--weights", type=Path, help="the .safetensors to start from")
-    parser.add_argument("--dtype", choices=tuple(DTYPES), default=DTYPE, help="to compute in")
-    parser.add_argument("--log-every", type=from_one, default=LOG_EVERY, help="steps to a line")
-    parser.add_argument("--json", action="store_true", help="log one JSON object a line")
-    add_keeping(parser, export=EXPORT, checkpoint=CHECKPOINT, every=CHECKPOINT_EVERY, keep=KEEP)
-    options = parser.parse_args(argv)
-    options.dtype = DTYPES[options.dtype]
-    return options
+    """Read the options of the command line; what is not given is as set above."""
+    return read_options(
+        argv,
+        steps=STEPS,
+        clip=CLIP_NORM,
+        seed=SEED,
+        dtype=DTYPE,
+        log_every=LOG_EVERY,
+        export=EXPORT,
+        checkpoint=CHECKPOINT,
+        checkpoint_every=CHECKPOINT_EVERY,
+        keep=KEEP,
+        workers=WORKERS,
+    )
 
 
 if __name__ == "__main__":

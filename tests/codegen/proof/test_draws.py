@@ -11,8 +11,8 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.proof.draws import Draw, Drawing
-from autopar.runtime.mesh import Axis
-from autopar.runtime.randomness import split_randomness
+from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.ranks.randomness import split_randomness
 
 UNSEEDED = 77
 

@@ -16,7 +16,7 @@ from autopar.planner.trace import trace
 from tests.codegen.equality import axes_of, compare, ranks_by_script
 from tests.codegen.normed_apart import normed_apart
 from tests.codegen.plans import pinned_plan, plan_for
-from tests.runtime.ranks import run_on_ranks
+from tests.runtime.processes import run_on_ranks
 
 TIME_FIRST = """
 import torch

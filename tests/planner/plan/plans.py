@@ -263,10 +263,12 @@ def split_plan(name: str = "gpt2.py", axis: str = "ffn", **changes: Any) -> Plan
     def op_layout(op: Op) -> OpLayout:
         inputs, outputs = tuple(map(layout, op.inputs)), tuple(map(layout, op.outputs))
         own = next((one.axis for one in (*inputs, *outputs) if one.axis), "")
+        letters = axes.ops[op.name].letters.items()
+        letter = next((x for x, dim in letters if own in {leaf.name for leaf in leaves(dim)}), "")
         is_summed = bool(own) and not any(one.axis for one in outputs)
         return OpLayout(
-            letter="f" if own else "",
-            axis=own,
+            letter=letter,
+            axis=own if letter else "",
             needs=tuple(REPLICATED if own and one is WHOLE else one for one in inputs),
             gives=(PARTIAL,) * len(outputs) if is_summed else outputs,
         )

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from autopar.runtime.mesh import Mesh, start, stop
+from autopar.runtime.ranks.mesh import Mesh, start, stop
 
 
 @pytest.fixture

@@ -16,8 +16,8 @@ from autopar.runtime.keeping.finding import AUTO, NEVER, find_checkpoint, verify
 from autopar.runtime.keeping.manifest import NAME, Moment
 from autopar.runtime.keeping.restoring import restore
 from autopar.runtime.keeping.writing import rank_file, write_checkpoint
-from autopar.runtime.mesh import Mesh
-from autopar.runtime.optimizer import build_optimizer
+from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.ranks.mesh import Mesh
 
 Factory = Callable[[Iterable[nn.Parameter]], Optimizer]
 SHARD = rank_file(0)

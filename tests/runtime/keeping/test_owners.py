@@ -7,9 +7,9 @@ from itertools import product
 import pytest
 import torch
 
-from autopar.runtime.chunks import Chunks, whole
 from autopar.runtime.keeping.overlaps import overlaps
 from autopar.runtime.keeping.owners import Owned, _Held, shared_out
+from autopar.runtime.tensor.chunks import Chunks, whole
 
 SHAPE = (6, 8)
 CUTS = [

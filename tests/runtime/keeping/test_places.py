@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import save_file
 
 from autopar.runtime.keeping.places import MARK, destination
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.ranks.mesh import Mesh
 
 
 def test_what_another_program_left_is_not_replaced(

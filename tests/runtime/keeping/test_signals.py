@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from autopar.runtime.keeping.signals import StopWish
-from autopar.runtime.mesh import Mesh, start
-from tests.runtime.ranks import run_on_ranks
+from autopar.runtime.ranks.mesh import Mesh, start
+from tests.runtime.processes import run_on_ranks
 
 
 def test_a_signal_is_a_wish_and_those_who_had_it_before_get_it_back(mesh: Mesh) -> None:
@@ -43,7 +43,7 @@ def test_all_ranks_stop_after_the_same_step() -> None:
 SECOND = """
 import os, signal, time
 from autopar.runtime.keeping.signals import StopWish
-from autopar.runtime.mesh import start
+from autopar.runtime.ranks.mesh import start
 StopWish(start(pipeline=1, data=1, tensor=1)).listen()
 os.kill(os.getpid(), signal.SIGTERM)
 time.sleep(1.2)

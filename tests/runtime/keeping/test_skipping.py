@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from autopar.runtime.data import dataset_batches
-from autopar.runtime.mesh import Mesh
+from autopar.runtime.data.batches import dataset_batches
+from autopar.runtime.ranks.mesh import Mesh
 
 READ: list[int] = []
 

@@ -13,7 +13,7 @@ from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.trace.build import build
-from autopar.runtime.recompute import recompute
+from autopar.runtime.recompute.running_again import recompute
 from benchmarks.validation.practice import Attention, Practice, PracticePricer
 from tests.planner.costs.ops.op_factories import (
     device,

@@ -19,7 +19,7 @@ from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.extent import Extent
 from autopar.planner.graph import DType, Graph, Listed, Mapped, Ref, Value
-from autopar.planner.layouts import WHOLE, ParameterLayout
+from autopar.planner.layouts import WHOLE, Kind, Layout, ParameterLayout
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, SplitRule, StagePin
 from autopar.planner.plan.declared.document import declared_document, declared_of
 from autopar.planner.plan.declared.settings import declare
@@ -34,7 +34,7 @@ from autopar.planner.plan.files.document import (
 )
 from autopar.planner.plan.files.graph import graph_document, graph_of, value_document, value_of
 from tests.clock import least_seconds
-from tests.planner.plan.plans import parts_of, prediction, small_plan
+from tests.planner.plan.plans import parts_of, prediction, small_plan, split_plan
 from tests.planner.subjects import ZOO_MODELS, zoo_graph
 
 texts = st.text(st.characters(codec=None))  # lone surrogates too: names come from users
@@ -108,7 +108,7 @@ def test_a_plan_of_rows_that_differ_comes_back_exactly() -> None:
     uneven = replace(plan.arrangement, data=2, rows=(3, 1), microbatch=3)
     changed = replace(
         plan, arrangement=uneven, machines=replace(plan.machines, devices=2),
-        cluster=choose_cluster(2, "cpu"),
+        cluster=choose_cluster(2, "h100-sxm"),
     )  # fmt: skip
     assert parse_plan(plan_text(changed), where="plan.json") == changed
 
@@ -162,6 +162,9 @@ def changed(path: str, value: object) -> Callable[[str], str]:
     return change
 
 
+_WHOLE = {"kind": "I", "axis": "", "dim": -1}
+
+
 @pytest.mark.parametrize(
     ("change", "telling"),
     [
@@ -182,7 +185,28 @@ def changed(path: str, value: object) -> Callable[[str], str]:
         (changed("machines.colour", "red"), "machines.colour: Unexpected keyword argument"),
         (changed("colour", "red"), "colour: Unexpected keyword argument"),
         (changed("arrangement.schedule", "2f2b"), "arrangement.schedule: Input should be 'gpipe'"),
-        (changed("arrangement.shard", 0), "arrangement.shard is 0"),
+        (changed("arrangement.shard", 0), "arrangement.shard: Input should be greater"),
+        (changed("arrangement.microbatches", 10**12), "arrangement.microbatches: Input should be"),
+        (changed("machines.nodes", 0), "machines.nodes: Input should be greater"),
+        (changed("machines.nodes", 2), "machines.nodes is 2, but the cluster has 1"),
+        (changed("machines.limit_bytes", 0), "machines.limit_bytes: Input should be greater"),
+        (changed("machines.limits", [["b200", 1]]), "machines.limits: of 'b200', but"),
+        (changed("machines.backend", "mpi"), "machines.backend: 'mpi' is none of nccl, gloo"),
+        (changed("objective", "luck"), "objective: 'luck' is none of step-time"),
+        (changed("cluster.nodes.0.count", 10**9), "cluster.nodes.0.count: Input should be less"),
+        (changed("cluster.nodes.0.count", 262_144), "expected 1 to 262144"),
+        (
+            changed("cluster.levels.0.units.0.unit.ranks", 3),
+            "cluster.levels.0: 3 ranks for 2 devices",
+        ),
+        (changed("proof.gap", 1e300), "proof.gap: Input should be less than or equal to 1"),
+        (changed("proof.gap", -0.1), "proof.gap: Input should be greater"),
+        (changed("runners_up.0.step_seconds", -1.0), "runners_up.0.step_seconds: Input should"),
+        (changed("prediction.terms", []), "prediction.terms: together 0 seconds"),
+        (changed("prediction.terms.1.name", "compute"), "terms: 'compute' more than once"),
+        (changed("prediction.stages.0.memory.margin_bytes", -1), "memory.margin_bytes: Input"),
+        (changed("prediction.model_flops", -1), "prediction.model_flops: Input"),
+        (changed("crossing", [{"name": "?", "layout": _WHOLE}]), "crossing.0: the graph has no"),
         (changed("arrangement.shard", 3), "shard 3 does not divide data 2"),
         (changed("stages.0.count", 1), "recompute modes"),
         (changed("stages.0.rank", 1), "there is no rank 1"),
@@ -243,15 +267,37 @@ def test_a_failed_write_leaves_the_old_plan(tmp_path: Path) -> None:
 
 def test_layouts_have_to_fit_the_layers() -> None:
     plan = small_plan("gpt2.py")
-    layers = parts_of("gpt2.py")[2]
-    assert list(layout_faults(plan, layers)) == []
-    assert list(layout_faults(replace(plan, layouts=plan.layouts[1:]), layers))
+    _, axes, layers = parts_of("gpt2.py")
+    assert list(layout_faults(plan, axes, layers)) == []
+    assert list(layout_faults(replace(plan, layouts=plan.layouts[1:]), axes, layers))
     cut = (plan.layouts[0][1:], *plan.layouts[1:])
-    assert list(layout_faults(replace(plan, layouts=cut), layers))
+    assert list(layout_faults(replace(plan, layouts=cut), axes, layers))
     swapped = (plan.layouts[0][::-1], *plan.layouts[1:])
-    assert list(layout_faults(replace(plan, layouts=swapped), layers))
+    assert list(layout_faults(replace(plan, layouts=swapped), axes, layers))
+    split = split_plan("gpt2.py")
+    assert list(layout_faults(split, axes, layers)) == []
+    edits: tuple[tuple[dict[str, Any], str], ...] = (
+        ({"letter": "?"}, "letter: aten.linear.default has no letter '?'"),
+        ({"axis": "nowhere"}, "axis: 'nowhere' is no axis of"),
+        ({"gives": (Layout(Kind.SPLIT, "nowhere", 2),)}, "gives.0: the axis 'nowhere' is not in"),
+        ({"gives": (Layout(Kind.SPLIT, "nowhere", 9),)}, "has no dim 9"),
+        ({"gives": (Layout(Kind.WHOLE, "nowhere", 0),)}, "of what is not split"),
+    )
+    for edit, telling in edits:
+        kind, position = next(
+            (kind, position)
+            for kind, own in enumerate(split.layouts)
+            for position, one in enumerate(own)
+            if one.letter and len(one.needs) == 3
+        )
+        own = list(split.layouts[kind])
+        own[position] = replace(own[position], **edit)
+        layouts = (*split.layouts[:kind], tuple(own), *split.layouts[kind + 1 :])
+        (fault,) = layout_faults(replace(split, layouts=layouts), axes, layers)
+        assert fault.startswith(f"layouts.{kind}.{position}")
+        assert telling in fault
     short = small_plan("gpt2.py", stages=small_plan("gpt2.py", pipeline=2).stages[:1])
-    assert "they hold" in next(layout_faults(short, layers))
+    assert "they hold" in next(layout_faults(short, axes, layers))
 
 
 def test_a_deep_model_is_written_and_read_in_little_time() -> None:

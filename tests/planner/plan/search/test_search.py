@@ -86,7 +86,7 @@ def assert_sound(plan: Plan, model: tuple[str, ...]) -> None:
     """The plan contradicts itself nowhere, and its layouts fit together on every edge."""
     graph, axes, layers = parts_of(*model)
     assert list(faults_of(plan)) == []
-    assert list(layout_faults(plan, layers)) == []
+    assert list(layout_faults(plan, axes, layers)) == []
     check(
         graph,
         axes,

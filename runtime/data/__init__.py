@@ -1,0 +1,32 @@
+"""Rows of a dataset, and the weight of each loss.
+
+Scripts import from here; files import from each other.
+"""
+
+from autopar.runtime.data.batches import (
+    Batch,
+    gathered_rows,
+    placed,
+    read_batches,
+)
+from autopar.runtime.data.loss import (
+    Weighed,
+    loss_in,
+    mean_loss,
+    scale_loss,
+    weighed_ahead,
+    weighed_terms_ahead,
+)
+
+__all__ = [
+    "Batch",
+    "Weighed",
+    "gathered_rows",
+    "loss_in",
+    "mean_loss",
+    "placed",
+    "read_batches",
+    "scale_loss",
+    "weighed_ahead",
+    "weighed_terms_ahead",
+]

@@ -1,0 +1,103 @@
+"""Turns rows into one batch: stacked where they are alike, or by the collate of the model file."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.utils.data import default_collate
+
+from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.user_code import told
+
+Row: TypeAlias = dict[str, Tensor]
+Collate: TypeAlias = Callable[[list[Any]], Mapping[str, Any]]
+
+
+def stacked(rows: list[Row]) -> Row:
+    """Return rows as one batch; leaves where they are of several shapes."""
+    first = rows[0]
+    for key, value in first.items():
+        other = next((row[key] for row in rows if row[key].shape != value.shape), None)
+        if other is not None:
+            shapes = sorted((list(value.shape), list(other.shape)))  # as other ranks say it
+            refuse(
+                f"{key!r} is {shapes[0]} in one row of the dataset and {shapes[1]} in another",
+                fix="pad them in build_collate() of the model file, or let __getitem__ pad or cut "
+                "all rows to the shape that example_batch has",
+            )
+    batch: Row = default_collate(rows)
+    return batch
+
+
+def built_collate(new_collate: Callable[[], Any]) -> Collate:
+    """Return the collate of the model file; leaves where that gives none."""
+    with told("build_collate() of the model file"):
+        collate: Collate = new_collate()
+    if not callable(collate):
+        refuse(
+            f"build_collate() of the model file returns a {type(collate).__name__}",
+            fix="return a function that makes a batch of a list of rows",
+        )
+    return collate
+
+
+class Collated:
+    """Calls the model file's own collate on rows, and takes of its batch what the model is given.
+
+    What it draws (masks, say) follows from the seed and the place of the first row, as with rows.
+    """
+
+    def __init__(
+        self, collate: Collate, columns: Mapping[str, torch.dtype], own: slice, *, seed: int
+    ) -> None:
+        self.collate, self.columns, self.own, self.seed = collate, dict(columns), own, seed
+
+    def __call__(self, placed: Sequence[tuple[tuple[int, int], Any]]) -> Row:
+        """Return a batch of rows that stand beside their places."""
+        rows = [row for _, row in placed]
+        with kept_numbers():
+            seed_numbers(mixed_seed(self.seed, *placed[0][0], 1))
+            with told("build_collate()'s function"):
+                batch = self.collate(rows)
+        self._check(batch, len(rows))
+        return {key: as_column(batch[key], kind)[self.own] for key, kind in self.columns.items()}
+
+    def _check(self, batch: object, rows: int) -> None:
+        keys = ", ".join(self.columns)
+        fix = f"let it return a dict with the keys of example_batch ({keys}), rows as dimension 0"
+        if not isinstance(batch, Mapping):
+            refuse(f"build_collate() makes a {type(batch).__name__} of rows", fix=fix)
+        for key in self.columns:
+            if key not in batch:
+                refuse(f"build_collate() makes batches of {', '.join(batch)}, not {key}", fix=fix)
+            if not is_number(batch[key]):
+                kind = type(batch[key]).__name__
+                refuse(f"{key!r} of build_collate() is a {kind}, which is no tensor", fix=fix)
+            shape = list(torch.as_tensor(batch[key]).shape)
+            if shape[:1] != [rows]:
+                refuse(f"{key!r} of build_collate() is {shape} for {rows} rows", fix=fix)
+
+
+def as_column(value: Any, dtype: torch.dtype) -> Tensor:
+    """Return a value as a tensor of a column's type, where both are of one kind."""
+    tensor = torch.as_tensor(value)
+    return tensor.to(dtype) if is_same_kind(tensor, dtype) else tensor
+
+
+def is_same_kind(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether both are floating, or both whole numbers, or both true and false."""
+    is_bool = (tensor.dtype is torch.bool) == (dtype is torch.bool)
+    return is_bool and tensor.is_floating_point() == dtype.is_floating_point
+
+
+def is_number(value: Any) -> bool:
+    """Whether a tensor can be made of something."""
+    try:
+        torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,205 @@
+"""Gives batch norms statistics over the samples of an axis, and weights that kernels take."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.nn.modules._functions import SyncBatchNorm as CudaSyncBatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.overrides import TorchFunctionMode
+
+from autopar.runtime.model.own_forward import class_with_forward
+from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.ranks.transport import gathered, summed
+
+
+def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
+    """Make every batch norm of a module take its statistics over an axis.
+
+    The instances take a subclass of their class: parameters, buffers and names stay as they are.
+    """
+    if axis.size == 1:
+        return
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and not isinstance(child, _Synchronised):
+            child.__class__ = _synchronised_class(class_with_forward(child))
+            child.__dict__["axis"] = axis
+
+
+def widen_batch_norms(module: nn.Module) -> None:
+    """Have batch norms with weights in 16 bits compute with them in fp32, as their statistics are.
+
+    That is what kernels take beside input in 16 bits: CPUs nothing else, cudnn nothing as fast.
+    """
+    for child in module.modules():
+        if isinstance(child, _BatchNorm) and not isinstance(child, (_Synchronised, _Widened)):
+            kind = class_with_forward(child)
+            child.__class__ = type(f"Widened{kind.__name__}", (_Widened, kind), {})
+
+
+class _Asked(TorchFunctionMode):
+    """Lets a norm's own forward run, and does otherwise what that asks `functional.batch_norm`."""
+
+    def __init__(self, normalised: Callable[..., Tensor]) -> None:
+        super().__init__()
+        self.normalised = normalised
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Iterable[type],
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        is_asked = func is functional.batch_norm
+        return (self.normalised if is_asked else func)(*args, **(kwargs or {}))
+
+
+class _Widened(_BatchNorm):
+    """A batch norm whose weights are in fp32 while it computes."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the norm's class does."""
+        with _Asked(_widened):
+            return super().forward(*args, **kwargs)
+
+
+def _widened(
+    input: Tensor,  # noqa: A002  as torch calls it
+    mean: Tensor | None,
+    variance: Tensor | None,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Tensor:
+    weight, bias = (None if one is None else one.float() for one in (weight, bias))
+    return functional.batch_norm(input, mean, variance, weight, bias, *args, **kwargs)
+
+
+class _Synchronised(_BatchNorm):
+    """A batch norm whose statistics are those of all ranks of an axis."""
+
+    axis: Axis
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Do what the norm's class does, in training by the statistics of the whole axis."""
+        with _Asked(self._normalised):
+            return super().forward(*args, **kwargs)
+
+    def _normalised(
+        self,
+        input: Tensor,  # noqa: A002  as torch calls it
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        training: bool = False,
+        momentum: float = 0.1,
+        eps: float = 1e-5,
+    ) -> Tensor:
+        if not training:
+            return functional.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+        arguments = (running_mean, running_var, eps, momentum, self.axis)
+        if input.is_cuda and weight is not None:
+            *shared, axis = arguments
+            output = CudaSyncBatchNorm.apply(  # type: ignore[no-untyped-call]
+                input.contiguous(), weight, bias, *shared, axis.group, axis.size
+            )
+        else:
+            output = _Normalise.apply(input, weight, bias, *arguments)  # type: ignore[no-untyped-call]
+        assert isinstance(output, Tensor)
+        return output
+
+
+def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
+    return type(f"Synchronised{kind.__name__}", (_Synchronised, kind), {})
+
+
+class _Normalise(torch.autograd.Function):
+    """Batch norm with one collective each way, on any backend."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        eps: float,
+        momentum: float,
+        axis: Axis,
+    ) -> Tensor:
+        """Normalise x [batch, channels, …]."""
+        mean, variance, count = _statistics(x, axis)
+        if running_mean is not None and running_var is not None:
+            unbiased = variance * (count / (count - 1).clamp(min=1))
+            running_mean.lerp_(mean.to(running_mean.dtype), momentum)
+            running_var.lerp_(unbiased.to(running_var.dtype), momentum)
+        ctx.save_for_backward(x, weight, mean, variance, count)
+        ctx.axis, ctx.eps = axis, eps
+        return _scaled(x, mean, variance, weight, bias, eps)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        """Return the gradients of x, weight and bias; the latter two are this rank's part.
+
+        With x̂ the normalised input and sums over all ranks' N samples of a channel:
+
+            ∂x  =  scale · (∂y − Σ ∂y ÷ N − x̂ · Σ ∂y·x̂ ÷ N)
+        """
+        x, weight, mean, variance, count = ctx.saved_tensors
+        (gradient,) = gradients
+        inverse = torch.rsqrt(variance + ctx.eps)
+        scale = inverse if weight is None else inverse * weight
+        _, of_weight, of_bias = torch.ops.aten.native_batch_norm_backward(
+            gradient, x, scale, None, None, mean, inverse, True, ctx.eps, [False, True, True]
+        )
+        sums = summed(torch.stack([of_weight, of_bias]), ctx.axis)
+        product, plain = -scale * sums / count
+        of_x = _scaled(x, mean, variance, product, plain, ctx.eps)
+        of_x.addcmul_(gradient, _wide(scale, x).to(x.dtype))
+        if weight is None:
+            return of_x, *[None] * 7
+        return of_x, of_weight.to(weight.dtype), of_bias.to(weight.dtype), *[None] * 5
+
+
+def _statistics(x: Tensor, axis: Axis) -> tuple[Tensor, Tensor, Tensor]:
+    """Return mean, biased variance and count over an axis, from each rank's own (Chan's formula).
+
+    Sums of squares would take one collective too, but lose the variance beside a large mean.
+    """
+    channels = x.shape[1]
+    wide = torch.promote_types(x.dtype, torch.float32)
+    unused, unread = x.new_zeros((2, channels), dtype=wide)  # results are of the type of these
+    mean, variance = torch.batch_norm_update_stats(x, unused, unread, 0.0)
+    count = mean.new_full((1,), x.numel() // channels)
+    all_ranks = gathered(torch.cat([mean, variance, count]), axis)
+    means, variances, counts = all_ranks.split([channels, channels, 1], dim=1)  # type: ignore[no-untyped-call]
+    total = counts.sum()
+    mean = (means * counts).sum(0) / total
+    variance = ((variances + (means - mean).square()) * counts).sum(0) / total
+    return mean, variance, total
+
+
+def _scaled(
+    x: Tensor,
+    mean: Tensor,
+    variance: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Return (x − mean) ÷ √(variance + eps) · weight + bias, in one pass over x."""
+    weight, bias = (None if one is None else one.to(mean.dtype) for one in (weight, bias))
+    return functional.batch_norm(x, mean, variance, weight, bias, eps=eps)
+
+
+def _wide(per_channel: Tensor, like: Tensor) -> Tensor:
+    """Shape [channels] so that it broadcasts over [batch, channels, …]."""
+    return per_channel.view(1, -1, *[1] * (like.dim() - 2))

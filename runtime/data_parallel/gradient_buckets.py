@@ -1,0 +1,148 @@
+"""Turns the gradients of one rank into their mean over the data axis, by the bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.data_parallel.averaging import Averaging, ComingMean
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES, Bucket, buckets_of_size
+from autopar.runtime.model.layer_names import is_listed
+
+
+class GradientBuckets:
+    """Reduces gradients over the data axis as soon as a bucket of them is complete.
+
+    It does what DistributedDataParallel does, without wrapping the module, and also where DDP
+    cannot: fp32 gradients of 16-bit parameters (`Tensor.grad_dtype`), backwards that are split in
+    two (zero bubble) or cut into stages, parameters that the loss does not reach (they keep no
+    gradient, as on one device, so weight decay passes them by), means of which each rank gets a
+    part alone (ZeRO-1).
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        averaging: Averaging,
+        *,
+        bucket_bytes: int,
+        apart: Sequence[Collection[str]] = (),
+    ) -> None:
+        self.sync = True  # False while microbatches only accumulate
+        self.finishes_with_backward = True  # a pipeline stage ends the reduction itself
+        self.buckets: tuple[Bucket, ...] = ()
+        self.trainable: Mapping[str, nn.Parameter] = {}  # those that are watched
+        self.averaging = averaging
+        self._bucket_bytes = bucket_bytes
+        self._apart = apart
+        self._next_to_launch = 0
+        self._finish_is_queued = False
+        self._is_attached = False
+        # Until the first forward, parameters may still be replaced (built on the meta device).
+        self._first_forward = module.register_forward_pre_hook(lambda made, _: self.attach(made))
+
+    def attach(self, module: nn.Module) -> None:
+        """Watch the parameters that the module has now; the first call counts."""
+        if self._is_attached:
+            return
+        self._is_attached = True
+        self._first_forward.remove()
+        self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
+        for parameter in self.trainable.values():
+            if parameter.dtype in HALF_DTYPES:
+                parameter.grad_dtype = torch.float32
+        if self.averaging.ranks == 1:
+            return
+        # The backward meets the parameters about in reverse: the first full bucket leaves early.
+        order = {id(parameter): n for n, parameter in enumerate(reversed(self.trainable.values()))}
+        buckets = (
+            bucket
+            for group in _groups(self.trainable, self._apart)
+            for bucket in buckets_of_size(group[::-1], self._bucket_bytes, self.averaging.shard)
+        )
+        self.buckets = tuple(sorted(buckets, key=lambda one: order[id(one.parameters[-1])]))
+        for bucket in self.buckets:
+            for place in range(len(bucket.parameters)):
+                self._watch(bucket, place)
+        self._reset()
+
+    @property
+    def buffers(self) -> tuple[Tensor, ...]:
+        """The memory of the gradients, as far as there were any."""
+        return tuple(b.buffer for b in self.buckets if b.buffer is not None)
+
+    def take_in(self) -> None:
+        """Move gradients that came past the hooks, as those of a split backward do, into place."""
+        for bucket in self.buckets:
+            bucket.adopt([n for n, p in enumerate(bucket.parameters) if p.grad is not None])
+
+    def _watch(self, bucket: Bucket, place: int) -> None:
+        """Notice every new gradient; it moves into the bucket at once or with the whole bucket."""
+
+        def gradient_is_here(_: Tensor) -> None:
+            if not self.sync:
+                bucket.adopt((place,))
+                return
+            bucket.missing -= 1
+            if not self._finish_is_queued:
+                self._queue_finish()
+            if bucket.missing == 0:
+                self._launch_what_is_complete()
+
+        bucket.parameters[place].register_post_accumulate_grad_hook(gradient_is_here)  # type: ignore[no-untyped-call]
+
+    def _queue_finish(self) -> None:
+        """Have the engine end the reduction when this backward is over."""
+        if self.finishes_with_backward:
+            self._finish_is_queued = True
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(self.finish)
+
+    def _launch_what_is_complete(self) -> None:
+        """Start reductions in one order on all ranks, whatever order the gradients came in."""
+        while self._next_to_launch < len(self.buckets):
+            bucket = self.buckets[self._next_to_launch]
+            if bucket.missing > 0:
+                return
+            self._launch(bucket)
+
+    def _launch(self, bucket: Bucket) -> None:
+        self._next_to_launch += 1
+        if self.averaging.divides_first:
+            bucket.adopt_shares(self.averaging.ranks)
+        else:
+            bucket.adopt(range(len(bucket.parameters)))
+        bucket.let_go()
+        bucket.coming = ComingMean(bucket.allocate(), self.averaging)
+
+    def finish(self) -> None:
+        """Reduce what is left and wait; afterwards every gradient is the mean over the axis."""
+        for bucket in self.buckets[self._next_to_launch :]:
+            self._launch(bucket)
+        for bucket in self.buckets:
+            if bucket.coming is not None:
+                bucket.coming.sum_over_copies()
+        for bucket in self.buckets:
+            bucket.settle()
+        self._reset()
+
+    def _reset(self) -> None:
+        self._next_to_launch = 0
+        self._finish_is_queued = False
+        for bucket in self.buckets:
+            bucket.missing = len(bucket.parameters)
+
+
+def _groups(
+    parameters: Mapping[str, nn.Parameter], apart: Sequence[Collection[str]]
+) -> Iterator[list[nn.Parameter]]:
+    """Yield the parameters in the groups that share no bucket; what no group names is one more."""
+    left = dict(parameters)
+    for names in apart:
+        taken = [name for name in left if is_listed(name, names)]
+        if taken:
+            yield [left.pop(name) for name in taken]
+    if left:
+        yield list(left.values())

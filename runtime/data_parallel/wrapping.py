@@ -1,0 +1,193 @@
+"""Turns a module on every rank into copies, or shards of copies, that are trained as one."""
+
+from __future__ import annotations
+
+import warnings
+from collections import Counter
+from collections.abc import Collection, Sequence
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from autopar.runtime.data_parallel.averaging import Averaging
+from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_batch_norms
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES
+from autopar.runtime.data_parallel.direct_calls import run_hooks
+from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
+from autopar.runtime.ranks.mesh import ALONE, Mesh
+
+
+def wrap(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    zero: int,
+    bucket_bytes: int = 25 * 2**20,
+    apart: Sequence[Collection[str]] = (),
+    units: Sequence[nn.Module] = (),
+    compute_dtype: torch.dtype | None = None,
+    compress: bool = False,
+    sync_batch_norm: bool = False,
+) -> nn.Module:
+    """Give a module data parallelism in place and return it; names stay as they are.
+
+    zero 0 and 1: whole parameters, gradients averaged by the bucket. With zero 1 each rank of
+    mesh.shard gets its part of every bucket, and the optimizer steps that (`build_optimizer`).
+    `apart` names parameters whose gradients are summed over other axes as well: ranks that sum must
+    have the same parts, so what one entry names shares no bucket with others.
+
+    zero 2 and 3: `fully_shard` over mesh.shard, copies over mesh.replica; `units` (the layers) are
+    gathered one by one, the rest with the module itself. zero 3 frees a unit's gathered parameters
+    after its forward and its backward, zero 2 after the last backward of a step (`set_last`). A
+    unit that is small beside the largest one (a norm) goes with the module: a message of its own
+    would cost its latency.
+
+    compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
+    copy in fp32. compress: gradients travel in 16 bits.
+    """
+    half = compute_dtype if compute_dtype in HALF_DTYPES else None
+    if compute_dtype is torch.float32:
+        _widen(module)
+    wire_dtype = (half or torch.bfloat16) if compress else None
+    if sync_batch_norm:
+        synchronise_batch_norms(module, mesh.data)
+    if half is not None:
+        _cast_buffers(module, half)
+        widen_batch_norms(module)
+    if zero >= 2 and mesh.data.size > 1:
+        _lay_in_order(module)
+        # Planning has found who writes into what layers return, and has these return no views.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire_dtype or _wide(half))
+        _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
+        object.__setattr__(module, "gathers_once", zero == 2)
+        return module
+    if half is not None:
+        _compute_in(module, half)
+    if half is not None or mesh.data.size > 1:
+        averaging = _averaging(mesh, zero=zero, wire_dtype=wire_dtype)
+        buckets = GradientBuckets(module, averaging, bucket_bytes=bucket_bytes, apart=apart)
+        object.__setattr__(module, "gradient_buckets", buckets)
+    return module
+
+
+def _averaging(mesh: Mesh, *, zero: int, wire_dtype: torch.dtype | None) -> Averaging:
+    if zero == 0:
+        return Averaging(shard=ALONE, replica=mesh.data, wire_dtype=wire_dtype)
+    return Averaging(shard=mesh.shard, replica=mesh.replica, wire_dtype=wire_dtype)
+
+
+def buckets_of(module: nn.Module) -> GradientBuckets | None:
+    """Return what averages the gradients of a wrapped module; None where fully_shard does."""
+    return getattr(module, "gradient_buckets", None)
+
+
+def set_last(module: nn.Module, is_last: bool) -> None:
+    """Say whether the next backward is the last one of a step; it is, unless told otherwise.
+
+    zero 0 and 1 average the gradients with the last one. zero 2 keeps the parameters gathered until
+    then. Others leave nothing to the end.
+    """
+    buckets = buckets_of(module)
+    if buckets is not None:
+        buckets.sync = is_last
+    elif gathers_once(module):
+        module.set_reshard_after_backward(is_last)
+
+
+def gathers_once(module: nn.Module) -> TypeGuard[FSDPModule]:
+    """Whether parameters stay gathered from the first forward of a step to the last backward."""
+    return isinstance(module, FSDPModule) and getattr(module, "gathers_once", False)
+
+
+def _shard(
+    module: nn.Module,
+    mesh: Mesh,
+    units: Sequence[nn.Module],
+    *,
+    policy: MixedPrecisionPolicy,
+    frees_after_forward: bool,
+) -> None:
+    """Shard the units, inner ones first, then the module with all that is left."""
+    device_mesh = _shard_mesh(mesh)
+    chosen = {id(unit) for unit in _large(units) if unit is not module}
+    shared = _shared_parameters(module)
+    for child in reversed(list(module.modules())):
+        if id(child) not in chosen or shared.intersection(map(id, child.parameters())):
+            continue  # a weight that two modules share must lie in one unit: the outermost
+        fully_shard(
+            child,
+            mesh=device_mesh,
+            reshard_after_forward=frees_after_forward,
+            mp_policy=policy,
+        )
+        run_hooks(child)
+    # The backward begins with what the module itself holds: it would be gathered again at once.
+    fully_shard(module, mesh=device_mesh, reshard_after_forward=False, mp_policy=policy)
+
+
+def _large(units: Sequence[nn.Module]) -> list[nn.Module]:
+    """Leave out units that have less than a tenth of the elements of the largest."""
+    sizes = [sum(parameter.numel() for parameter in unit.parameters()) for unit in units]
+    return [unit for unit, size in zip(units, sizes, strict=True) if 10 * size >= max(sizes)]
+
+
+def _shard_mesh(mesh: Mesh) -> DeviceMesh:
+    """Return the data axis as fully_shard wants it: (shard) or, with copies, (replica, shard)."""
+    names = ("replica", "shard") if mesh.replica.size > 1 else ("shard",)
+    return mesh.device_mesh[names if len(names) > 1 else names[0]]
+
+
+def _shared_parameters(module: nn.Module) -> set[int]:
+    """Return the ids of parameters that have more than one name, as those of a shared module do."""
+    places = Counter(id(p) for _, p in module.named_parameters(remove_duplicate=False))
+    return {parameter for parameter, count in places.items() if count > 1}
+
+
+def _lay_in_order(module: nn.Module) -> None:
+    """Lay out row by row what was built otherwise (channels_last), as fully_shard wants it."""
+    for parameter in module.parameters():
+        parameter.data = parameter.data.contiguous()
+
+
+def _widen(module: nn.Module) -> None:
+    """Hold in fp32 what was built in 16 bits altogether; what is mixed on purpose stays."""
+    own = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
+    if own and own.issubset(HALF_DTYPES):
+        module.to(torch.float32)
+
+
+def _compute_in(module: nn.Module, half: torch.dtype) -> None:
+    """Hold the parameters in 16 bits and take floating inputs in them."""
+    for parameter in module.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(half)
+
+    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        return tuple(_cast(arg, half) for arg in args), {
+            name: _cast(arg, half) for name, arg in kwargs.items()
+        }
+
+    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
+def _cast_buffers(module: nn.Module, half: torch.dtype) -> None:
+    """Hold buffers (rotary tables, masks) in 16 bits too, save running statistics."""
+    for child in module.modules():
+        if not isinstance(child, _BatchNorm):
+            for name, buffer in child._buffers.items():
+                if buffer is not None and buffer.is_floating_point():
+                    child._buffers[name] = buffer.to(half)
+
+
+def _wide(half: torch.dtype | None) -> torch.dtype | None:
+    """Return the dtype in which gradients are summed: fp32 where parameters compute in 16 bits."""
+    return None if half is None else torch.float32

@@ -1,0 +1,180 @@
+"""Turns one rank's training step into its peak memory and its collectives, without computing it.
+
+Under AUTOPAR_DRYRUN="rank/world" the process group sends nothing and tensors have shapes but no
+values, so the step of one rank of thousands runs here in seconds.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from autopar.runtime.data_parallel.wrapping import buckets_of
+from autopar.runtime.dryrun.kernels import cuda_kernels
+from autopar.runtime.dryrun.memory import LiveMemory
+from autopar.runtime.dryrun.numbers import sizes_of_numbers
+from autopar.runtime.dryrun.owners import owners_of
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CollectiveTotal:
+    """All calls of one collective on one group size with one message size."""
+
+    kind: str
+    ranks: int
+    bytes: int  # of the whole tensor: what is gathered, reduced or scattered
+    count: int
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Report:
+    """What one step of one rank needs: its peak of allocated bytes and its collectives."""
+
+    peak_bytes: int
+    peak_bytes_by_category: Mapping[str, int]
+    collectives: tuple[CollectiveTotal, ...]
+
+    def to_json(self) -> str:
+        """Return the report as one JSON object."""
+        return json.dumps(asdict(self), indent=2)
+
+
+def materialise(module: nn.Module) -> None:
+    """Give the parameters of a module on the meta device memory that holds no values."""
+    module.to_empty(device="cpu")
+
+
+def dry_run_step(
+    build: Callable[[], tuple[Sequence[nn.Module], Sequence[Optimizer]]],
+    step: Callable[[], object],
+) -> Report:
+    """Run `step` twice under fake tensors and report on the second, when optimizer states exist.
+
+    `build` is called under fake tensors, too. It may do all that the script does: make, shard,
+    materialise and wrap the modules, and make the optimizers; it returns both.
+    """
+    with recording() as record:
+        modules, optimizers = build()
+        step()
+        with record.measured(modules, optimizers):
+            step()
+    return record.report()
+
+
+@contextmanager
+def recording() -> Iterator[Recording]:
+    """Give every tensor made inside a shape and no values, and keep count of their memory."""
+    memory = LiveMemory()
+    record = Recording(memory)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with memory.watching_resizes(), cuda_kernels(), sizes_of_numbers(), fake, record:
+        yield record
+
+
+class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees every op below autograd: what it allocates and what it sends."""
+
+    def __init__(self, memory: LiveMemory) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._memory = memory
+        self._calls: Counter[tuple[str, int, int]] = Counter()
+        self._measures = False
+
+    @contextmanager
+    def measured(
+        self, modules: Sequence[nn.Module], optimizers: Sequence[Optimizer]
+    ) -> Iterator[None]:
+        """Report on what runs inside."""
+        self._measures = True
+        self._memory.start_measuring(lambda: owners_of(modules, optimizers))
+        yield
+        self._memory.stop_measuring()
+        self._measures = False
+
+    @contextmanager
+    def second_step(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> Iterator[None]:
+        """Report on a step run inside, as if it were not the first."""
+        _leave_a_step_behind(modules, optimizer)
+        with self.measured(modules, [optimizer]):
+            yield
+
+    def report(self) -> Report:
+        """Return the peak and the collectives of the measured part."""
+        calls = sorted(self._calls.items(), key=lambda call: (call[0][0], -call[0][2]))
+        return Report(
+            peak_bytes=self._memory.peak_bytes,
+            peak_bytes_by_category=dict(self._memory.peak_by_category),
+            collectives=tuple(
+                CollectiveTotal(kind=kind, ranks=ranks, bytes=size, count=count)
+                for (kind, ranks, size), count in calls
+            ),
+        )
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        """Run the op and account for it."""
+        if DTensor in types:
+            return NotImplemented  # its local ops come here next
+        if func is torch.ops.prim.device.default:  # more often than all others together
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
+        if func.name().startswith("aten::_fused_") and not func._schema.returns:
+            return None  # an optimizer's step: values, of which there are none
+        result = func(*args, **(kwargs or {}))
+        if func.namespace == "c10d" and self._measures:
+            self._count(func, args)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._memory.see(leaf)
+        return result
+
+    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
+        group, tensors = None, []
+        for leaf in tree_leaves(args):
+            if isinstance(leaf, Tensor):
+                tensors.append(leaf)
+            elif isinstance(leaf, torch.ScriptObject) and group is None:
+                group = _as_group(leaf)
+        size = max((tensor.nbytes for tensor in tensors), default=0)
+        if group is not None:
+            kind = func.name().removeprefix("c10d::").strip("_")
+            self._calls[kind, group.size(), size] += 1
+
+
+def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> None:
+    """Make what a first step leaves behind: the optimizer's states and the gradients' buffers."""
+    for module in modules:
+        buckets = buckets_of(module)
+        if buckets is not None:
+            buckets.attach(module)
+        for parameter in module.parameters():
+            if parameter.requires_grad:
+                parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
+        if buckets is not None:
+            buckets.finish()
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _as_group(value: torch.ScriptObject) -> dist.ProcessGroup | None:
+    try:
+        return dist.ProcessGroup.unbox(value)
+    except (RuntimeError, ValueError):
+        return None  # a reduction operator

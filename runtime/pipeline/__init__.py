@@ -1,0 +1,15 @@
+"""Stages under torch's schedules.
+
+Scripts import from here; files import from each other.
+"""
+
+from autopar.runtime.pipeline.schedules import (
+    Pipeline,
+    Stage,
+    build_schedule,
+    stage_at,
+    stage_indices,
+)
+from autopar.runtime.pipeline.tied import Tie, TiedWeights
+
+__all__ = ["Pipeline", "Stage", "Tie", "TiedWeights", "build_schedule", "stage_at", "stage_indices"]

@@ -1,0 +1,195 @@
+"""Turns the stages of this rank and a schedule's name into a step over microbatches."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.pipelining import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
+)
+from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
+
+from autopar.runtime.data.loss import scale_loss
+from autopar.runtime.model.parts import Crossing, StagePart
+from autopar.runtime.pipeline.stage import Shapes, Stage, cut, stage_of
+from autopar.runtime.ranks.mesh import Mesh
+
+__all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indices", "stage_of"]
+
+ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
+SEVERAL_STAGES = {
+    "interleaved-1f1b": ScheduleInterleaved1F1B,
+    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
+    "zero-bubble-v": ScheduleZBVZeroBubble,
+}
+SPLIT_BACKWARD = ("interleaved-zero-bubble", "zero-bubble-v")
+
+
+def stage_indices(kind: str, rank: int, ranks: int, per_rank: int = 1) -> tuple[int, ...]:
+    """Return which stages a rank holds: round robin, or down and up again for the V."""
+    if kind == "zero-bubble-v":
+        return (rank, 2 * ranks - 1 - rank)
+    return tuple(rank + ranks * turn for turn in range(per_rank))
+
+
+def stage_at(
+    index: int,
+    parts: Sequence[StagePart],
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    dtype: torch.dtype,
+) -> Stage:
+    """Make a module the stage of this index among parts that tell what each gives to the next."""
+
+    def crossing(part: StagePart, batch: Mapping[str, Any]) -> tuple[Crossing, ...]:
+        return part.gives(batch) if callable(part.gives) else part.gives
+
+    def described(crossings: Sequence[Crossing]) -> list[Tensor]:
+        return [one.described(mesh.tensor, dtype) for one in crossings]
+
+    def shapes(batch: Mapping[str, Any]) -> Shapes:
+        received = crossing(parts[index - 1], batch) if index else ()
+        return Shapes(
+            received=[tensor.shape for tensor in described(received)],
+            sent=[tensor.shape for tensor in described(crossing(parts[index], batch))],
+            lengths=[one.length for one in received if one.length is not None],
+        )
+
+    unknown = _Unknown()
+    around = parts[max(index - 1, 0) : index + 1]
+    return stage_of(
+        module,
+        mesh,
+        index=index,
+        stages=len(parts),
+        receives=described(crossing(parts[index - 1], unknown)) if index else (),
+        sends=described(crossing(parts[index], unknown)),
+        shapes=shapes if any(callable(part.gives) for part in around) else None,
+    )
+
+
+class _Unknown(Mapping[str, Tensor]):
+    """A batch before there is one: its tensors have no known sizes, and all of them are 1."""
+
+    def __getitem__(self, key: str) -> Tensor:
+        return torch.empty((1,) * 9, device="meta")
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+
+def build_schedule(
+    kind: str,
+    stages: Sequence[Stage],
+    microbatches: int,
+) -> Pipeline:
+    """Build the schedule `kind` over this rank's stages, in order.
+
+    Stages of one rank may not share a parameter (each would average its gradient): give each a copy
+    and tie them with `TiedWeights`.
+    """
+    _check_disjoint(stages)
+    if kind in ONE_STAGE:
+        (stage,) = stages
+        single = ONE_STAGE[kind](stage, microbatches, loss_fn=_own_loss, scale_grads=False)
+        return Pipeline(single, stages)
+    if kind not in SEVERAL_STAGES:
+        known = ", ".join((*ONE_STAGE, *SEVERAL_STAGES))
+        raise RuntimeError(f"{kind!r} is no pipeline schedule: choose one of {known}")
+    if kind in SPLIT_BACKWARD:
+        for stage in stages:
+            _split_backward_of(stage, kind)
+    several = SEVERAL_STAGES[kind](list(stages), microbatches, loss_fn=_own_loss, scale_grads=False)
+    return Pipeline(several, stages)
+
+
+class Pipeline:
+    """The stages of this rank under a schedule."""
+
+    def __init__(
+        self, schedule: PipelineScheduleSingle | PipelineScheduleMulti, stages: Sequence[Stage]
+    ) -> None:
+        self.schedule = schedule
+        self.stages = tuple(stages)
+
+    @property
+    def parts(self) -> list[nn.Module]:
+        """The modules of this rank's stages."""
+        return [stage.submod for stage in self.stages]
+
+    def step(
+        self,
+        microbatches: Sequence[Mapping[str, Any]],
+        weights: Sequence[Tensor | float],
+        *,
+        scale: float = 1.0,
+    ) -> Tensor:
+        """Run forward and backward of one step; return the sum of the weighted losses here.
+
+        Each microbatch goes to every stage as keyword arguments, whatever its values are; its
+        weight multiplies its loss. Only the last stage has losses. Gradients are summed over the
+        microbatches and averaged over the data axis; they, and they alone, come out `scale` times
+        as great, which keeps small ones from vanishing in fp16.
+        """
+        device = self.stages[0].device
+        wide = [torch.as_tensor(weight, dtype=torch.float64) for weight in weights]
+        factors = torch.stack(wide).to(device, non_blocking=True)
+        starts = (factors if scale == 1.0 else factors * scale).unbind()
+        for stage in self.stages:
+            stage.has_backward = True
+            stage.clear_runtime_states()
+            stage.take(microbatches, starts)
+        losses: list[Tensor] = []
+        self.schedule._step_microbatches(
+            target_mbs=list(weights), losses=losses, return_outputs=False
+        )
+        for stage in self.stages:
+            stage.clear_runtime_states()
+            stage.take((), ())
+        if not losses:
+            return torch.zeros((), device=device)
+        return scale_loss(torch.stack(losses).detach(), factors).sum()
+
+
+def _own_loss(output: tuple[Tensor, ...], _: object) -> Tensor:
+    """Return what the last stage gives; `Stage` weighs it."""
+    return output[0]
+
+
+def _check_disjoint(stages: Sequence[Stage]) -> None:
+    seen: dict[int, str] = {}
+    for stage in stages:
+        for name, parameter in stage.submod.named_parameters():
+            if id(parameter) in seen:
+                raise RuntimeError(
+                    f"{name} of stage {stage.stage_index} is also {seen[id(parameter)]}: "
+                    "give each stage its own copy and tie the copies with TiedWeights"
+                )
+        for name, parameter in stage.submod.named_parameters():
+            seen[id(parameter)] = f"{name} of stage {stage.stage_index}"
+
+
+def _split_backward_of(stage: Stage, kind: str) -> None:
+    """Have a stage run its backwards in halves.
+
+    These look the parameters up by their autograd nodes, which sharding renews, and hide their
+    gradients from the hooks that would reduce them: both would stay whole to the last microbatch.
+    """
+    if isinstance(stage.submod, FSDPModule):
+        raise RuntimeError(
+            f"{kind} runs backwards in halves, which keep parameters and gradients whole: ZeRO-2 "
+            "and 3 would save nothing; plan with zero 0 or 1, or with another schedule"
+        )
+    stage.splits_backward = True

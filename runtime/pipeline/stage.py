@@ -1,0 +1,232 @@
+"""Turns a module into one stage of a pipeline that torch's schedules can run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeAlias, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining._backward import stage_backward
+
+from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
+from autopar.runtime.data_parallel.wrapping import buckets_of, set_last
+from autopar.runtime.pipeline.torch_stage import (
+    InputGradients,
+    TorchStage,
+    refuse_earlier_torch,
+    resize,
+)
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.recompute.split_backward import SplitBackward
+from autopar.runtime.tensor.lengths import receives
+
+
+def cut(*shape: int, dtype: torch.dtype = torch.float32, requires_grad: bool = True) -> Tensor:
+    """Describe one tensor that crosses a cut, for one microbatch; it has no memory."""
+    return torch.empty(shape, dtype=dtype, device="meta", requires_grad=requires_grad)
+
+
+@dataclass(frozen=True, slots=True)
+class Shapes:
+    """What crosses a stage's borders for one microbatch, and how long the dims of its shares are.
+
+    These shapes are a rank's own; `lengths` are of whole dims of what is received.
+    """
+
+    received: Sequence[torch.Size]
+    sent: Sequence[torch.Size]
+    lengths: Sequence[int]
+
+
+ShapesOf: TypeAlias = Callable[[Mapping[str, Any]], Shapes]
+
+
+def stage_of(
+    module: nn.Module,
+    mesh: Mesh,
+    *,
+    index: int,
+    stages: int,
+    receives: Sequence[Tensor],
+    sends: Sequence[Tensor],
+    shapes: ShapesOf | None = None,
+) -> Stage:
+    """Make a module (wrapped for data parallelism already) the stage `index` of `stages`.
+
+    Its forward takes the received tensors in order, then the batch by keyword, and returns a tuple
+    of the tensors to send; the last one returns the loss. `cut(…)` describes each tensor, so no
+    forward is run to find out; `shapes` tells those of a microbatch where they vary.
+    """
+    refuse_earlier_torch()
+    return Stage(
+        module,
+        mesh,
+        index=index,
+        stages=stages,
+        receives=tuple(receives),
+        sends=tuple(sends),
+        shapes=shapes,
+    )
+
+
+class Stage(TorchStage):
+    """A pipeline stage whose tensors have known shapes.
+
+    torch's own finds shapes by running the model, looks through all that a batch holds, and leaves
+    the gradients of a split backward (zero bubble) unreduced under DDP.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        mesh: Mesh,
+        *,
+        index: int,
+        stages: int,
+        receives: tuple[Tensor, ...],
+        sends: tuple[Tensor, ...],
+        shapes: ShapesOf | None = None,
+    ) -> None:
+        super().__init__(
+            module,
+            index,
+            stages,
+            mesh.device,
+            input_args=receives,
+            output_args=sends or (torch.empty((), device="meta"),),  # the last one's loss
+            group=mesh.pipeline.group,
+        )
+        self._shapes_of = shapes
+        self._shapes: Sequence[Shapes] = ()
+        self._microbatches: Sequence[Mapping[str, Any]] = ()
+        self._weights: Sequence[Tensor] = ()
+        self._answered = 0  # the microbatch whose backward runs
+        self._is_dry_run = mesh.is_dry_run
+        self.splits_backward = False
+        self._split_backward = SplitBackward(module)
+        self._buckets: GradientBuckets | None = buckets_of(module)
+        if self._buckets is not None:
+            self._buckets.finishes_with_backward = False
+
+    def take(self, microbatches: Sequence[Mapping[str, Any]], weights: Sequence[Tensor]) -> None:
+        """Take what the module reads in a step, and what its losses' backwards start from.
+
+        Passed through the schedule, every tensor of a batch would be looked through for gradients,
+        and a loss times its weight would be four more operations of autograd.
+        """
+        self._microbatches, self._weights = microbatches, weights
+        if self._shapes_of is not None:
+            self._shapes = [self._shapes_of(batch) for batch in microbatches]
+            self.resize(self._shapes)
+
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
+        result = super()._prepare_backward_infra(*args, **kwargs)
+        self.resize(self._shapes)
+        return result
+
+    def resize(self, shapes: Sequence[Shapes]) -> None:
+        """Receive tensors of these shapes, once torch has noted what is received."""
+        for chunk, own in enumerate(shapes):
+            resize(self.args_recv_info.get(chunk, ()), own.received)
+            resize(self.grad_recv_info.get(chunk, ()), own.sent)
+
+    def _warmup_forward_vote(
+        self, has_backward: bool, received_acc: Tensor | None = None
+    ) -> Tensor:
+        if self._is_dry_run:
+            return cast(Tensor, _Agreed())
+        return super()._warmup_forward_vote(has_backward, received_acc)
+
+    def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
+        if self._is_dry_run:
+            return cast(Tensor, _Agreed())
+        return super()._warmup_backward_result(received_result)
+
+    def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
+        """Run the forward of one microbatch, and keep what its backward needs.
+
+        torch's own looks through nested inputs and outputs and words them for its log.
+        """
+        received = () if self.is_first else self._retrieve_recv_activations(fwd_chunk_id)
+        if self._shapes:
+            receives(self.submod, self._shapes[fwd_chunk_id].lengths)
+        result = self.submod(*received, **self._microbatches[fwd_chunk_id])
+        outputs = result if isinstance(result, tuple) else (result,)
+        sendable = tuple(self._sendable(output) for output in outputs)
+        if self._shapes:
+            self._check_sent(sendable, self._shapes[fwd_chunk_id].sent)
+        self.keep(fwd_chunk_id, sendable, received)
+        return sendable
+
+    def _check_sent(self, outputs: Sequence[Tensor], expected: Sequence[torch.Size]) -> None:
+        """Leave where a stage gives other sizes than the next one has made room for.
+
+        These follow the lengths of the batch as two traces of the model showed them, which do not
+        tell `n // 2` from a half that is rounded up.
+        """
+        for output, size in zip(outputs, expected, strict=False):
+            if output.shape != size:
+                refuse(
+                    f"stage {self.stage_index + 1} makes {list(output.shape)} of rows of this "
+                    f"length, where its next stage expects {list(size)}",
+                    fix="pad or cut rows to the planned length, or to a multiple of it",
+                )
+
+    def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
+        """Run the backward of one microbatch, or its half for the inputs."""
+        self._answered = bwd_chunk_id
+        super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
+
+    def backward_maybe_with_nosync(
+        self, backward_type: str, bwd_kwargs: dict[str, Any], last_backward: bool = False
+    ) -> tuple[InputGradients, list[dict[str, Any]] | None]:
+        """Run a backward of one microbatch; the last one's gradients are reduced while it runs."""
+        set_last(self.submod, last_backward)
+        if self.is_last and backward_type != "weight":
+            self._start_from_weight(bwd_kwargs)
+        if backward_type == "full":
+            return _contiguous(stage_backward(**bwd_kwargs)), None
+        if backward_type == "weight":
+            self._split_backward.backward_weights(bwd_kwargs["param_groups"])
+            self._take_in()
+            return (), None
+        gradients, groups = self._split_backward.backward_inputs(**bwd_kwargs)
+        self._take_in()
+        return _contiguous(gradients), groups
+
+    def _start_from_weight(self, bwd_kwargs: dict[str, Any]) -> None:
+        """Have the backward of a loss begin with its factor."""
+        output = bwd_kwargs["stage_output"]
+        loss = output[0] if isinstance(output, tuple) else output
+        weight = self._weights[self._answered].to(loss.dtype)
+        bwd_kwargs.update(stage_output=(loss,), output_grads=(weight.view_as(loss),))
+
+    def _take_in(self) -> None:
+        """Move gradients of weights that no hook saw to where they are summed."""
+        if self._buckets is not None:
+            self._buckets.take_in()
+
+    def _sendable(self, output: Tensor) -> Tensor:
+        """Lay a tensor out for sending; a split backward must cut it off its graph in place."""
+        output = output.contiguous()
+        return output.clone() if self.splits_backward and output._is_view() else output
+
+    def perform_reduce_grad(self, _: int) -> None:
+        """Reduce what is left after the last microbatch; fully_shard reduces in every backward."""
+        if self._buckets is not None:
+            self._buckets.finish()
+
+
+def _contiguous(gradients: InputGradients) -> InputGradients:
+    return tuple(None if g is None else g.contiguous() for g in gradients)
+
+
+class _Agreed:
+    """The stages' vote for known shapes, where no other stage is there to vote."""
+
+    def item(self) -> int:
+        """Return yes."""
+        return 1

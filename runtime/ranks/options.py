@@ -1,0 +1,50 @@
+"""Reads the options of a script; where one is not given, the setting of the script holds."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+
+import torch
+
+from autopar.runtime.ranks.refusal import OptionParser, from_one, from_zero, norm
+
+
+def read_options(
+    argv: Sequence[str] | None,
+    *,
+    steps: int,
+    clip: float | None,
+    seed: int,
+    dtype: str,
+    log_every: int,
+    export: str,
+    checkpoint: str,
+    checkpoint_every: int,
+    keep: int,
+    workers: int | None = None,
+) -> argparse.Namespace:
+    """Return the options; `workers` are None where there is no dataset."""
+    parser = OptionParser()
+    add = parser.add_argument
+    add("--steps", type=from_one, default=steps, help="how many to train")
+    add("--lr", type=float, help="a learning rate in place of the optimizer's own")
+    if workers is not None:
+        add("--data", choices=("dataset", "synthetic"), default="dataset")
+        add("--workers", type=from_zero, default=workers, help="how many read ahead")
+    add("--clip", type=norm, default=clip, help="largest gradient norm")
+    add("--seed", type=int, default=seed, help="of all that is drawn")
+    add("--weights", type=Path, help="the .safetensors to start from")
+    half = "float16" if dtype == "float16" else "bfloat16"  # float16 needs a loss that is scaled
+    add("--dtype", choices=(half, "float32", "float64"), default=dtype, help="to compute in")
+    add("--log-every", type=from_one, default=log_every, help="steps to a line")
+    add("--json", action="store_true", help="log one JSON object a line")
+    add("--export", default=export, help="trained weights: .safetensors, a folder, or none")
+    add("--checkpoint", default=checkpoint, help="the folder of checkpoints, or none")
+    add("--checkpoint-every", type=from_one, default=checkpoint_every, help="steps to a checkpoint")
+    add("--keep", type=from_one, default=keep, help="how many of the newest checkpoints stay")
+    add("--resume", help="auto (the newest whole checkpoint), a folder step-N, or never")
+    options = parser.parse_args(argv)
+    options.dtype = getattr(torch, options.dtype)
+    return options

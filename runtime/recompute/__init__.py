@@ -1,0 +1,9 @@
+"""Layers that run again in the backward, on what they were given.
+
+Scripts import from here; files import from each other.
+"""
+
+from autopar.runtime.recompute.running_again import recompute
+from autopar.runtime.recompute.written_buffers import update_once
+
+__all__ = ["recompute", "update_once"]

@@ -1,0 +1,133 @@
+"""Turns a stage's backward into one for its inputs now and one for its weights later.
+
+torch's own split finds a weight's gradient where its path meets that of the stage's inputs. What
+never meets it is lost without a word: all weights of a stage whose inputs need no gradient, or a
+second embedding whose rows go straight to the next stage. Such weights get theirs at once here.
+So do all weights of a stage that recomputes activations: two halves would compute them twice.
+So do those of a stage where a weight meets that path in several places (the position bias that all
+layers of T5 add): torch counts it, and what it meets, as often, and runs the collectives on the way
+in an order that differs from rank to rank. And so do those of a stage on the CPU that has a group
+norm: its kernel crashes where images lie channels last and their gradient is not asked for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.graph import Node
+from torch.distributed.pipelining._backward import (
+    _get_grad_fn_or_grad_acc,
+    construct_reverse_graph,
+    reverse_closure,
+    stage_backward,
+    stage_backward_input,
+    stage_backward_weight,
+)
+
+from autopar.runtime.recompute.running_again import recomputes
+
+_CRASHING = "NativeGroupNormBackward0"
+
+
+class SplitBackward:
+    """The two halves of the backward of one stage."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        # Found at the first microbatch:
+        self._early: frozenset[str] | None = None  # names
+        self._is_whole = recomputes(module)  # not split at all
+
+    def backward_inputs(
+        self,
+        *,
+        stage_output: Sequence[Tensor],
+        output_grads: Sequence[Tensor | None],
+        input_values: Sequence[Any],
+    ) -> tuple[tuple[Tensor | None, ...], list[dict[str, Any]]]:
+        """Return the gradients of the inputs, and what the weights' half will need."""
+        if self._early is None:
+            self._examine(stage_output, input_values)
+        if self._is_whole:
+            return _backward_at_once(stage_output, output_grads, input_values), []
+        if self._early:
+            self._accumulate_early(stage_output, output_grads)
+        result: tuple[tuple[Tensor | None, ...], list[dict[str, Any]]] = stage_backward_input(
+            list(stage_output),
+            output_grads,  # type: ignore[arg-type]  # None where an output needs none
+            list(input_values),
+            iter(self._weights(early=False).values()),
+        )
+        return result
+
+    def backward_weights(self, param_groups: list[dict[str, Any]]) -> None:
+        """Add the gradients of the weights that `backward_inputs` left for later."""
+        stage_backward_weight(iter(self._weights(early=False).values()), param_groups)
+
+    def _weights(self, *, early: bool) -> dict[str, nn.Parameter]:
+        chosen = self._early or frozenset()
+        return {
+            name: parameter
+            for name, parameter in self._module.named_parameters()
+            if parameter.requires_grad and (name in chosen) == early
+        }
+
+    def _examine(self, stage_output: Sequence[Tensor], input_values: Sequence[Any]) -> None:
+        """Find the weights that reach an output without meeting the path of an input."""
+        early = set[str]()
+        if not self._is_whole:
+            roots = _nodes(stage_output)
+            reverse = construct_reverse_graph(roots)
+            on_cpu = any(output.is_cpu for output in stage_output)
+            if on_cpu and any(node.name() == _CRASHING for node in (*roots, *reverse)):
+                self._is_whole = True
+            if any(reverse.get(output.grad_fn) for output in stage_output if output.grad_fn):
+                self._is_whole = True
+            of_inputs, _ = reverse_closure(_nodes(input_values), set(), reverse)
+            for name, parameter in self._weights(early=False).items():
+                alone, meeting = reverse_closure(_nodes([parameter]), of_inputs, reverse)
+                if alone.intersection(roots):
+                    early.add(name)
+                elif len(meeting) > 1:
+                    self._is_whole = True
+        self._early = frozenset(early)
+
+    def _accumulate_early(
+        self, stage_output: Sequence[Tensor], output_grads: Sequence[Tensor | None]
+    ) -> None:
+        weights = tuple(self._weights(early=True).values())
+        pairs = [(o, g) for o, g in zip(stage_output, output_grads, strict=True) if o.requires_grad]
+        gradients = torch.autograd.grad(
+            [output for output, _ in pairs],
+            weights,
+            [gradient for _, gradient in pairs],
+            retain_graph=True,
+            allow_unused=True,
+        )
+        for weight, gradient in zip(weights, gradients, strict=True):
+            if gradient is not None and weight.grad is None:
+                weight.grad = gradient
+            elif gradient is not None:
+                weight.grad += gradient
+
+
+def _backward_at_once(
+    stage_output: Sequence[Tensor],
+    output_grads: Sequence[Tensor | None],
+    input_values: Sequence[Any],
+) -> tuple[Tensor | None, ...]:
+    gradients: tuple[Tensor | None, ...] = stage_backward(
+        stage_output, output_grads, list(input_values)
+    )
+    for output in stage_output:
+        output.detach_()  # nothing is left to do with its graph
+    return gradients
+
+
+def _nodes(values: Iterable[Any]) -> list[Node]:
+    """Return the autograd nodes of the tensors that need a gradient."""
+    tensors = (v for v in values if isinstance(v, Tensor) and v.requires_grad)
+    return [node for node in map(_get_grad_fn_or_grad_acc, tensors) if node is not None]

@@ -1,0 +1,43 @@
+"""Tensors in parts over ranks: who holds what, and what is sent where whole ones are needed.
+
+Scripts import from here; files import from each other.
+"""
+
+from autopar.runtime.tensor.collectives import (
+    exchange,
+    first_gradient,
+    first_only,
+    first_whole,
+    gather,
+    gather_whole,
+    place_own,
+    scatter_sum,
+    sum_both,
+    sum_gradients,
+    sum_partials,
+    take_own,
+    take_shard,
+)
+from autopar.runtime.tensor.shards import Split, local_size, shard_parameters
+from autopar.runtime.tensor.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+
+__all__ = [
+    "Split",
+    "exchange",
+    "first_gradient",
+    "first_only",
+    "first_whole",
+    "gather",
+    "gather_whole",
+    "local_size",
+    "place_own",
+    "scatter_sum",
+    "shard_parameters",
+    "sum_both",
+    "sum_gradients",
+    "sum_partials",
+    "take_own",
+    "take_shard",
+    "vocab_parallel_cross_entropy",
+    "vocab_parallel_embedding",
+]

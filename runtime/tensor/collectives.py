@@ -1,0 +1,227 @@
+"""Turns a tensor of one layout on an axis into another, forward and backward.
+
+    I   same value on every rank; its gradient is whole on every rank
+    R   same value on every rank; its gradient is a partial sum on each rank
+    S   split along a dim; so is its gradient
+    P   values sum to the true one; its gradient is whole on every rank
+
+    function       layouts  forward                   backward              known as
+    sum_gradients  I → R    nothing                   all-reduce            Megatron's f
+    sum_partials   P → I    all-reduce                nothing               Megatron's g
+    sum_both       P → R    all-reduce                all-reduce
+    scatter_sum    P → S    reduce-scatter            all-gather            to sequence parallel
+    gather         S → R    all-gather                reduce-scatter        from sequence parallel
+    gather_whole   S → I    all-gather                slice
+    take_shard     I → S    slice                     all-gather
+    take_own       R → S    slice                     zero-pad
+    exchange       S → S'   all-to-all                all-to-all            Ulysses
+    place_own      S → P    zero-pad                  slice
+    first_only     I → P    x on rank 0, zeros else   nothing
+    first_whole    R → P    x on rank 0, zeros else   the same mask
+    first_gradient R → I    nothing                   gradient on rank 0, zeros else
+
+`parts` says how a dim is cut (see cuts.py). Left out, the dim is one part of single elements;
+where only the local size is known, every rank then holds the same number, unless it is a share of
+a length that is known (see lengths.py).
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.ranks.transport import summed
+from autopar.runtime.tensor.cuts import Cut, Parts, cut
+from autopar.runtime.tensor.lengths import cut_of_share, note_length
+from autopar.runtime.tensor.slices import (
+    exchange_along,
+    gather_along,
+    pad_along,
+    slice_along,
+    sum_scatter_along,
+)
+
+Whole = Callable[[Tensor, Axis], Tensor]
+Along = Callable[[Tensor, int, Cut, Axis], Tensor]
+
+
+def sum_gradients(x: Tensor, axis: Axis) -> Tensor:
+    """I → R: let each rank use the same value for its own share of the work."""
+    return _convert(x, axis, _unchanged, summed)
+
+
+def sum_partials(x: Tensor, axis: Axis) -> Tensor:
+    """P → I: sum the ranks' shares."""
+    return _convert(x, axis, summed, _unchanged)
+
+
+def sum_both(x: Tensor, axis: Axis) -> Tensor:
+    """P → R: sum the ranks' shares for use in shares again."""
+    return _convert(x, axis, summed, summed)
+
+
+def first_only(x: Tensor, axis: Axis) -> Tensor:
+    """I → P: count a whole value once among partial ones."""
+    return _convert(x, axis, _on_first, _unchanged)
+
+
+def first_whole(x: Tensor, axis: Axis) -> Tensor:
+    """R → P: count a whole value once, and its gradient as well."""
+    return _convert(x, axis, _on_first, _on_first)
+
+
+def first_gradient(x: Tensor, axis: Axis) -> Tensor:
+    """R → I: count a whole gradient once among partial ones."""
+    return _convert(x, axis, _unchanged, _on_first)
+
+
+def scatter_sum(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
+    """P → S: sum the ranks' shares and keep one slice each."""
+    return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _SCATTER_SUM)
+
+
+def gather(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
+    """S → R: lay the slices together for use in shares."""
+    return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _GATHER)
+
+
+def gather_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
+    """S → I: lay the slices together for the same use on every rank."""
+    return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _GATHER_WHOLE)
+
+
+def take_shard(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
+    """I → S: keep one slice each of a whole value."""
+    return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _TAKE_SHARD)
+
+
+def take_own(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
+    """R → S: keep one slice each; the gradient of the rest is another rank's share."""
+    return _convert_along(x, dim, axis, _cut_whole(x, dim, axis, parts), _TAKE_OWN)
+
+
+def place_own(x: Tensor, dim: int, axis: Axis, parts: Parts | None = None) -> Tensor:
+    """S → P: put each slice in its place among zeros."""
+    return _convert_along(x, dim, axis, _cut_local(x, dim, axis, parts), _PLACE_OWN)
+
+
+def exchange(
+    x: Tensor,
+    gather_dim: int,
+    split_dim: int,
+    axis: Axis,
+    gather_parts: Parts | None = None,
+    split_parts: Parts | None = None,
+) -> Tensor:
+    """S(gather_dim) → S(split_dim): make one dim whole and cut the other."""
+    if axis.size == 1:
+        return x
+    gathered_cut = _cut_local(x, gather_dim, axis, gather_parts)
+    split_cut = _cut_whole(x, split_dim, axis, split_parts)
+    gather_dim, split_dim = gather_dim % x.ndim, split_dim % x.ndim
+    converted: Tensor = _Exchange.apply(x, gather_dim, split_dim, gathered_cut, split_cut, axis)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def _convert(x: Tensor, axis: Axis, forward: Whole, backward: Whole) -> Tensor:
+    if axis.size == 1:
+        return x
+    converted: Tensor = _Convert.apply(x, axis, forward, backward)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def _convert_along(
+    x: Tensor, dim: int, axis: Axis, held: Cut, functions: tuple[Along, Along]
+) -> Tensor:
+    if axis.size == 1:
+        return x
+    converted: Tensor = _ConvertAlong.apply(x, dim % x.ndim, held, axis, *functions)  # type: ignore[no-untyped-call]
+    return converted
+
+
+def _cut_whole(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
+    """Cut a dim that is whole on this rank."""
+    held = cut(((x.shape[dim], 1),) if parts is None else parts, axis.size)
+    if parts is None:
+        note_length(x.shape[dim])
+    if held.whole != x.shape[dim]:
+        raise ValueError(f"dim {dim} has {x.shape[dim]} elements, its parts {parts} {held.whole}")
+    return held
+
+
+def _cut_local(x: Tensor, dim: int, axis: Axis, parts: Parts | None) -> Cut:
+    """Cut a dim of which this rank holds its slice."""
+    local = x.shape[dim]
+    held = cut_of_share(local, axis, x.device) if parts is None else cut(parts, axis.size)
+    if held.sizes[axis.rank] != local:
+        expected = held.sizes[axis.rank]
+        raise ValueError(f"dim {dim} has {local} elements, rank {axis.rank} holds {expected}")
+    return held
+
+
+def _unchanged(x: Tensor, _: Axis) -> Tensor:
+    return x.view_as(x)
+
+
+def _on_first(x: Tensor, axis: Axis) -> Tensor:
+    """Zeros elsewhere, not x · 0, which would keep an infinity."""
+    return x.view_as(x) if axis.rank == 0 else torch.zeros_like(x)
+
+
+_SCATTER_SUM: tuple[Along, Along] = (sum_scatter_along, gather_along)
+_GATHER: tuple[Along, Along] = (gather_along, sum_scatter_along)
+_GATHER_WHOLE: tuple[Along, Along] = (gather_along, slice_along)
+_TAKE_SHARD: tuple[Along, Along] = (slice_along, gather_along)
+_TAKE_OWN: tuple[Along, Along] = (slice_along, pad_along)
+_PLACE_OWN: tuple[Along, Along] = (pad_along, slice_along)
+
+
+class _Convert(torch.autograd.Function):
+    """A conversion that treats the tensor as one whole."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, axis: Axis, forward: Whole, backward: Whole) -> Tensor:
+        ctx.axis, ctx.converse = axis, backward
+        return forward(x, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.converse(gradients[0], ctx.axis), None, None, None
+
+
+class _ConvertAlong(torch.autograd.Function):
+    """A conversion that cuts, gathers or pads one dim."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, dim: int, held: Cut, axis: Axis, forward: Along, backward: Along
+    ) -> Tensor:
+        ctx.arguments, ctx.converse = (dim, held, axis), backward
+        return forward(x, dim, held, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.converse(gradients[0], *ctx.arguments), None, None, None, None, None
+
+
+class _Exchange(torch.autograd.Function):
+    """The all-to-all, whose backward is the all-to-all the other way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gather_dim: int,
+        split_dim: int,
+        gathered_cut: Cut,
+        split_cut: Cut,
+        axis: Axis,
+    ) -> Tensor:
+        ctx.arguments = (split_dim, gather_dim, split_cut, gathered_cut, axis)
+        return exchange_along(x, gather_dim, split_dim, gathered_cut, split_cut, axis)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        return exchange_along(gradients[0], *ctx.arguments), None, None, None, None, None

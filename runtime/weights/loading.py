@@ -1,0 +1,36 @@
+"""Gives the parts of a model their weights: from files, or as the constructor makes them."""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import MappingProxyType
+
+from torch import nn
+
+from autopar.runtime.model.layer_names import named
+from autopar.runtime.model.parts import names_of
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.tensor.shards import Split
+from autopar.runtime.weights.initial_weights import Recipe
+from autopar.runtime.weights.safetensors_weights import load_safetensors, note_unused
+
+NOTHING_SPLIT: Mapping[str, Split] = MappingProxyType({})
+
+
+def load_weights(
+    parts: Sequence[nn.Module],
+    recipe: Recipe,
+    files: Path | None,
+    mesh: Mesh,
+    *,
+    splits: Mapping[str, Split] = NOTHING_SPLIT,
+) -> None:
+    """Give parameters and buffers on meta their numbers, on each rank those that it holds.
+
+    They are from safetensors where these are given. Names in `splits` may have stars.
+    """
+    note_unused(files, recipe.shapes, mesh)
+    for part in parts:
+        own = named(splits, names_of(part))
+        if files is not None:
+            load_safetensors(part, files, own, mesh.tensor, device=mesh.device)
+        recipe.materialise(part, own, mesh.tensor, mesh.device)

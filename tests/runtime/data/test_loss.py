@@ -1,0 +1,156 @@
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch.nn.functional import cross_entropy
+
+from autopar.runtime.data.batches import Batch
+from autopar.runtime.data.loss import scale_loss, weighed_ahead, weighed_terms_ahead
+from autopar.runtime.ranks.mesh import Mesh, start
+from tests.runtime.processes import run_on_ranks
+
+
+def _batch() -> tuple[torch.Tensor, torch.Tensor]:
+    logits = torch.randn(4, 8, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    target = torch.arange(32).view(4, 8) % 5
+    target[0, 1:] = -100  # microbatches with 1, 8, 0 and 5 valid targets
+    target[2] = -100
+    target[3, :3] = -100
+    return logits, target
+
+
+def _microbatches(mesh: Mesh, number: int) -> Iterator[Batch]:
+    logits, target = (part.chunk(2)[mesh.data.rank].chunk(number) for part in _batch())
+    return ({"x": x, "y": y} for x, y in zip(logits, target, strict=True))
+
+
+def _count(batch: Mapping[str, Any]) -> torch.Tensor:
+    return torch.sum(batch["y"] != -100)
+
+
+def _data_parallel_gradient(microbatches: int) -> torch.Tensor:
+    """The gradient as two data ranks get it that average theirs, as DDP does."""
+    mesh = start(pipeline=1, data=2, tensor=1)
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    batches = _microbatches(mesh, microbatches)
+    for batch, scale in weighed_ahead(batches, _count, mesh, microbatches=microbatches):
+        loss = cross_entropy((batch["x"] * weight).flatten(0, 1), batch["y"].flatten())
+        scale_loss(loss, scale).backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    return weight.grad / 2
+
+
+def test_scaled_microbatches_give_the_gradient_of_the_mean_over_all_valid_targets() -> None:
+    logits, target = _batch()
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    cross_entropy((logits * weight).flatten(0, 1), target.flatten()).backward()  # type: ignore[no-untyped-call]
+    for microbatches in (1, 2):
+        for found in run_on_ranks(_data_parallel_gradient, 2, microbatches):
+            torch.testing.assert_close(found, weight.grad, rtol=0, atol=1e-14)
+
+
+def _two_means(weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+    """Two means over targets that count differently, of one batch."""
+    logits = (x * weight).flatten(0, 1)
+    others = y.roll(3, 1).masked_fill(y == 1, -100)
+    return [cross_entropy(logits, y.flatten()), cross_entropy(logits, others.flatten())]
+
+
+def _two_counts(batch: Mapping[str, Any]) -> torch.Tensor:
+    y = batch["y"]
+    return torch.stack([(y != -100).sum(), ((y.roll(3, 1) != -100) & (y != 1)).sum()])
+
+
+def _gradient_of_two_means(microbatches: int) -> torch.Tensor:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    batches = _microbatches(mesh, microbatches)
+    for batch in weighed_terms_ahead(batches, _two_counts, mesh, microbatches=microbatches):
+        means = _two_means(weight, batch["x"], batch["y"])
+        terms = [scale_loss(*pair) for pair in zip(means, batch["loss_weights"], strict=True)]
+        (torch.stack(terms).sum() / microbatches).backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    return weight.grad / 2
+
+
+def test_weighed_terms_give_the_gradient_of_the_sum_of_the_means() -> None:
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    torch.stack(_two_means(weight, *_batch())).sum().backward()  # type: ignore[no-untyped-call]
+    for microbatches in (1, 2):
+        for found in run_on_ranks(_gradient_of_two_means, 2, microbatches):
+            torch.testing.assert_close(found, weight.grad, rtol=0, atol=1e-14)
+
+
+def _scales(counts: Sequence[int], microbatches: int) -> tuple[list[float], list[int]]:
+    """The scales of one rank, and the microbatches that were read ahead of each."""
+    mesh = start(pipeline=1, data=dist.get_world_size(), tensor=1)
+    read: list[Batch] = []
+
+    def data() -> Iterator[Batch]:
+        for count in counts:
+            read.append({"y": torch.arange(count + mesh.data.rank)})
+            yield read[-1]
+
+    found = []
+    weighed = weighed_ahead(data(), _count, mesh, microbatches=microbatches)
+    for _, scale in weighed:
+        found.append((float(scale), len(read)))
+    return [scale for scale, _ in found], [number for _, number in found]
+
+
+def test_scales_of_several_steps_are_those_of_each_alone() -> None:
+    counts = (3, 1, 2, 2, 7, 0, 0, 5)
+    sums = (4, 4, 4, 4, 7, 7, 5, 5)  # of the rank's own step; the other rank has one more of each
+    ranks = run_on_ranks(_scales, 2, counts, 2)
+    for rank, (scales, _) in enumerate(ranks):
+        expected = [
+            (count + rank) * 2 / (2 * own + 2) for count, own in zip(counts, sums, strict=True)
+        ]
+        assert scales == expected
+
+
+def test_two_steps_are_read_ahead_then_four_as_evenly_as_they_are_used() -> None:
+    _, read = run_on_ranks(_scales, 2, (1,) * 30, 2)[0]
+    beginning = [4, 6, 8, 10, 12, 14]
+    assert read == [*beginning, *range(15, 31), *[30] * 8]
+
+
+def test_weights_in_float32_add_up_as_exactly_as_in_float64() -> None:
+    weights = torch.rand(2, 1000, generator=torch.Generator().manual_seed(1))
+    sums = weights.double().sum(1)
+    mesh = start(pipeline=1, data=1, tensor=1)
+    try:
+        rows = iter([{"weight": row} for row in weights])
+        weighed = weighed_ahead(rows, lambda batch: batch["weight"].sum(), mesh, microbatches=2)
+        found = torch.stack([scale for _, scale in weighed])
+    finally:
+        dist.destroy_process_group()
+    torch.testing.assert_close(found, sums / sums.sum(), rtol=0, atol=1e-15)
+
+
+def test_a_number_that_the_loss_adds_to_its_counts_is_added_once() -> None:
+    counts, added = torch.tensor([[3.0, 0.0], [1.0, 2.0]]), (0.5, 1e-6)
+    mesh = start(pipeline=1, data=1, tensor=1)
+    try:
+        rows = iter([{"counts": row} for row in counts])
+        weighed = weighed_ahead(rows, lambda x: x["counts"], mesh, microbatches=2, added=added)
+        found = torch.stack([scale for _, scale in weighed])
+    finally:
+        dist.destroy_process_group()
+    more = torch.tensor(added, dtype=torch.float64)
+    sums = torch.tensor([[7.0, 0.0], [2.0, 5.0]], dtype=torch.float64)  # of what counts
+    means = sums / (counts + more)
+    torch.testing.assert_close((found * means).sum(0), sums.sum(0) / (counts.sum(0) + more))
+
+
+def test_a_mean_over_no_targets_counts_nothing() -> None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    try:
+        rows = [{"y": torch.full((4,), -100)}] * 2
+        (_, scale), _ = weighed_ahead(iter(rows), _count, mesh, microbatches=2)
+        assert float(scale_loss(torch.tensor(torch.nan), scale)) == 0
+    finally:
+        dist.destroy_process_group()

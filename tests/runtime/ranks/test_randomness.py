@@ -1,0 +1,78 @@
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import dropout
+from torch.utils.checkpoint import checkpoint
+
+from autopar.runtime.ranks.mesh import Axis, Mesh, start
+from autopar.runtime.ranks.randomness import mixed_seed, seed_all, split_randomness
+from tests.runtime.processes import run_on_ranks
+
+ONES = 64
+
+
+def _mesh() -> Mesh:
+    return start(pipeline=1, data=2, tensor=2)
+
+
+def _masks() -> tuple[list[float], list[float], list[float]]:
+    mesh = _mesh()
+    seed_all(7, mesh)
+    before = dropout(torch.ones(ONES))
+    with split_randomness(mesh.tensor):
+        inside = dropout(torch.ones(ONES))
+    return before.tolist(), inside.tolist(), dropout(torch.ones(ONES)).tolist()
+
+
+def test_masks_are_equal_along_the_tensor_axis_but_where_tensors_are_split() -> None:
+    before, inside, after = zip(*run_on_ranks(_masks, 4), strict=True)
+    assert before[0] == before[1] != before[2] == before[3]
+    assert after[0] == after[1] != after[2] == after[3]
+    assert len({tuple(mask) for mask in inside}) == 4
+    assert before[0] != after[0]
+
+
+def test_masks_are_the_same_in_the_next_run() -> None:
+    assert run_on_ranks(_masks, 4) == run_on_ranks(_masks, 4)
+
+
+def _recomputed_masks() -> None:
+    mesh = _mesh()
+    seed_all(7, mesh)
+    seen: list[Tensor] = []
+
+    def layer(x: Tensor) -> Tensor:
+        shared = dropout(x)
+        with split_randomness(mesh.tensor):
+            own = dropout(x)
+        with split_randomness(mesh.tensor):
+            other = dropout(x)
+        seen.append(torch.stack((shared, own, other)).detach())
+        return (shared * own * other).sin()
+
+    x = torch.ones(ONES, requires_grad=True)
+    y = checkpoint(layer, x, use_reentrant=False)
+    torch.rand(3)  # the generator moves on between forward and recomputation
+    y.sum().backward()
+    forward, recomputed = seen
+    assert torch.equal(forward, recomputed)
+    assert not torch.equal(forward[1], forward[2])
+
+
+def test_recomputation_gets_the_masks_of_the_forward() -> None:
+    run_on_ranks(_recomputed_masks, 4)
+
+
+def test_one_rank_leaves_the_generator_alone() -> None:
+    torch.manual_seed(5)
+    expected = torch.rand(2)
+    torch.manual_seed(5)
+    with split_randomness(Axis(0, 1, None)):
+        assert torch.equal(torch.rand(2), expected)
+
+
+def test_mixed_seeds_do_not_meet() -> None:
+    seeds = {mixed_seed(seed, number) for seed in range(30) for number in range(30)}
+    assert len(seeds) == 900
+    assert all(0 <= seed < 2**63 for seed in seeds)
+    assert not dist.is_initialized()

@@ -1,0 +1,143 @@
+"""The split vocabulary against F.cross_entropy and F.embedding, in value and gradient."""
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.nn.functional import cross_entropy, embedding
+
+from autopar.runtime.ranks.mesh import Axis, start
+from autopar.runtime.tensor.collectives import sum_partials, take_shard
+from autopar.runtime.tensor.cuts import Parts, cut
+from autopar.runtime.tensor.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from tests.runtime.processes import run_on_ranks
+
+EVEN: Parts = ((12, 1),)
+UNEVEN: Parts = ((11, 1),)
+FUSED: Parts = ((3, 2), (4, 1))
+FEWER_THAN_RANKS: Parts = ((2, 1),)
+
+
+def _axis() -> Axis:
+    return start(pipeline=1, data=1, tensor=dist.get_world_size()).tensor
+
+
+def _random(*shape: int) -> Tensor:
+    return 5 * torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+
+
+def _targets(vocabulary: int) -> Tensor:
+    target = torch.arange(14) % vocabulary
+    target[::4] = -100
+    return target.view(2, 7)
+
+
+def _check_loss(parts: Parts, options: dict[str, Any]) -> None:
+    axis = _axis()
+    vocabulary = cut(parts, axis.size).whole
+    whole = _random(2, 7, vocabulary).requires_grad_()
+    ours = _random(2, 7, vocabulary).requires_grad_()
+    target = _targets(vocabulary)
+    if "ignore_index" in options:
+        target = target.masked_fill(target == -100, options["ignore_index"])
+    expected = cross_entropy(whole.flatten(0, 1), target.flatten(), **options)
+    local = take_shard(ours, -1, axis, parts)
+    found = vocab_parallel_cross_entropy(local, target, axis, parts=parts, **options)
+    torch.testing.assert_close(found.flatten(), expected.view(-1), rtol=0, atol=1e-12)
+    weights = _random(*expected.shape)
+    (expected * weights).sum().backward()  # type: ignore[no-untyped-call]
+    (found * weights.view(found.shape)).sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(ours.grad, whole.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("parts", [EVEN, UNEVEN, FUSED, FEWER_THAN_RANKS])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"reduction": "sum"},
+        {"reduction": "none"},
+        {"label_smoothing": 0.1},
+        {"label_smoothing": 0.3, "reduction": "none", "ignore_index": 1},
+    ],
+)
+def test_the_split_loss_equals_the_whole_one(
+    options: dict[str, Any], parts: Parts, size: int
+) -> None:
+    run_on_ranks(_check_loss, size, parts, options)
+
+
+def _check_extremes() -> None:
+    axis = _axis()
+    logits = torch.full((2, 4), -torch.inf, dtype=torch.float64)
+    logits[:, 0] = 1e4  # every other logit is masked, the whole second shard among them
+    target = torch.zeros(2, dtype=torch.long)
+    found = vocab_parallel_cross_entropy(
+        take_shard(logits, -1, axis), target, axis, parts=((4, 1),)
+    )
+    assert found.item() == cross_entropy(logits, target).item() == 0.0
+    nothing_valid = vocab_parallel_cross_entropy(
+        take_shard(_random(2, 4), -1, axis), target - 100, axis, parts=((4, 1),)
+    )
+    assert nothing_valid.isnan()  # as F.cross_entropy
+    with pytest.raises(RuntimeError, match="not one of 4 classes"):
+        vocab_parallel_cross_entropy(
+            take_shard(_random(2, 4), -1, axis), target + 4, axis, parts=((4, 1),)
+        )
+
+
+def test_extreme_logits_and_bad_targets_behave_as_in_torch() -> None:
+    run_on_ranks(_check_extremes, 2)
+
+
+def _check_bfloat16() -> None:
+    axis = _axis()
+    logits = _random(4, 12).bfloat16()
+    target = torch.arange(4)
+    found = vocab_parallel_cross_entropy(
+        take_shard(logits, -1, axis), target, axis, parts=((12, 1),)
+    )
+    assert found.dtype == torch.bfloat16
+    torch.testing.assert_close(
+        found.float(), cross_entropy(logits.float(), target), rtol=0.01, atol=0
+    )
+
+
+def test_half_precision_logits_are_summed_in_single_precision() -> None:
+    run_on_ranks(_check_bfloat16, 2)
+
+
+def _check_embedding(parts: Parts, padding: int | None) -> None:
+    axis = _axis()
+    rows = cut(parts, axis.size).whole
+    whole, ours = _random(rows, 3).requires_grad_(), _random(rows, 3).requires_grad_()
+    ids = torch.arange(14).remainder(rows).view(2, 7)
+    expected = embedding(ids, whole, padding)
+    partial = vocab_parallel_embedding(ids, take_shard(ours, 0, axis, parts), axis, parts, padding)
+    found = sum_partials(partial, axis)
+    assert torch.equal(found, expected)
+    expected.sin().sum().backward()  # type: ignore[no-untyped-call]
+    found.sin().sum().backward()  # type: ignore[no-untyped-call]
+    torch.testing.assert_close(ours.grad, whole.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("parts", [EVEN, UNEVEN, FUSED, FEWER_THAN_RANKS])
+@pytest.mark.parametrize("padding", [None, 0, 1])
+def test_the_split_embedding_equals_the_whole_one(
+    padding: int | None, parts: Parts, size: int
+) -> None:
+    run_on_ranks(_check_embedding, size, parts, padding)
+
+
+def test_one_rank_gets_the_plain_functions() -> None:
+    alone, logits, target = Axis(0, 1, None), _random(2, 7, 11), _targets(11)
+    found = vocab_parallel_cross_entropy(logits, target, alone, parts=UNEVEN, reduction="none")
+    expected = cross_entropy(logits.flatten(0, 1), target.flatten(), reduction="none")
+    assert torch.equal(found, expected.view(2, 7))
+    ids = torch.tensor([1, 2])
+    weight = _random(11, 3)
+    assert torch.equal(vocab_parallel_embedding(ids, weight, alone, UNEVEN), weight[1:3])
