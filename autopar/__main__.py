@@ -1,6 +1,38 @@
 """Entry point of `autopar` and of `python -m autopar`."""
 
-from autopar.cli import main
+import os
+import sys
+import threading
+from concurrent.futures import thread as pools
+
+from autopar.cli import main as run
+from autopar.console import tell_note
+
+_PATIENCE_SECONDS = 2.0
+
+
+def main() -> None:
+    """Run the command line, and end threads of the model file that would never end."""
+    try:
+        run()
+    except SystemExit as leaving:
+        waiting = [one for one in threading.enumerate() if _is_endless(one)]
+        if waiting:
+            tell_note(f"a thread of the model file still runs ({waiting[0].name}); it is ended")
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(leaving.code if isinstance(leaving.code, int) else 0)
+        raise
+
+
+def _is_endless(thread: threading.Thread) -> bool:
+    """Whether Python would wait for a thread at its end, and has waited for some time already."""
+    ends_with_python = thread.daemon or thread in pools._threads_queues
+    if ends_with_python or thread is threading.main_thread():
+        return False
+    thread.join(_PATIENCE_SECONDS)
+    return thread.is_alive()
+
 
 if __name__ == "__main__":
     main()

@@ -15,8 +15,10 @@ import autopar
 from autopar.console import tell_error
 from autopar.lazy_commands import LazyGroup
 from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.still import telling_what_takes_long
 
 _UNWRITABLE = (errno.ENOSPC, errno.EIO, errno.EDQUOT)
+_IMPASSABLE = (errno.ENAMETOOLONG, errno.ELOOP)  # paths
 _OBJECTS_BETWEEN_COLLECTIONS = 100_000  # torch makes so many that looking through them takes long
 
 app = typer.Typer(
@@ -61,12 +63,14 @@ def autopar_options(
 def main(command: typer.Typer = app) -> None:
     """Run a command line; every error of ours leaves with its documented exit code."""
     warnings.simplefilter("ignore", DeprecationWarning)  # of torch's and PuLP's, as is usual
+    warnings.filterwarnings("ignore", module=r"torch\.")  # told to who calls torch: that is us
     gc.set_threshold(_OBJECTS_BETWEEN_COLLECTIONS)
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors="replace")  # a console that lacks a sign shows another
     try:
-        command()
+        with telling_what_takes_long():
+            command()
     except AutoparError as error:
         tell_error(error)
         sys.exit(int(error.exit_code))
@@ -74,6 +78,9 @@ def main(command: typer.Typer = app) -> None:
         tell_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
         sys.exit(int(OutOfMemoryError.exit_code))
     except OSError as error:
+        if error.errno in _IMPASSABLE:
+            tell_error(InputError(f"{error.strerror}", where=str(error.filename or "")))
+            sys.exit(int(ExitCode.USAGE))
         if error.errno not in _UNWRITABLE:
             raise
         found = f"the output cannot be written: {error.strerror}"

@@ -68,7 +68,16 @@ def tell_note(text: str) -> None:
 def tell_error(error: AutoparError) -> None:
     """Print an error on stderr: what was found, where, what was expected, what to do."""
     console = PlainConsole(stderr=True, soft_wrap=True)
-    console.print(Text.assemble(("error: ", "bold red"), error.found))
+    console.print(Text.assemble(("error: ", "bold red"), _short(error.found)))
     for label, text in (("at", error.where), ("expected", error.expected), ("fix", error.fix)):
         if text:
-            console.print(Text.assemble((f"  {label}: ", "bold"), text))
+            console.print(Text.assemble((f"  {label}: ", "bold"), _short(text)))
+
+
+def _short(text: str) -> str:
+    """Return a text without the middle of what nobody reads to its end."""
+    half = _MOST_CHARACTERS // 2
+    return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
+
+
+_MOST_CHARACTERS = 4_000

@@ -13,12 +13,12 @@ from autopar.planner.errors import InputError
 Number = TypeVar("Number", int, float)
 
 
-def whole(name: str, *, least: int, metavar: str = "N", text: str) -> Any:
+def whole(name: str, *, least: int, most: float = inf, metavar: str = "N", text: str) -> Any:
     """Return an option that is a whole number; `text` stands in the help."""
-    expected = f"a whole number of at least {least}"
+    expected = f"a whole number of at least {least}" + (f", at most {most}" if most < inf else "")
 
     def is_meant(number: float) -> bool:
-        return least <= number < inf and number == int(number)
+        return least <= number < inf and number <= most and number == int(number)
 
     parser = _reader(name, int, is_meant, fault="is not a count", expected=expected)
     return typer.Option(name, parser=parser, metavar=metavar, help=text)

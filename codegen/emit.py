@@ -11,6 +11,7 @@ from autopar.codegen.script.view import script_view
 from autopar.codegen.subject import Subject, subject_of
 from autopar.planner.destination import check_writable, refuse_replacing, write_whole
 from autopar.planner.errors import InputError
+from autopar.planner.given import read_given
 from autopar.planner.plan.plan import Plan
 
 FILE_NAME = "train.py"
@@ -40,8 +41,8 @@ def refuse_overwriting(path: Path) -> None:
     if not path.exists():
         return
     try:
-        is_ours = is_unchanged(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError):
+        is_ours = is_unchanged(read_given(path, what="the script"))
+    except InputError:
         is_ours = False
     if not is_ours:
         raise InputError(

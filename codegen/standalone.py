@@ -17,7 +17,11 @@ from autopar.planner.plan.plan import Plan
 def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: bool) -> Path:
     """Write the script of a plan with what it imports into a folder; return the script's place."""
     path, package = folder / FILE_NAME, folder / "autopar"
-    for place in (folder / PLAN_FILE, package / "__init__.py", package / "runtime" / "mesh.py"):
+    for place in (
+        folder / PLAN_FILE,
+        package / "__init__.py",
+        package / "runtime" / "ranks" / "mesh.py",
+    ):
         check_writable(place)
     _refuse_package_of_others(package)
     if not force:

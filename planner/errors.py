@@ -15,6 +15,7 @@ class ExitCode(IntEnum):
     NO_PLAN = 5  # the solver stopped without a plan
     MISMATCH = 6  # environment and plan do not match
     TRAINING_FAILED = 7
+    PREEMPTED = 75  # a script was told to stop, and has kept what it takes to go on
     INTERRUPTED = 130
 
 
@@ -55,6 +56,14 @@ class TimeLimitError(AutoparError):
     """The time limit came before the first plan."""
 
     exit_code = ExitCode.NO_PLAN
+
+
+def text_of(error: BaseException) -> str:
+    """Return the text of an error of others without frames of C++; its method may raise."""
+    try:
+        return str(error).partition("\nException raised from ")[0]
+    except Exception as other:
+        return f"(its text cannot be told: {type(other).__name__})"
 
 
 def gathered(faults: Sequence[str], *, where: str, fix: str = "") -> InputError:

@@ -30,6 +30,7 @@ from autopar.progress import reported
 from autopar.training_calls import training_call
 
 _BATCHES = [1, 2, 4, 8]
+_MOST_PROCESSES = 256  # on one machine
 _OP_SHARE = 0.1  # of the whole time, at most, for one op
 
 
@@ -38,7 +39,7 @@ def profile(
     arg: ARG = None,
     batch: Annotated[
         list[int] | None,
-        whole("--batch", least=1, text="Rows of a microbatch; several may be given."),
+        whole("--batch", least=1, most=2**31, text="Rows of a microbatch; several may be given."),
     ] = None,
     tensor: Annotated[
         str, typer.Option("--tensor", metavar="N,…", help="Tensor degrees to measure ops for.")
@@ -51,7 +52,12 @@ def profile(
     ] = False,
     procs: Annotated[
         int | None,
-        whole("--procs", least=2, text="Processes for --net: the GPUs here, or 2 on a CPU."),
+        whole(
+            "--procs",
+            least=2,
+            most=_MOST_PROCESSES,
+            text="Processes for --net: the GPUs here, or 2 on a CPU.",
+        ),
     ] = None,
     budget: Annotated[float, seconds("--budget", text="For all ops together.")] = 60.0,
     output: Annotated[

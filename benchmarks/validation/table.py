@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
@@ -11,7 +12,10 @@ from types import MappingProxyType
 
 from autopar.planner.cluster.reading import nearest
 from autopar.planner.errors import InputError, gathered
+from autopar.planner.given import read_given
 
+_MOST_COUNT = 2**31
+_MOST_LAYERS = 10_000
 MOST_FAULTS = 20  # told together; a table of another kind would have thousands
 
 
@@ -81,9 +85,17 @@ def _count(value: str) -> int | None:
     if not value:
         return None
     number = float(value)
-    if not number.is_integer() or number < 1:
-        raise ValueError("a whole number of at least 1")
+    if not number.is_integer() or not 1 <= number <= _MOST_COUNT:
+        raise ValueError(f"a whole number of at least 1, at most {_MOST_COUNT}")
     return int(number)
+
+
+def _layers(value: str) -> int | None:
+    """Return a number of layers, which are priced one by one."""
+    layers = _count(value)
+    if layers is not None and layers > _MOST_LAYERS:
+        raise ValueError(f"a whole number of at least 1, at most {_MOST_LAYERS}")
+    return layers
 
 
 def _figure(value: str) -> float | None:
@@ -109,9 +121,12 @@ def _rounded(value: str) -> float | None:
 _PARSERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
     {"str": _text, "int | None": _count, "float | None": _figure, "bool | None": _flag}
 )
+_OWN_PARSERS: Mapping[str, Callable[[str], object]] = MappingProxyType(
+    {"samples_per_s": _rounded, "layers": _layers}
+)
 COLUMNS: Mapping[str, Callable[[str], object]] = MappingProxyType(
     {
-        field.name: _rounded if field.name == "samples_per_s" else _PARSERS[str(field.type)]
+        field.name: _OWN_PARSERS.get(field.name, _PARSERS[str(field.type)])
         for field in fields(Row)
         if field.name not in ("table", "line")
     }
@@ -146,15 +161,11 @@ def read_table(path: Path) -> tuple[Row, ...]:
 
 def _records(path: Path) -> list[tuple[int, dict[str, str]]]:
     """Return line and cells of every row; refuses what is no such table."""
+    text = read_given(path, what="the table")
     try:
-        with path.open(newline="", encoding="utf-8") as file:
-            reader = csv.DictReader(file, strict=True)
-            _require_columns(reader.fieldnames or (), path)
-            return [(reader.line_num, record) for record in reader]
-    except OSError as error:
-        raise InputError(f"cannot read the table: {error.strerror}", where=str(path)) from None
-    except UnicodeDecodeError as error:
-        raise InputError(f"the table is not UTF-8 text: {error.reason}", where=str(path)) from None
+        reader = csv.DictReader(io.StringIO(text, newline=""), strict=True)
+        _require_columns(reader.fieldnames or (), path)
+        return [(reader.line_num, record) for record in reader]
     except csv.Error as error:
         raise InputError(f"the table is not well-formed CSV: {error}", where=str(path)) from None
 

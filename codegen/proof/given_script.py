@@ -12,6 +12,7 @@ from typing import Any
 from autopar.codegen.emit import FILE_NAME, script_text
 from autopar.codegen.subject import subject_of
 from autopar.planner.errors import InputError
+from autopar.planner.given import read_given
 from autopar.planner.plan.plan import Plan
 
 _DIGEST = "# Written by autopar "
@@ -55,11 +56,9 @@ def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
 
 def read_script(path: Path, emitted: str) -> GivenScript:
     """Read a script; `emitted` is what its plan would write in its place."""
+    text = read_given(path, what="the script")
     try:
-        text = path.read_text(encoding="utf-8")
         tree = ast.parse(text)
-    except (OSError, UnicodeDecodeError) as error:
-        raise InputError("the script cannot be read", where=str(path), fix=str(error)) from error
     except SyntaxError as error:
         raise InputError(
             f"the script is no Python: {error.msg}", where=f"{path}, line {error.lineno}"

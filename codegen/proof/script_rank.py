@@ -27,6 +27,7 @@ from autopar.codegen.proof.comparison import Block, RankTrained
 from autopar.codegen.proof.draws import Drawing
 from autopar.codegen.proof.exactness import Exactly, Widely
 from autopar.codegen.proof.reference import clipped_share, trained_tensors
+from autopar.runtime import optimizer
 from autopar.runtime.optimizer import gradients
 from autopar.runtime.optimizer.held_gradients import held_gradients
 from autopar.runtime.optimizer.pieces import local_tensor
@@ -92,7 +93,10 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
     rank = int(os.environ.get("RANK", "0"))
     steps = int(dict(pairwise(arguments))["--steps"])
     watched = Watched(steps, gradients.clip_by_global_norm, rank)
-    with patch.object(gradients, "clip_by_global_norm", watched.clipped):
+    with (  # the room, from which scripts take it, and its file
+        patch.object(optimizer, "clip_by_global_norm", watched.clipped),
+        patch.object(gradients, "clip_by_global_norm", watched.clipped),
+    ):
         script: Any = imported(Path(path))
     dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
     script.train_step = watched.stepped(script.train_step, dtype)

@@ -23,6 +23,7 @@ from autopar.planner.cluster.sheet import (
 )
 from autopar.planner.cluster.toml_text import parsed
 from autopar.planner.errors import InputError
+from autopar.planner.given import read_given
 from autopar.planner.numbers import MOST_DEVICES
 
 SECTIONS = ("nodes", "network", "racks", "devices", "links")
@@ -33,14 +34,7 @@ RACK_KEYS = ("nodes_per_rack", "cards_per_node", *FABRIC_KEYS)
 
 def read_cluster(path: Path) -> Cluster:
     """Return the cluster that a file describes."""
-    try:
-        source = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"the cluster file cannot be read: {error.strerror}", where=str(path)
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError("the cluster file is not text in UTF-8", where=str(path)) from None
+    source = read_given(path, what="the cluster file")
     return parse_cluster(source, where=str(path))
 
 

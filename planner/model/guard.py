@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import Any
 from unittest.mock import patch
 
-from autopar.planner.errors import AutoparError, InputError
+from autopar.planner.errors import AutoparError, InputError, text_of
+from autopar.planner.model.containing import contained
 from autopar.planner.model.import_name import import_name
 from autopar.planner.model.remedies import remedy, told
 
@@ -26,7 +27,8 @@ class ModelMovedError(InputError):
 def guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None]:
     """Tell whatever the user's code raises as one clear message."""
     try:
-        yield
+        with contained(path):
+            yield
     except (AutoparError, KeyboardInterrupt):
         raise
     except SyntaxError as error:
@@ -42,7 +44,7 @@ def guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None
             raise ModelMovedError(
                 f"{doing} failed: it moves the model to a device", where=where, fix=fix
             ) from error
-        found = f"{doing} failed: {type(error).__name__}: {error}".replace("FakeT", "T")
+        found = f"{doing} failed: {type(error).__name__}: {text_of(error)}".replace("FakeT", "T")
         raise InputError(found, where=where, expected=told(passed), fix=fix) from error
 
 

@@ -12,6 +12,7 @@ from types import MethodType, ModuleType
 from typing import Any
 
 from autopar.planner.errors import InputError
+from autopar.planner.given import check_given
 from autopar.planner.model.arguments import parse_arguments
 from autopar.planner.model.guard import CONTRACT, guarded, no_process_group
 from autopar.planner.model.importing import import_file
@@ -84,6 +85,8 @@ def _split(spec: str) -> tuple[Path, str]:
         files = sorted(path.glob("*.py"), key=lambda file: (file.name.startswith("_"), file))
         hint = next(iter(files), path / "model.py")
         raise InputError(f"{name} is a folder", expected="a model file", fix=f"name it: {hint}")
+    if name and (path.exists() or path.is_symlink()):
+        check_given(path, what="the model file")
     if not path.is_file():
         raise InputError(f"there is no file {name}", expected=CONTRACT, fix=nearest_file(path))
     if path.suffix != ".py":

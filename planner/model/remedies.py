@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from autopar.planner.errors import text_of
+
 _ON_DEVICE = "leave the device out: the emitted script moves the model and each batch"
 _KNOWN = (
     ("not compiled with CUDA", _ON_DEVICE),
@@ -81,7 +83,8 @@ def remedy(error: BaseException, path: Path) -> str:
     """Return what to do, or nothing; `path` is the model file."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         return _missing(error.name.partition(".")[0], path)
-    return next((fix for telling, fix in _KNOWN if telling in str(error)), "")
+    text = text_of(error)
+    return next((fix for telling, fix in _KNOWN if telling in text), "")
 
 
 def told(passed: Sequence[Any]) -> str:

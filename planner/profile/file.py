@@ -26,6 +26,7 @@ from autopar.planner.costs.ops.measurements import (
 )
 from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError, gathered
+from autopar.planner.given import read_given
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
 from autopar.planner.profile.text import FORMAT, measurements_text
@@ -132,16 +133,7 @@ class _Field:
 
 def read_measurements(path: Path) -> MeasuredFile:
     """Return the measurements in a file."""
-    try:
-        source = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"the measurements cannot be read: {error.strerror}", where=str(path), fix=_AGAIN
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError(
-            "not measurements: this is no text in UTF-8", where=str(path), expected=_EXPECTED
-        ) from None
+    source = read_given(path, what="the measurements file", expected=_EXPECTED, fix=_AGAIN)
     return parse_measurements(source, where=str(path))
 
 

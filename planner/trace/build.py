@@ -144,7 +144,7 @@ def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:
 
 
 def _check_entry(key: object, value: object, batch_size: int, where: str) -> None:
-    if not isinstance(key, str) or not key.isidentifier() or iskeyword(key):
+    if not isinstance(key, str) or not key.isidentifier() or iskeyword(key) or key == "self":
         raise InputError(f"the batch has the key {key!r}", where=where, expected="argument names")
     if isinstance(value, (str, int, float, bool, type(None))):
         return  # an argument that is the same for every batch

@@ -17,7 +17,8 @@ import torch
 from torch.export import Dim, ExportedProgram
 from torch.overrides import TorchFunctionMode
 
-from autopar.planner.errors import AutoparError, TraceError
+from autopar.planner.errors import AutoparError, TraceError, text_of
+from autopar.planner.model.containing import contained
 from autopar.planner.trace.build import Step, Subject
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.picking import picked
@@ -83,6 +84,7 @@ def export(
     try:
         with (
             _quiet(),
+            contained(subject.path),
             no_foreign_randomness(subject.model),
             recorded(subject.model, fold=fold) as recording,
             fixing_noted() as fixing,
@@ -306,13 +308,25 @@ def told(error: BaseException, subject: Subject) -> TraceError:
     summary = _summary(root)
     where = failing_place(error, subject.model) or failing_place(root, subject.model)
     text, fix = f"running the model failed: {type(root).__name__}: {summary}", ""
-    kind = TraceError
+    kind, expected = TraceError, ""
+    if isinstance(root, RuntimeError | ValueError | IndexError):  # as torch tells sizes
+        expected = f"sizes that go with the batch, where {_in_words(subject)}"
     for pattern, found, remedy in _REASONS:
-        if re.search(pattern, f"{type(root).__name__} {root}"):
+        if re.search(pattern, f"{type(root).__name__} {text_of(root)}"):
             text, fix = found.format(summary=summary, line=_line(where) or summary), remedy
-            kind = _KINDS.get(found, TraceError)
+            kind, expected = _KINDS.get(found, TraceError), ""
             break
-    return kind(text, where=where or str(subject.path), fix=fix)
+    return kind(text, where=where or str(subject.path), expected=expected, fix=fix)
+
+
+def _in_words(subject: Subject) -> str:
+    """Return the sizes of each tensor of the batch, its rows as B."""
+    shapes = (
+        f"{key} is [{', '.join(['B', *map(str, value.shape[1:])])}]"
+        for key, value in subject.batch.items()
+        if isinstance(value, torch.Tensor)
+    )
+    return ", ".join(shapes)
 
 
 def _line(where: str) -> str:
@@ -323,6 +337,6 @@ def _line(where: str) -> str:
 
 def _summary(error: BaseException) -> str:
     """Return the first telling line of a torch error, its symbol for the batch as B."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    lines = [line.strip() for line in text_of(error).splitlines() if line.strip()]
     first = re.sub(r"\bs\d+\b", "B", lines[0]) if lines else type(error).__name__
     return first if len(first) <= 200 else first[:197] + "…"

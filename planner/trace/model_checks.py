@@ -39,9 +39,23 @@ _REFUSED = (
 
 def check_model(model: nn.Module, where: str) -> None:
     """Raise an error for the first thing that stands in the way of training a model."""
+    _check_nesting(model, "", (), where)
     _check_parameters(model, where)
     _check_mode(model, where)
     _refuse_wrapped(model, where)
+
+
+def _check_nesting(module: nn.Module, name: str, around: tuple[nn.Module, ...], where: str) -> None:
+    """Refuse a module that is among its own parts: nothing could go through all of them."""
+    if any(module is one for one in around):
+        raise InputError(
+            f"{name} is a module that contains itself",
+            where=where,
+            fix="keep a module that is not a part in a tuple: self.owner = (owner,)",
+        )
+    for own, part in module._modules.items():
+        if part is not None:
+            _check_nesting(part, f"{name}.{own}".lstrip("."), (*around, module), where)
 
 
 def own_dtype(model: nn.Module) -> torch.dtype:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from autopar.runtime.ranks.refusal import refuse
 
-_OURS, _STANDARD = Path(__file__).parent, sysconfig.get_path("stdlib")
+_OURS, _STANDARD = Path(__file__).parents[1], sysconfig.get_path("stdlib")
 
 
 @contextmanager
@@ -34,7 +34,7 @@ def _place(error: Exception) -> str:
         for one in frames
         if "site-packages" not in one.filename
         and not one.filename.startswith(_STANDARD)
-        and Path(one.filename).parent != _OURS
+        and _OURS not in Path(one.filename).parents
     ]
     last = (own or frames)[-1]
     return f"{last.filename}, line {last.lineno}"

@@ -13,6 +13,7 @@ from autopar import cli
 from autopar.commands import plan
 from autopar.lazy_commands import FUNCTIONS
 from autopar.planner.errors import ExitCode
+from autopar.runtime.keeping import signals
 from autopar.runtime.ranks import refusal
 from tests.autopar.commands import run
 
@@ -70,6 +71,7 @@ def test_the_documented_exit_codes_are_those_there_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)] == list(ExitCode)
     assert (refusal.USAGE, refusal.MISMATCH) == (ExitCode.USAGE, ExitCode.MISMATCH)
+    assert signals.PREEMPTED == ExitCode.PREEMPTED
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device of Linux")

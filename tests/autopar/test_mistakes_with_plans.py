@@ -73,7 +73,7 @@ NO_PLANS = {
     "bytes": Mistake(
         arguments=("bytes.json",),
         files={"bytes.json": b"\xff\xfe\x00"},
-        telling=("this is no text in UTF-8",),
+        telling=("the plan is no text in UTF-8",),
     ),
 }
 

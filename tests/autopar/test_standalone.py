@@ -30,7 +30,7 @@ def test_a_standalone_folder_trains_elsewhere_with_the_model_file_that_it_asks_f
     shutil.move("alone", there)
     shutil.move("model.py", there)
     done = subprocess.run(
-        [sys.executable, "train.py", "--steps", "1"],
+        [sys.executable, "train.py", "--steps", "1", "--export", "none"],
         cwd=there,
         env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"},
         capture_output=True,

@@ -53,7 +53,7 @@ def test_a_script_trains_under_torchrun_from_any_folder(kind: str, tmp_path: Pat
 def test_a_standalone_folder_uses_its_own_runtime(tmp_path: Path) -> None:
     folder = tmp_path / "alone"
     script = write_standalone(plan_of("tp"), folder, tmp_path, force=False)
-    (folder / "autopar" / "runtime" / "mesh.py").open("a").write('\nprint("mine")\n')
+    (folder / "autopar" / "runtime" / "ranks" / "mesh.py").open("a").write('\nprint("mine")\n')
     done = subprocess.run(
         [sys.executable, str(script), "--help"],
         cwd=tmp_path,

@@ -102,31 +102,6 @@ def pipelined_hierarchical_all_reduce_seconds(
     return latency_seconds + max(inner_seconds, outer_seconds)
 
 
-def staged_hierarchical_all_reduce_seconds(
-    payload_bytes: float,
-    *,
-    members: int,
-    nodes: int,
-    inner_rate: float,
-    outer_rate: float,
-    inner_hops_seconds: float,
-    outer_hops_seconds: float,
-) -> float:
-    """Return the time of reduce-scatter in nodes, all-reduce between them, all-gather in nodes.
-
-    T = RS(S, g, β1) + AR(S/g, N, β2) + AG(S, g, β1), one after the other: what a hybrid-sharded
-    script calls. β2 is what one of the g shards gets out of its node. Leaves out overlap of the
-    three.
-    """
-    inside = ring_all_gather_seconds(
-        payload_bytes, members, rate=inner_rate, hops_seconds=inner_hops_seconds
-    )
-    between = ring_all_reduce_seconds(
-        payload_bytes / members, nodes, rate=outer_rate, hops_seconds=outer_hops_seconds
-    )
-    return 2 * inside + between
-
-
 def chain_broadcast_seconds(
     payload_bytes: float, ranks: int, *, rate: float, hops_seconds: float
 ) -> float:

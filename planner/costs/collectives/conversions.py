@@ -9,7 +9,7 @@ from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import Collective, called_seconds
 from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.kernels.elementwise import memory_seconds
-from autopar.planner.layouts import Conversion, Kind, Layout, Local
+from autopar.planner.layouts import Conversion, Local
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,9 +86,3 @@ def _local_seconds(step: Local, part: int, whole: int, rates: Throughput) -> flo
         Local.MASK: 2 * whole,
     }[step]
     return memory_seconds(moved, rates=rates) if moved else 0.0
-
-
-def is_copied(produced: Layout, needed: Layout) -> bool:
-    """Whether a conversion leaves a second tensor in memory: not where the value stays the same."""
-    whole = (Kind.WHOLE, Kind.REPLICATED)
-    return produced != needed and not (produced.kind in whole and needed.kind in whole)

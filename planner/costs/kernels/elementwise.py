@@ -145,15 +145,3 @@ def adamw_fused_seconds(
 # One pass each of torch 2's multi-tensor AdamW: weight decay (2 passes), lerp of the first moment
 # (3), scale and addcmul of the second (2 + 3), sqrt (2), divide and add eps (2 + 2), addcdiv (4).
 FOREACH_ADAMW_PASSES = (2, 3, 2, 3, 2, 2, 2, 4)
-
-
-def adamw_foreach_seconds(parameters: float, *, state_bytes: float, rates: Throughput) -> float:
-    """Return the seconds of AdamW as one multi-tensor kernel per operation.
-
-    20 passes over tensors of state_bytes, gradients too. Leaves out further launches for lists too
-    long for one kernel.
-    """
-    return sum(
-        memory_seconds(parameters * state_bytes * passes, rates=rates)
-        for passes in FOREACH_ADAMW_PASSES
-    )

@@ -88,16 +88,6 @@ def in_flight_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape)
     return SCHEDULES[kind].in_flight(stage, shape)
 
 
-def deferred_microbatches(kind: ScheduleKind, stage: int, shape: PipelineShape) -> int:
-    """Return the most microbatches whose weights' gradients a stage has still to make.
-
-    The inputs of the first stage need no gradient, so it makes those of its weights at once.
-    """
-    if stage == 0 or not SCHEDULES[kind].splits_backward:
-        return 0
-    return _deferred(kind, settled(shape))[stage]
-
-
 def settled(shape: PipelineShape) -> PipelineShape:
     """Return the shape with fewer microbatches, if it then holds as many at once."""
     rounds, rest = divmod(shape.microbatches, shape.ranks)

@@ -110,17 +110,6 @@ class DataBound:
         reduced = self.slowing * self._reduced(cost.gradient_bytes)
         return copied + reduced + self.each_forward_more(cost)
 
-    def bordering(self, parameter_bytes: int, gradient_bytes: int) -> float:
-        """Return what a stage of equal layers that compute for longer than they communicate adds.
-
-        That is to the sum of what its layers take one by one: nothing is computed beside its first
-        gathers and its last scatter.
-        """
-        if not self._gathers_always:
-            return 0.0
-        alone = 2 * self._gather(parameter_bytes) + self._reduced(gradient_bytes)
-        return (1.0 - self.slowing) * alone
-
     def is_waiting(
         self,
         *,

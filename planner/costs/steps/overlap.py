@@ -102,24 +102,6 @@ def buckets(layers_bytes: Iterable[float], bucket_bytes: float) -> Iterator[floa
         yield filled_bytes
 
 
-def best_bucket_bytes(
-    layers: Sequence[LayerLoad],
-    reduction_seconds: Seconds,
-    *,
-    candidates_bytes: Sequence[float],
-    slowdown: float,
-) -> float:
-    """Return the bucket size with the shortest backward; of equals the largest."""
-
-    def badness(bucket_bytes: float) -> tuple[float, float]:
-        overlapped = bucketed_reduction(
-            layers, reduction_seconds, bucket_bytes=bucket_bytes, slowdown=slowdown
-        )
-        return overlapped.total_seconds, -bucket_bytes
-
-    return min(candidates_bytes, key=badness)
-
-
 def sharded_forward(
     layers: Sequence[LayerLoad], gather_seconds: Seconds, *, slowdown: float
 ) -> Overlapped:

@@ -10,6 +10,7 @@ from autopar.planner.cluster.places import TOP, line_of
 from autopar.planner.cluster.toml_text import parsed
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
+from autopar.planner.given import read_given
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, SplitRule, StagePin
 from autopar.planner.plan.declared.settings import declare, keys_of, read_name
 
@@ -19,14 +20,7 @@ Rule = SplitRule | StagePin | RecomputePin
 
 def read_constraints(path: Path) -> tuple[Declared, ...]:
     """Return what a file declares."""
-    try:
-        source = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"the constraints file cannot be read: {error.strerror}", where=str(path)
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError("the constraints file is not text in UTF-8", where=str(path)) from None
+    source = read_given(path, what="the constraints file")
     return parse_constraints(source, where=str(path))
 
 

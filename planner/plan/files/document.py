@@ -13,6 +13,7 @@ from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 from autopar.planner.costs.prediction import Arrangement, Prediction
 from autopar.planner.destination import check_writable, write_whole
 from autopar.planner.errors import InputError
+from autopar.planner.given import read_given
 from autopar.planner.layouts import OpLayout, ParameterLayout
 from autopar.planner.plan.declared.document import (
     DeclaredDocument,
@@ -79,8 +80,8 @@ def refuse_foreign(path: Path) -> None:
     if not path.exists():
         return
     try:
-        is_plan = _is_plan(json.loads(path.read_text(encoding="utf-8")))
-    except (OSError, ValueError, RecursionError):
+        is_plan = _is_plan(json.loads(read_given(path, what="the plan")))
+    except (InputError, ValueError, RecursionError):
         is_plan = False
     if not is_plan:
         raise InputError(
@@ -95,16 +96,7 @@ def read_plan(path: Path) -> Plan:
         raise InputError(
             f"{path} is a Python file, not a plan", expected=_EXPECTED, fix=_near(path)
         )
-    try:
-        source = path.read_text(encoding="utf-8")
-    except OSError as error:
-        raise InputError(
-            f"the plan cannot be read: {error.strerror}", where=str(path), fix=_near(path)
-        ) from None
-    except UnicodeDecodeError:
-        raise InputError(
-            "not a plan: this is no text in UTF-8", where=str(path), expected=_EXPECTED
-        ) from None
+    source = read_given(path, what="the plan", expected=_EXPECTED, fix=_near(path))
     return parse_plan(source, where=str(path))
 
 

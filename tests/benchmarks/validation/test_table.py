@@ -107,7 +107,7 @@ def test_a_table_without_rows_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(InputError, match="cannot read the table"):
+    with pytest.raises(InputError, match="the table cannot be read"):
         read_table(tmp_path / "none.csv")
 
 

@@ -72,21 +72,6 @@ def test_a_pipelined_hierarchy_takes_its_slower_half() -> None:
     assert seconds == pytest.approx(3.1e-3)
 
 
-def test_a_staged_hierarchy_by_hand() -> None:
-    # inside: 2 · (3 µs + 3/4 · 100 MB ÷ 100 GB/s) = 1506 µs
-    # between: 2 · 5 µs + 2·1/2 · 25 MB ÷ 10 GB/s = 2510 µs
-    seconds = collectives.staged_hierarchical_all_reduce_seconds(
-        100 * MEGABYTE,
-        members=4,
-        nodes=2,
-        inner_rate=100e9,
-        outer_rate=10e9,
-        inner_hops_seconds=3e-6,
-        outer_hops_seconds=5e-6,
-    )
-    assert seconds == pytest.approx(4016e-6)
-
-
 def test_broadcasts_by_hand() -> None:
     # 7 µs + 100 MB ÷ 100 GB/s; the tree is 3 µs deep
     chain = collectives.chain_broadcast_seconds(100 * MEGABYTE, 8, rate=100e9, hops_seconds=7e-6)

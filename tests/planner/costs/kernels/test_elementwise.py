@@ -7,7 +7,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.costs.kernels.elementwise import (
-    adamw_foreach_seconds,
     adamw_fused_seconds,
     cross_entropy_backward_seconds,
     cross_entropy_forward_seconds,
@@ -94,12 +93,6 @@ def test_fused_adamw_moves_28_bytes_a_parameter() -> None:
     # 10 M · 28 bytes = 280 MB ÷ 0.5 TB/s = 560 us.
     seconds = adamw_fused_seconds(TEN_MILLION, state_bytes=4, gradient_bytes=4, rates=round_rates())
     assert seconds == pytest.approx(561e-6)
-
-
-def test_foreach_adamw_makes_twenty_passes_in_eight_kernels() -> None:
-    # 20 · 40 MB = 800 MB ÷ 0.5 TB/s = 1.6 ms, and 8 launches.
-    seconds = adamw_foreach_seconds(TEN_MILLION, state_bytes=4, rates=round_rates())
-    assert seconds == pytest.approx(1.608e-3)
 
 
 @given(st.floats(0, 1e12), st.floats(0, 1e12))

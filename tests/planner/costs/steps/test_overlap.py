@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from autopar.planner.costs.steps.overlap import (
     LayerLoad,
     Overlapped,
-    best_bucket_bytes,
     bucketed_reduction,
     forward_during_gather,
     gathered_after_optimizer_seconds,
@@ -111,28 +110,6 @@ def test_one_bucket_for_all_gradients_overlaps_nothing() -> None:
     result = bucketed_reduction(layers, one_second_per_byte, bucket_bytes=100, slowdown=0.3)
     assert result.exposed_seconds == 6
     assert result.slowdown_seconds == 0
-
-
-def test_the_best_bucket_balances_launches_against_what_is_left_at_the_end() -> None:
-    # 4 layers of 3 s and 2 bytes, α = 1 s, β = 1 byte/s. Buckets of 2 bytes: 3 s each, all hidden
-    # but the last: 12 + 3. Of 4 bytes: the last ready at 12 takes 5: 17. Of 8: 12 + 9
-    layers = [layer(backward=3, gradients=2)] * 4
-    wire = linear_seconds(alpha_seconds=1, bytes_per_second=1)
-    totals = [
-        bucketed_reduction(layers, wire, bucket_bytes=size, slowdown=0).total_seconds
-        for size in (2, 4, 8)
-    ]
-    assert totals == [15, 17, 21]
-    assert best_bucket_bytes(layers, wire, candidates_bytes=(8, 2, 4), slowdown=0) == 2
-    # with α = 10 four launches take 48 s, one takes 18
-    slow = linear_seconds(alpha_seconds=10, bytes_per_second=1)
-    assert best_bucket_bytes(layers, slow, candidates_bytes=(8, 2, 4), slowdown=0) == 8
-
-
-def test_of_equal_buckets_the_largest_is_best() -> None:
-    layers = [layer(backward=1, gradients=2)]
-    wire = one_second_per_byte
-    assert best_bucket_bytes(layers, wire, candidates_bytes=(1, 2), slowdown=0) == 2
 
 
 def test_a_sharded_forward_exposes_the_first_gather_and_what_a_layer_cannot_hide() -> None:

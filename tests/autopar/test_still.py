@@ -1,0 +1,46 @@
+"""A command that takes long says what it is at."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from autopar.planner.errors import InputError
+from autopar.planner.model.importing import import_file
+from autopar.still import telling_what_takes_long
+
+
+def test_an_import_that_takes_long_is_told_with_its_line(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    path = tmp_path / "slow_model.py"
+    path.write_text("import time\ntime.sleep(0.5)\nraise ValueError\n")
+    with pytest.raises(InputError), telling_what_takes_long(0.2):
+        import_file(path)
+    told = capsys.readouterr().err
+    assert "note: still importing slow_model.py, at line 2 after 0 s; Ctrl-C ends it" in told
+
+
+@pytest.mark.slow
+def test_an_import_that_never_ends_is_ended_by_the_key_in_one_line(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("import time\nwhile True:\n    time.sleep(0.1)\n")
+    environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
+    with subprocess.Popen(
+        [sys.executable, "-m", "autopar", "inspect", "model.py"],
+        stderr=subprocess.PIPE,
+        text=True,
+        cwd=tmp_path,
+        env=environment,
+    ) as running:
+        assert running.stderr is not None
+        first = running.stderr.readline()
+        running.send_signal(signal.SIGINT)
+        rest = running.stderr.read()
+    assert first.startswith("note: still importing model.py, at line 3 after")
+    assert (running.returncode, rest) == (130, "interrupted\n")
