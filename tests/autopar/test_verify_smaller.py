@@ -60,16 +60,16 @@ def test_what_a_smaller_model_cannot_split_so_is_told() -> None:
 def test_fewer_layers_than_stages_are_refused_with_what_the_plan_has() -> None:
     large = pinned_plan(
         "gpt2.py",
-        ("layers=12",),
-        pipeline=4,
+        ("layers=8",),
+        pipeline=2,
         microbatch=1,
         global_batch=8,
         schedules=(ScheduleKind.INTERLEAVED_1F1B,),
-        stages_per_rank=3,
+        stages_per_rank=4,
     )
     with pytest.raises(InfeasibleError) as refusal:
         smaller_plan(large, Path(), ("layers=2",))
-    assert "layers for 12 stages" in str(refusal.value)
+    assert "layers for 8 stages" in str(refusal.value)
 
 
 @pytest.mark.slow

@@ -6,6 +6,7 @@ import ast
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 
@@ -36,27 +37,36 @@ def lines_of(plan: Plan, destination: Path) -> list[str]:
     return emit(plan, destination=destination).splitlines()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_script_is_formatted_and_typed_as_it_comes_out(kind: str, tmp_path: Path) -> None:
-    path = write_script(plan_of(kind), tmp_path)
-    config = ["--config", str(ROOT / "pyproject.toml")]
-    # F is what everybody calls torch.nn.functional.
-    for tool in (["format", "--check"], ["check", "--ignore", "N812"]):
-        command = [sys.executable, "-m", "ruff", *tool, *config, str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
-        assert done.returncode == 0, done.stdout
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Write the script of every kind, once for all tests that read it."""
+    folder = tmp_path_factory.mktemp("scripts")
+    written = {kind: write_script(plan_of(kind), folder / kind) for kind in KINDS}
+    return {kind: path.rename(path.with_name(f"train_{kind}.py")) for kind, path in written.items()}
 
 
-def test_scripts_pass_mypy_as_they_come_out(tmp_path: Path) -> None:
-    paths = []
-    for kind in KINDS:
-        (tmp_path / kind).mkdir()
-        path = write_script(plan_of(kind), tmp_path / kind)
-        paths.append(str(path.rename(path.with_name(f"train_{kind}.py"))))
-    command = [sys.executable, "-m", "mypy", "--config-file", "pyproject.toml", *paths]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+def of_tool(*words: str, paths: Iterable[Path]) -> subprocess.CompletedProcess[str]:
+    """Run a checking tool on scripts, with the settings of this repository."""
+    command = [sys.executable, "-m", *words, *map(str, paths)]
+    return subprocess.run(command, capture_output=True, text=True, check=False, cwd=ROOT)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [("format", "--check"), ("check", "--ignore", "N812")],  # F: torch.nn.functional, as ever
+    ids=["format", "check"],
+)
+def test_scripts_pass_ruff_as_they_come_out(
+    words: tuple[str, ...], scripts: dict[str, Path]
+) -> None:
+    done = of_tool("ruff", *words, "--config", "pyproject.toml", paths=scripts.values())
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"no issues found in {len(paths)} source files" in done.stdout
+
+
+def test_scripts_pass_mypy_as_they_come_out(scripts: dict[str, Path]) -> None:
+    done = of_tool("mypy", "--config-file", "pyproject.toml", paths=scripts.values())
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert f"no issues found in {len(scripts)} source files" in done.stdout
 
 
 READS_NUMBERS = """
@@ -161,8 +171,8 @@ def test_a_script_does_not_grow_with_depth_where_layers_are_lists_of_modules(
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_script_is_short_beside_its_opened_classes(kind: str) -> None:
-    script = emit(plan_of(kind), destination=ROOT / "models_zoo" / "train.py")
+def test_a_script_is_short_beside_its_opened_classes(kind: str, scripts: dict[str, Path]) -> None:
+    script = scripts[kind].read_text(encoding="utf-8")
     printed = (ast.ClassDef, ast.FunctionDef)
     opened = sum(
         (node.end_lineno or 0) - node.lineno + 3

@@ -19,10 +19,7 @@ TOLERANCE = 1e-10
 # grouped queries (llama), no sequence (mnist), PyTorch's own layers (transformer_lm).
 OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bert.py", {"data": 2, "microbatch": 2}),
-    ("bert.py", {"data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)}),
     ("bert.py", {"pipeline": 2, "microbatch": 2}),
-    ("t5.py", {"data": 2, "microbatch": 2}),
-    ("t5.py", {"pipeline": 2, "microbatch": 2}),
     (
         "t5.py",
         {"pipeline": 2, "data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)},

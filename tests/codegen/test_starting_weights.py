@@ -15,6 +15,7 @@ from torch import Tensor
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.comparison import RankTrained, assembled
 from autopar.codegen.proof.script_rank import run_script
+from tests.cells import cells
 from tests.codegen.kinds import plan_of
 from tests.planner.subjects import zoo_file
 from tests.runtime.processes import run_on_ranks
@@ -84,13 +85,10 @@ def saved_weights(folder: Path) -> dict[str, Tensor]:
     return weights
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        *("ddp", "zero1", "zero3", "tp", "vocab", "pp"),
-        *(pytest.param(k, marks=pytest.mark.slow) for k in ("hsdp", "zero_bubble_v", "all")),
-    ],
-)
+KINDS = ("zero1", "zero3", "tp", "vocab", "pp", "zero_bubble_v")
+
+
+@pytest.mark.parametrize("kind", cells((*KINDS, "ddp", "hsdp", "all"), KINDS))
 def test_every_rank_starts_with_its_part_and_reads_no_more(kind: str, tmp_path: Path) -> None:
     weights = saved_weights(tmp_path)
     plan = plan_of(kind)
@@ -107,7 +105,7 @@ def test_every_rank_starts_with_its_part_and_reads_no_more(kind: str, tmp_path: 
         assert share_bytes <= read_bytes <= share_bytes + layer_bytes
 
 
-@pytest.mark.parametrize("kind", ["zero3", "tp", "pp"])
+@pytest.mark.parametrize("kind", cells(("zero3", "tp", "pp"), ("zero3", "pp")))
 def test_ranks_that_share_the_model_read_about_half_of_it(kind: str, tmp_path: Path) -> None:
     whole_bytes = sum(value.nbytes for value in saved_weights(tmp_path).values())
     script = write_script(plan_of(kind), tmp_path / "out")

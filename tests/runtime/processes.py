@@ -39,6 +39,7 @@ PRELOADED = (
     "torch.distributed.fsdp",
     "torch.distributed.pipelining",
     "torch.utils.data",
+    "transformers.modeling_utils",  # of which many models in tests are made
     "autopar.codegen.proof.script_rank",
     __name__,
 )

@@ -22,7 +22,7 @@ from autopar.planner.trace import trace
 @cache
 def mixtral(*, has_mask: bool) -> Graph:
     config = MixtralConfig(
-        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=2,
+        vocab_size=32, hidden_size=16, intermediate_size=24, num_hidden_layers=1,
         num_attention_heads=2, num_key_value_heads=1, num_local_experts=4, num_experts_per_tok=2,
         output_router_logits=True, use_cache=False,
     )  # fmt: skip

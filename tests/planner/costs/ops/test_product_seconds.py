@@ -33,20 +33,20 @@ def cost_of(prices: Pricer, kind: str) -> OpCost:
 def test_the_steps_of_a_recurrent_layer_follow_each_other(
     kind: str, make: type[nn.LSTM] | type[nn.GRU], gates: int
 ) -> None:
-    prices = pricer_of(Subject(build=lambda: make(256, 512, batch_first=True), shape=(64, 256)))
+    prices = pricer_of(Subject(build=lambda: make(256, 512, batch_first=True), shape=(32, 256)))
     step = gemm_seconds(BATCH, gates * 512, 512, rates=prices.rates.single, element_bytes=4,
                         stored_bytes=4)  # fmt: skip
-    whole = gemm_seconds(64 * BATCH, gates * 512, 512, rates=prices.rates.single, element_bytes=4,
+    whole = gemm_seconds(32 * BATCH, gates * 512, 512, rates=prices.rates.single, element_bytes=4,
                          stored_bytes=4)  # fmt: skip
     forward = cost_of(prices, kind).forward_seconds
-    assert forward > 64 * step > 5 * whole
+    assert forward > 32 * step > 5 * whole
 
 
 def test_twice_as_many_steps_take_twice_as_long() -> None:
     times = [
         cost_of(pricer_of(Subject(
             build=lambda: nn.LSTM(64, 64, batch_first=True), shape=(steps, 64))), "lstm")
-        for steps in (64, 128)
+        for steps in (16, 32)
     ]  # fmt: skip
     assert times[1].forward_seconds == pytest.approx(2 * times[0].forward_seconds, rel=0.1)
     assert times[1].backward_seconds == pytest.approx(2 * times[0].backward_seconds, rel=0.1)

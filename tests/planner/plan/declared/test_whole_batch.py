@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -65,12 +66,14 @@ def test_a_model_of_one_number_of_rows_is_traced_for_a_batch_that_nobody_splits(
     assert rows_at_once(declared(global_batch=8, pins__microbatch=4)) is None
 
 
-VIEWS = load_model_file(str(MODELS / "views.py"))
+@cache
+def views() -> Graph:
+    return trace(load_model_file(str(MODELS / "views.py")))
 
 
 def views_planned(cluster: Cluster, **places: object) -> tuple[Plan, set[str]]:
     """Return the best plan of a model whose rows meet, and the axes that it splits."""
-    graph = trace(VIEWS)
+    graph = views()
     axes = infer_axes(graph)
     constraints = declared(global_batch=64, **places)
     layers, facts = find_layers(graph, axes), model_facts(graph, "views.py")
@@ -90,7 +93,7 @@ def test_tensor_ranks_share_rows_that_meet_wherever_they_are() -> None:
 def test_rows_are_not_shared_where_that_is_forbidden() -> None:
     rule = SplitRule(modules="*", axis="batch", is_required=False)
     never = Declared(place="splits 1", field="splits", value=rule, text="never", origin="test")
-    graph = trace(VIEWS)
+    graph = views()
     constraints = with_whole_batch(declared(never, global_batch=8), graph)
     assert "batch" in layout_rules(constraints, infer_axes(graph)).forbidden
 
