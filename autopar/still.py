@@ -42,11 +42,13 @@ def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[N
                 tell_note(f"still {doing} after {waited:.0f} s; Ctrl-C ends it")
                 pause *= 2
 
-    threading.Thread(target=watch, daemon=True).start()
+    watching = threading.Thread(target=watch, daemon=True)
+    watching.start()
     try:
         yield
     finally:
         ended.set()
+        watching.join()  # a thread that Python's end cuts off may take the process with it
 
 
 def _doing(frame: FrameType | None) -> str:
