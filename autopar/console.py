@@ -6,7 +6,7 @@ import re
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 from rich.console import Console
 from rich.segment import Segment
@@ -59,9 +59,9 @@ def progress(doing: str) -> Iterator[None]:
         yield
 
 
-def tell_note(text: str) -> None:
-    """Print on stderr what a person should know, though nothing is wrong."""
-    console = PlainConsole(stderr=True, soft_wrap=True)
+def tell_note(text: str, *, on: TextIO | None = None) -> None:
+    """Print on stderr, or where it led before, what a person should know, if nothing is wrong."""
+    console = PlainConsole(stderr=True, file=on, soft_wrap=True)
     console.print(Text.assemble(("note: ", "bold"), text))
 
 

@@ -30,6 +30,7 @@ _PATIENCE = 6  # of other phases, in first times
 def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[None]:
     """Say from time to time, each pause twice as long as the last, what this thread is doing."""
     ended, told = threading.Event(), threading.get_ident()
+    stderr = sys.stderr  # which a trace sends elsewhere
 
     def watch() -> None:
         pause, waited = first_seconds, 0.0
@@ -38,8 +39,8 @@ def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[N
             frame = sys._current_frames().get(told)
             doing = _doing(frame)
             is_late = waited >= _PATIENCE * first_seconds or doing.startswith("importing")
-            if doing and is_late:
-                tell_note(f"still {doing} after {waited:.0f} s; Ctrl-C ends it")
+            if is_late:
+                tell_note(f"still {doing} after {waited:.0f} s; Ctrl-C ends it", on=stderr)
                 pause *= 2
 
     watching = threading.Thread(target=watch, daemon=True)
@@ -64,4 +65,4 @@ def _doing(frame: FrameType | None) -> str:
             return phase
         inside.append(frame)
         frame = frame.f_back
-    return ""
+    return "at work"

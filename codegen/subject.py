@@ -135,7 +135,20 @@ def with_model(plan: Plan, folder: Path, given: str | None) -> Plan:
 def _model_file(plan: Plan, folder: Path) -> ModelFile:
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))  # before it is imported
-    return load_model_file(spec, [f"{key}={value}" for key, value in plan.model.arguments])
+    file = load_model_file(spec, [f"{key}={value}" for key, value in plan.model.arguments])
+    for field, function in (
+        ("has_loss", file.loss),
+        ("has_dataset", file.build_dataset),
+        ("has_optimizer", file.build_optimizer),
+        ("has_scheduler", file.build_scheduler),
+    ):
+        if getattr(plan.model, field) != (function is not None):
+            raise InputError(
+                f"model.{field} is {getattr(plan.model, field)}, and the model file is otherwise",
+                where=str(file.path),
+                fix="plan again with `autopar plan`",
+            )
+    return file
 
 
 def check_unchanged(plan: Plan, path: Path) -> None:

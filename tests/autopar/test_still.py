@@ -6,6 +6,9 @@ import os
 import signal
 import subprocess
 import sys
+import time
+from contextlib import redirect_stderr
+from io import StringIO
 from pathlib import Path
 
 import pytest
@@ -44,3 +47,11 @@ def test_an_import_that_never_ends_is_ended_by_the_key_in_one_line(tmp_path: Pat
         rest = running.stderr.read()
     assert first.startswith("note: still importing model.py, at line 3 after")
     assert (running.returncode, rest) == (130, "interrupted\n")
+
+
+def test_it_is_told_where_people_read_though_the_trace_sends_stderr_elsewhere(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    with telling_what_takes_long(0.02), redirect_stderr(StringIO()):
+        time.sleep(0.5)
+    assert "note: still at work after 0 s" in capsys.readouterr().err

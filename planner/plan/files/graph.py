@@ -359,12 +359,29 @@ def _doubled(document: GraphDocument) -> Iterator[str]:
 def _faults(graph: Graph) -> Iterator[str]:
     yield from _unknown(graph)
     yield from _out_of_order(graph)
+    yield from _unlike_tensors(graph)
     yield from _own_ancestors(graph)
     for number, tensor in enumerate(graph.tensors.values()):
         if tensor.dtype not in ITEM_BYTES and tensor.dtype != MODEL_DTYPE:
             yield f"graph.tensors.{number}: {tensor.dtype!r} is no type of elements"
         if any(size.at(1) < 0 for size in tensor.shape):
             yield f"graph.tensors.{number}: a size of {tensor.name} is below 0"
+
+
+def _unlike_tensors(graph: Graph) -> Iterator[str]:
+    """Yield what is not as its tensor is: the inputs, and the sizes of parameters and buffers."""
+    given = [one.name for one in graph.tensors.values() if one.origin is Origin.INPUT]
+    if sorted(given) != sorted(graph.inputs):
+        yield f"graph.inputs: the tensors from outside are {', '.join(map(repr, given))}"
+    fields: dict[str, tuple[Parameter | Buffer, ...]] = {
+        "parameters": graph.parameters,
+        "buffers": graph.buffers,
+    }
+    for field, held in fields.items():
+        for number, one in enumerate(held):
+            tensor = graph.tensors.get(one.name)
+            if tensor is not None and tensor.shape != one.shape:
+                yield f"graph.{field}.{number}: other sizes than those of its tensor"
 
 
 def _out_of_order(graph: Graph) -> Iterator[str]:
@@ -402,6 +419,8 @@ def _own_ancestors(graph: Graph) -> Iterator[str]:
 def _unknown(graph: Graph) -> Iterator[str]:
     """Yield the names that nothing has; the loss function's call is no row."""
     for number, op in enumerate(graph.ops):
+        if "." not in op.target:
+            yield f"graph.ops.{number}: {op.target[:40]!r} is no op, such as aten.add.Tensor"
         if op.call not in graph.calls and op.call != LOSS_CALL:
             yield f"graph.ops.{number} names the call {op.call[:40]!r}, which is not there"
     for number, call in enumerate(graph.calls.values()):

@@ -148,6 +148,10 @@ PLANS = dict(
         _edit("autopar", HOSTILE, "is no version"),
         _edit("model.name", "x" * 200_000, "model.name: String should have at most 100000"),
         _edit("model.spec", LONG + ".py", "File name too long"),
+        _edit("model.has_scheduler", True, "model.has_scheduler is True, and the model file is"),
+        _edit("graph.inputs", [], "graph.inputs: the tensors from outside are 'x'"),
+        _edit("graph.parameters.0.2.0", 9, "graph.parameters.0: other sizes than those of its"),
+        _edit("graph.ops.0.1", "", "graph.ops.0: '' is no op, such as aten.add.Tensor"),
         _edit("graph.loss", HOSTILE, "graph names the tensor"),
         _edit("graph.ops.0.5", "nowhere", "graph.ops.0 names the call 'nowhere'"),
     )
