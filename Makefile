@@ -24,7 +24,7 @@ DEMO := build/demo
 # Plans a small GPT-2 for two CPU processes, writes plan.json and train.py, and trains with torchrun.
 demo: setup
 	$(BIN)/autopar plan models_zoo/gpt2.py --arg size=tiny --gpus 2 --device cpu --global-batch 16 --precision fp32 -o $(DEMO) --force
-	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 $(DEMO)/train.py --steps 60
+	OMP_NUM_THREADS=1 $(BIN)/torchrun --nproc-per-node 2 $(DEMO)/train.py --steps 60 --export $(DEMO)/model.safetensors
 
 test: lint types imports pytest
 

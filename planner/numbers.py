@@ -4,9 +4,8 @@ from typing import Annotated
 
 from annotated_types import Ge, Gt, Le
 
-MOST_DEVICES = (
-    262_144  # the largest machines have about 100,000; ten million is a slip of the finger
-)
+# The largest machines have about 100,000; ten million is a slip of the finger.
+MOST_DEVICES = 262_144
 _MOST = 2**60  # bytes, elements, FLOPs: more than any machine has
 
 Degree = Annotated[int, Ge(1), Le(MOST_DEVICES)]  # of ranks, devices, nodes

@@ -7,7 +7,8 @@ import shutil
 import sys
 import time
 import warnings
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -188,18 +189,8 @@ def _let_go(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints, and what was left unfinished."""
     for old in checkpoints_in(folder)[keep:]:
         gone = old.with_name(old.name + UNFINISHED)
-        _remove(gone)
-        try:
+        shutil.rmtree(gone, ignore_errors=True)
+        with suppress(OSError):
             old.rename(gone)  # at once: half of it would look broken
-        except OSError:
-            continue
-    _each_removed(folder.glob(f"{STEP}*{UNFINISHED}"))
-
-
-def _each_removed(paths: Iterable[Path]) -> None:
-    for path in list(paths):
-        _remove(path)
-
-
-def _remove(path: Path) -> None:
-    shutil.rmtree(path, ignore_errors=True)
+    for unfinished in list(folder.glob(f"{STEP}*{UNFINISHED}")):
+        shutil.rmtree(unfinished, ignore_errors=True)
