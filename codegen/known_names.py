@@ -19,7 +19,6 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "weighed_ahead weighed_terms_ahead"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
-        "autopar.runtime.dryrun": "recording",
         "autopar.runtime.keeping": "Keeper",
         "autopar.runtime.model": (
             "Crossing StagePart freeze keep_apart named names_of numbered submodules take_classes"

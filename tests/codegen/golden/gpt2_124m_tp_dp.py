@@ -28,7 +28,7 @@ Memory of the fullest device: 10.86 GiB of 67.2 GiB (16%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: fbdf1967601eda58.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 3242a8a27de2ffc2.
 
 from __future__ import annotations
 
@@ -54,7 +54,6 @@ from autopar.runtime.data import (
     weighed_ahead,
 )
 from autopar.runtime.data_parallel import set_last, wrap
-from autopar.runtime.dryrun import recording
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import named, names_of, take_classes
 from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm, sum_replicated
@@ -283,9 +282,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
-    if mesh.is_dry_run:
-        print(dry_run(model, recipe, options, mesh))
-        return [model], []
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     data = batches(options, mesh, skip=keeper.rows)
@@ -306,17 +302,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     keeper.export(recipe)
     stop(mesh)
     return [model], losses
-
-
-def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
-    """Return the peak memory and the collectives of this rank's step, as JSON."""
-    data = batches(options, mesh)
-    with recording() as watched:
-        load_weights([model], recipe, options.weights, mesh, splits=SPLITS)
-        optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
-        with watched.second_step([model], optimizer):
-            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
-    return watched.report().to_json()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -26,7 +26,7 @@ Memory of the fullest device: 6.32 GiB of 67.2 GiB (9%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: d1ec765af96b7c0d.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 57f6f6abf12b680c.
 
 from __future__ import annotations
 
@@ -51,7 +51,6 @@ from autopar.runtime.data import (
     weighed_ahead,
 )
 from autopar.runtime.data_parallel import set_last, wrap
-from autopar.runtime.dryrun import recording
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm
 from autopar.runtime.ranks import (
@@ -181,9 +180,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
-    if mesh.is_dry_run:
-        print(dry_run(model, recipe, options, mesh))
-        return [model], []
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     data = batches(options, mesh, skip=keeper.rows)
@@ -204,17 +200,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     keeper.export(recipe)
     stop(mesh)
     return [model], losses
-
-
-def dry_run(model: nn.Module, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
-    """Return the peak memory and the collectives of this rank's step, as JSON."""
-    data = batches(options, mesh)
-    with recording() as watched:
-        load_weights([model], recipe, options.weights, mesh)
-        optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
-        with watched.second_step([model], optimizer):
-            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
-    return watched.report().to_json()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
