@@ -15,8 +15,8 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "torch": "Tensor nn",
         "torch.optim": "AdamW Optimizer",
         "autopar.runtime.data": (
-            "Batch Weighed gathered_rows loss_in mean_loss placed read_batches scale_loss "
-            "weighed_ahead weighed_terms_ahead"
+            "Batch Weighed gathered_rows in_float32 loss_in mean_loss placed read_batches "
+            "scale_loss weighed_ahead weighed_terms_ahead"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.keeping": "Keeper",

@@ -10,8 +10,8 @@ Or on 2 nodes; HOST is the first one's address, NODE 0 to 1:
 Chosen here, as nobody said: 64 rows for each device (--global-batch); gradients clipped to a norm
 of 1 (CLIP_NORM).
 
-Predicted on 8 × h100-sxm: 19.47 ms per step, 26,296 samples/s, 8.1% of the peak FLOPs
-    compute 15.91 ms, exposed data parallel 1.794 ms, framework 1.72 ms
+Predicted on 8 × h100-sxm: 19.48 ms per step, 26,284 samples/s, 8.1% of the peak FLOPs
+    compute 15.92 ms, exposed data parallel 1.794 ms, framework 1.72 ms
 Communication of the busiest rank in a step:
     parameters gathered from the ranks that share them: 2 × all-gather over 8 ranks, 48.75 MiB,
       198.5 us, waits 198.5 us
@@ -20,13 +20,13 @@ Communication of the busiest rank in a step:
     statistics of batch norms over the ranks that share the data: 106 × all-gather over 8 ranks,
       1.825 MiB, 1.492 ms, waits 1.492 ms
 Memory of the fullest device: 6.32 GiB of 67.2 GiB (9%)
-    gradients 97.49 MiB, activations 2.608 GiB, work space 294 MiB, fragments 251.8 MiB, context
+    gradients 97.49 MiB, activations 2.609 GiB, work space 294 MiB, fragments 251.8 MiB, context
       3 GiB
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 57f6f6abf12b680c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: cae00d17f2957339.
 
 from __future__ import annotations
 
@@ -44,6 +44,7 @@ from torch.optim import Optimizer
 from autopar.runtime.data import (
     Batch,
     Weighed,
+    in_float32,
     mean_loss,
     placed,
     read_batches,
@@ -72,7 +73,7 @@ import resnet as model_file
 # The functions of the model file, with the arguments that were planned for.
 new_model = partial(model_file.build_model, size="50")
 new_batch = partial(model_file.example_batch, size="50")
-new_loss = model_file.loss
+new_loss = in_float32(model_file.loss)
 new_dataset = partial(model_file.build_dataset, size="50")
 new_optimizer = model_file.build_optimizer
 new_scheduler = model_file.build_scheduler
