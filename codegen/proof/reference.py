@@ -134,9 +134,8 @@ def _accumulate(
     """Leave the gradients of the global batch in the model, and return its loss."""
     tensors = {key: _halved(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**tensors, **dict(task.plain))
-    of_outputs = in_float32(loss_function) if loss_function else lambda outputs, _: loss_in(outputs)
-    loss = of_outputs(outputs, batch)
-    loss.backward()
+    loss = in_float32(loss_function)(outputs, batch) if loss_function else loss_in(outputs)
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.item()
 
 
