@@ -84,7 +84,7 @@ class _Traced:
         )
 
 
-@lru_cache(maxsize=8)
+@lru_cache(maxsize=16)
 def _on_other_lengths(model: _Traced) -> Graph | None:
     """Return what a model computes on rows of other lengths; asked where code is printed.
 
