@@ -24,6 +24,7 @@ ON_MANY_PROCESSES = (
     "tests/codegen/test_equality_matrix.py",
     "tests/codegen/test_plain_loops.py",
     "tests/codegen/test_run.py",
+    "tests/codegen/test_two_nodes.py",
     "tests/field/",
 )
 

@@ -1,0 +1,72 @@
+"""Two nodes on one machine: network namespaces, joined by a cable of their own."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from uuid import uuid4
+
+CABLE = "cable"  # the name of either end, in its node
+HOST = "10.213.77.1"  # of the first node
+_NETWORK = (HOST, "10.213.77.2")
+_PORT = "29513"
+
+
+def why_not() -> str:
+    """Return why there can be no two nodes here; nothing where there can."""
+    if shutil.which("ip") is None:
+        return "there is no command `ip` (iproute2)"
+    name = f"try-{uuid4().hex[:6]}"
+    tried = _run("ip", "netns", "add", name)
+    _run("ip", "netns", "delete", name)
+    return f"network namespaces need root: {tried.stderr.strip()}" if tried.returncode else ""
+
+
+@contextmanager
+def two_nodes() -> Iterator[tuple[str, str]]:
+    """Make two namespaces that see each other and nothing else, and give their names."""
+    word = uuid4().hex[:6]
+    first, second = f"node-{word}-0", f"node-{word}-1"
+    try:
+        for name in (first, second):
+            _done("ip", "netns", "add", name)
+        peer = ("type", "veth", "peer", "name", CABLE, "netns", second)
+        _done("ip", "link", "add", CABLE, "netns", first, *peer)
+        for name, address in zip((first, second), _NETWORK, strict=True):
+            _done("ip", "-n", name, "address", "add", f"{address}/24", "dev", CABLE)
+            for device in ("lo", CABLE):
+                _done("ip", "-n", name, "link", "set", device, "up")
+        yield first, second
+    finally:
+        for name in (first, second):
+            _run("ip", "netns", "delete", name)
+
+
+def start_on(node: str, number: int, script: Path, *arguments: str) -> subprocess.Popen[str]:
+    """Start a script by torchrun on one of two nodes, with one process."""
+    nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number))
+    place = ("--master-addr", HOST, "--master-port", _PORT)
+    torchrun = (sys.executable, "-m", "torch.distributed.run", *nodes, *place)
+    return subprocess.Popen(
+        ["ip", "netns", "exec", node, *torchrun, str(script), *arguments],
+        env=os.environ
+        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": CABLE},
+        cwd=script.parent,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def _done(*words: str) -> None:
+    done = _run(*words)
+    assert done.returncode == 0, f"{' '.join(words)}: {done.stderr}"
+
+
+def _run(*words: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(words, capture_output=True, text=True, check=False)
