@@ -27,6 +27,8 @@ ON_MANY_PROCESSES = (
     "tests/codegen/test_two_nodes.py",
     "tests/field/",
 )
+# Tests that trace the same models: one worker traces each of them once.
+ON_FAMILIES = ("tests/planner/axes/test_infer.py", "tests/codegen/forward/test_huggingface.py")
 
 
 class OneWorkerForRanks(LoadScopeScheduling):  # type: ignore[misc]
@@ -35,6 +37,8 @@ class OneWorkerForRanks(LoadScopeScheduling):  # type: ignore[misc]
     def _split_scope(self, nodeid: str) -> str:
         if nodeid.startswith(ON_MANY_PROCESSES):
             return "many processes"
+        if nodeid.startswith(ON_FAMILIES):
+            return "families"
         return nodeid.partition("::")[0]
 
 

@@ -1,14 +1,13 @@
-"""What holds for every model file: the contract, the meta device, float64, export, and learning."""
+"""What holds for every model file: the contract, the meta device, float64, and learning."""
 
 import itertools
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
-from torch.export import Dim
 from torch.utils.data import DataLoader
 
+from tests.cells import cells
 from tests.models_zoo.model_files import MODEL_FILES, WithLoss, call, in_double, load, tiny
 
 ALL_SIZES = [(name, size) for name in MODEL_FILES for size in load(name).SIZES]
@@ -89,26 +88,7 @@ def test_in_float64_the_loss_and_every_gradient_are_finite(name: str) -> None:
         assert parameter.grad.isfinite().all(), path
 
 
-@pytest.mark.parametrize("name", MODEL_FILES)
-def test_export_keeps_the_batch_open_and_the_loss_exact(name: str) -> None:
-    model = tiny(name).eval()
-    example = load(name).example_batch
-    batch: dict[str, Tensor] = example(2)
-    open_batch = {"batch": {key: {0: Dim.AUTO} for key in batch}}
-    exported = torch.export.export(model, (batch,), dynamic_shapes=open_batch, strict=False)
-    other: dict[str, Tensor] = example(5)
-    torch.testing.assert_close(exported.module()(other), model(other), rtol=1e-6, atol=1e-6)
-
-
-@pytest.mark.parametrize("name", MODEL_FILES)
-def test_export_in_training_mode_traces_too(name: str) -> None:
-    batch: dict[str, Tensor] = load(name).example_batch(2)
-    open_batch = {"batch": {key: {0: Dim.AUTO} for key in batch}}
-    exported = torch.export.export(tiny(name), (batch,), dynamic_shapes=open_batch, strict=False)
-    assert exported.module()(load(name).example_batch(3)).requires_grad
-
-
-@pytest.mark.parametrize("name", MODEL_FILES)
+@pytest.mark.parametrize("name", cells(MODEL_FILES, ("gpt2", "t5", "resnet", "mnist")))
 def test_a_tiny_model_learns_the_generated_data(name: str) -> None:
     steps, rate, fraction = LEARNS[name]
     model = tiny(name)

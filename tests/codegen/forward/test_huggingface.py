@@ -13,6 +13,7 @@ from autopar.codegen.forward.reading.modules import Modules, modules_of
 from autopar.codegen.forward.reading.split import split_graph
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.trace.build import checked_loss
+from tests.cells import cells
 from tests.codegen.forward.running import namespace, stage_modules, staged_loss, take_classes
 from tests.planner.huggingface.families import FAMILIES
 from tests.planner.huggingface.family import Family
@@ -21,8 +22,11 @@ from tests.planner.subjects import family_graph, zoo_file
 CHOSEN = ("GPT-2", "Llama", "Mistral", "BERT", "T5", "ViT", "SegFormer")
 
 
-@pytest.mark.parametrize("name", CHOSEN)
-@pytest.mark.parametrize("stages", [2, 3])
+STAGES = [(name, count) for count in (2, 3) for name in CHOSEN]
+STAND = [*STAGES[: len(CHOSEN)], ("T5", 3), ("SegFormer", 3)]
+
+
+@pytest.mark.parametrize(("name", "stages"), cells(STAGES, STAND))
 def test_stages_of_a_family_compute_its_loss(name: str, stages: int) -> None:
     check_loss(name, stages, opened=[])
 
