@@ -57,7 +57,8 @@ class Keeper:
         self._found: Checkpoint | None = None
         if self._folder is not None:
             if mesh.rank == 0:
-                refuse_unwritable(self._folder, option="--checkpoint")
+                fix = "name another place with --checkpoint, or --checkpoint none to keep nothing"
+                refuse_unwritable(self._folder, fix=fix)
             self._found = find_checkpoint(self._folder, options.resume or AUTO, mesh)
         moment = self._found.manifest.moment if self._found else Moment(step=0, rows=0, updates=0)
         self.step, self.rows = moment.step, moment.rows
@@ -65,17 +66,20 @@ class Keeper:
         self._loss_scale: LossScale | None = None
         self._parts: Sequence[nn.Module] = ()
         self._optimizer: Optimizer | None = None
+        self._recipe: Recipe | None = None
         self._wish = StopWish(mesh)
 
     def take(
         self,
         parts: Sequence[nn.Module],
         optimizer: Optimizer,
+        recipe: Recipe,
         scheduler: LRScheduler | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
         """Take charge of a training that is about to begin, and put it where its checkpoint is."""
         self._parts, self._optimizer, self._loss_scale = parts, optimizer, loss_scale
+        self._recipe = recipe
         if self._found is not None:
             self._go_on(self._found, parts, optimizer, scheduler)
         optimizer.register_step_post_hook(self._count)
@@ -94,11 +98,12 @@ class Keeper:
             if leaves:
                 self._leave(step, is_kept=is_kept)
 
-    def export(self, recipe: Recipe) -> None:
+    def export(self) -> None:
         """Write the trained weights of the whole model."""
         self._wish.let_go()
         assert self._optimizer is not None
-        export(self._parts, self._optimizer, recipe, self._export, self._mesh)
+        assert self._recipe is not None
+        export(self._parts, self._optimizer, self._recipe, self._export, self._mesh)
 
     def _go_on(
         self,
@@ -137,8 +142,15 @@ class Keeper:
             loss_scale=None if scale is None else scale.value,
             calm_steps=0 if scale is None else scale.calm_steps,
         )
+        assert self._recipe is not None
         failure = write_checkpoint(
-            folder, moment, self._model, self._parts, self._optimizer, self._mesh
+            folder,
+            moment,
+            self._model,
+            self._parts,
+            self._optimizer,
+            self._mesh,
+            built=self._recipe.dtypes,
         )
         if failure is not None:
             last = f"step {self._kept_step:,}" if self._kept_step else "none"

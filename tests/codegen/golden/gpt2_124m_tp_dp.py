@@ -28,7 +28,7 @@ Memory of the fullest device: 10.86 GiB of 67.2 GiB (16%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: fbdf1967601eda58.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 2fe6b9bf0ef7cd8a.
 
 from __future__ import annotations
 
@@ -293,7 +293,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
-    keeper.take([model], optimizer, scheduler=scheduler)
+    keeper.take([model], optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
     progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
     for step in range(keeper.step + 1, options.steps + 1):
@@ -303,7 +303,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
         keeper.after(step)
-    keeper.export(recipe)
+    keeper.export()
     stop(mesh)
     return [model], losses
 

@@ -28,7 +28,7 @@ Why this plan: of 15 ways to arrange the training none is faster by over 0.02%; 
 its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.86 s (+3.1%): +991.1 ms recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: cc9a8aed03535763.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 442b7ac55686b199.
 
 from __future__ import annotations
 
@@ -354,7 +354,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights(model.parts, recipe, options.weights, mesh, splits=SPLITS)
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
-    keeper.take(model.parts, optimizer)
+    keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
     progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
     for step in range(keeper.step + 1, options.steps + 1):
@@ -363,7 +363,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
         keeper.after(step)
-    keeper.export(recipe)
+    keeper.export()
     stop(mesh)
     return model.parts, losses
 

@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a6b387c6fba1f0a8.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 5e252fcbbe9dc51a.
 
 from __future__ import annotations
 
@@ -225,7 +225,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights(model.parts, recipe, options.weights, mesh)
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
-    keeper.take(model.parts, optimizer)
+    keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
     progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
     for step in range(keeper.step + 1, options.steps + 1):
@@ -234,7 +234,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
         keeper.after(step)
-    keeper.export(recipe)
+    keeper.export()
     stop(mesh)
     return model.parts, losses
 

@@ -23,7 +23,7 @@ Memory of the fullest device: 11.7 GiB of 67.2 GiB (17%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: e341f3fe5fc38afb.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 3113055945004e4c.
 
 from __future__ import annotations
 
@@ -222,7 +222,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights(model.parts, recipe, options.weights, mesh)
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
-    keeper.take(model.parts, optimizer)
+    keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
     progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
     for step in range(keeper.step + 1, options.steps + 1):
@@ -231,7 +231,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
             losses.append(mean_loss(loss, mesh))
             progress.log(step, losses[-1])
         keeper.after(step)
-    keeper.export(recipe)
+    keeper.export()
     stop(mesh)
     return model.parts, losses
 
