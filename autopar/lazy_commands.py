@@ -20,6 +20,8 @@ FUNCTIONS = {
     "verify": "verify_plan",
     "dryrun": "dryrun",
     "profile": "profile",
+    "run": "run",
+    "runs": "runs",
     "ckpt": "ckpt",
     "doctor": "doctor",
 }

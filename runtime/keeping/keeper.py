@@ -35,6 +35,7 @@ from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, write_checkpoint
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.mesh import Mesh, stop
+from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.weights.initial_weights import Recipe
 
@@ -68,6 +69,7 @@ class Keeper:
         self._optimizer: Optimizer | None = None
         self._recipe: Recipe | None = None
         self._wish = StopWish(mesh)
+        self._metrics = Metrics(options.metrics, mesh)
 
     def take(
         self,
@@ -84,6 +86,7 @@ class Keeper:
             self._go_on(self._found, parts, optimizer, scheduler)
         optimizer.register_step_post_hook(self._count)
         self._found = None
+        self._metrics.add(event=Event.STARTED, step=self.step, steps=self._options.steps)
         if self._folder is not None:
             self._wish.listen()
 
@@ -104,6 +107,7 @@ class Keeper:
         assert self._optimizer is not None
         assert self._recipe is not None
         export(self._parts, self._optimizer, self._recipe, self._export, self._mesh)
+        self._metrics.add(event=Event.FINISHED, step=self._options.steps)
 
     def _go_on(
         self,
@@ -158,6 +162,9 @@ class Keeper:
             return False
         self._kept_step = step
         seconds = time.perf_counter() - begun
+        self._metrics.add(
+            event=Event.KEPT, step=step, folder=str(folder), seconds=round(seconds, 3)
+        )
         self._say(f"kept step {step:,} in {folder} ({seconds:,.1f} s)")
         if self._mesh.rank == 0:
             _let_go(folder, self._options.keep)
@@ -166,6 +173,8 @@ class Keeper:
     def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
         """End this process after a signal, with all others."""
         self._wish.ignore()
+        if is_kept:
+            self._metrics.add(event=Event.PREEMPTED, step=step)
         stop(self._mesh)
         if is_kept:
             self._say(f"stopped by a signal after step {step:,}; --resume auto goes on")

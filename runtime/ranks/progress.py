@@ -1,10 +1,12 @@
 """Turns logged steps into lines: loss, time of a step, and how much it trains on in a second."""
 
+import argparse
 import json
 import math
 import time
 
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.metrics import Metrics
 from autopar.runtime.ranks.refusal import refuse
 
 
@@ -12,10 +14,11 @@ class Progress:
     """What the first rank prints while it trains; times are means over the steps since the last."""
 
     def __init__(
-        self, mesh: Mesh, amount: int, unit: str, *, begun: int = 0, as_json: bool = False
+        self, options: argparse.Namespace, mesh: Mesh, amount: int, unit: str, *, begun: int = 0
     ) -> None:
         self._is_printing = mesh.rank == 0
-        self._amount, self._unit, self._as_json = amount, unit, as_json
+        self._amount, self._unit, self._as_json = amount, unit, options.json
+        self._metrics = Metrics(options.metrics, mesh)
         self._step, self._begun = begun, time.perf_counter()
         self._was_finite = True
 
@@ -35,6 +38,7 @@ class Progress:
         now = time.perf_counter()
         seconds = (now - self._begun) / (step - self._step)
         self._step, self._begun = step, now
+        self._metrics.add(step=step, loss=loss, seconds=seconds)
         if not self._is_printing:
             return
         if self._as_json:

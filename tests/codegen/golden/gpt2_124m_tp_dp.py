@@ -28,7 +28,7 @@ Memory of the fullest device: 10.86 GiB of 67.2 GiB (16%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 80% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 30.64 ms (+1.9%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 2fe6b9bf0ef7cd8a.
+# Written by autopar 0.1.0, which never overwrites changes by hand: e1e88ca8eb39c316.
 
 from __future__ import annotations
 
@@ -295,7 +295,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    progress = Progress(options, mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step)
     for step in range(keeper.step + 1, options.steps + 1):
         loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         scheduler.step()

@@ -28,7 +28,7 @@ Why this plan: of 15 ways to arrange the training none is faster by over 0.02%; 
 its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.86 s (+3.1%): +991.1 ms recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 442b7ac55686b199.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 53fbcdb99707811f.
 
 from __future__ import annotations
 
@@ -356,7 +356,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    progress = Progress(options, mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step)
     for step in range(keeper.step + 1, options.steps + 1):
         loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:

@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 5e252fcbbe9dc51a.
+# Written by autopar 0.1.0, which never overwrites changes by hand: adfa95a57c2d5d33.
 
 from __future__ import annotations
 
@@ -227,7 +227,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    progress = Progress(options, mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step)
     for step in range(keeper.step + 1, options.steps + 1):
         loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:

@@ -26,7 +26,7 @@ Memory of the fullest device: 6.32 GiB of 67.2 GiB (9%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 21691fcd5f07ab6b.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 54efecceaa984031.
 
 from __future__ import annotations
 
@@ -193,7 +193,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
-    progress = Progress(mesh, SAMPLES_PER_STEP, "samples", begun=keeper.step, as_json=options.json)
+    progress = Progress(options, mesh, SAMPLES_PER_STEP, "samples", begun=keeper.step)
     for step in range(keeper.step + 1, options.steps + 1):
         loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         scheduler.step()

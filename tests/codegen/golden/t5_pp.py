@@ -23,7 +23,7 @@ Memory of the fullest device: 11.7 GiB of 67.2 GiB (17%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 3113055945004e4c.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 16b8315417683df4.
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    progress = Progress(options, mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step)
     for step in range(keeper.step + 1, options.steps + 1):
         loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:

@@ -1,8 +1,10 @@
 from __future__ import annotations
 
+import argparse
 import json
 import math
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,8 +12,12 @@ from autopar.runtime.ranks.mesh import start
 from autopar.runtime.ranks.progress import Progress
 
 
+def options(*, json: bool = False, metrics: Path | None = None) -> argparse.Namespace:
+    return argparse.Namespace(json=json, metrics=metrics)
+
+
 def test_a_line_has_the_step_the_loss_and_the_rate(capsys: pytest.CaptureFixture[str]) -> None:
-    Progress(start(pipeline=1, data=1, tensor=1), 640, "tokens").log(10, 2.5)
+    Progress(options(), start(pipeline=1, data=1, tensor=1), 640, "tokens").log(10, 2.5)
     words = capsys.readouterr().out.split()
     assert words[:4] == ["step", "10", "loss", "2.50000"]
     assert words[-1] == "tokens/s"
@@ -22,7 +28,7 @@ def test_json_lines_have_the_mean_time_since_the_last(
 ) -> None:
     times = iter((0.0, 20.0, 23.0))
     monkeypatch.setattr("autopar.runtime.ranks.progress.time.perf_counter", lambda: next(times))
-    progress = Progress(start(pipeline=1, data=1, tensor=1), 640, "tokens", as_json=True)
+    progress = Progress(options(json=True), start(pipeline=1, data=1, tensor=1), 640, "tokens")
     progress.log(10, 2.5)
     progress.log(13, 2.0)
     first, second = map(json.loads, capsys.readouterr().out.splitlines())
@@ -32,14 +38,14 @@ def test_json_lines_have_the_mean_time_since_the_last(
 
 def test_other_ranks_are_silent(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = replace(start(pipeline=1, data=1, tensor=1), rank=1)
-    Progress(mesh, 640, "tokens").log(1, 2.5)
+    Progress(options(), mesh, 640, "tokens").log(1, 2.5)
     assert capsys.readouterr().out == ""
 
 
 def test_a_training_without_a_loss_ends_at_the_second_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    progress = Progress(start(pipeline=1, data=1, tensor=1), 640, "tokens")
+    progress = Progress(options(), start(pipeline=1, data=1, tensor=1), 640, "tokens")
     progress.log(10, math.nan)
     progress.log(20, 2.5)  # a step that overflowed was skipped
     progress.log(30, math.inf)
