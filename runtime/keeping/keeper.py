@@ -26,8 +26,10 @@ from autopar.runtime.keeping.finding import (
     find_checkpoint,
 )
 from autopar.runtime.keeping.manifest import Moment
-from autopar.runtime.keeping.owners import owners
+from autopar.runtime.keeping.numbers import broken_of, told_broken
+from autopar.runtime.keeping.owners import every_rank, owners
 from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
+from autopar.runtime.keeping.progress import GO_ON, Planned, Progress
 from autopar.runtime.keeping.random_states import set_random_states
 from autopar.runtime.keeping.restoring import own_random_states, restore
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
@@ -37,6 +39,7 @@ from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.ranks.refusal import give_up
 from autopar.runtime.weights.initial_weights import Recipe
 
 FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
@@ -68,6 +71,7 @@ class Keeper:
         self._parts: Sequence[nn.Module] = ()
         self._optimizer: Optimizer | None = None
         self._recipe: Recipe | None = None
+        self._rate: Any = None
         self._wish = StopWish(mesh)
         self._metrics = Metrics(options.metrics, mesh)
 
@@ -84,11 +88,26 @@ class Keeper:
         self._recipe = recipe
         if self._found is not None:
             self._go_on(self._found, parts, optimizer, scheduler)
+        optimizer.register_step_pre_hook(self._note_rate)
         optimizer.register_step_post_hook(self._count)
         self._found = None
         self._metrics.add(event=Event.STARTED, step=self.step, steps=self._options.steps)
         if self._folder is not None:
             self._wish.listen()
+
+    def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
+        """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
+        return Progress(
+            self._options,
+            self._mesh,
+            self._parts,
+            self._learning_rate,
+            amount=amount,
+            unit=unit,
+            planned=planned,
+            begun=self.step,
+            scales_loss=self._loss_scale is not None,
+        )
 
     def after(self, step: int) -> None:
         """Write a checkpoint after a step, where it is time for one; leave where a signal asks."""
@@ -106,6 +125,9 @@ class Keeper:
         self._wish.let_go()
         assert self._optimizer is not None
         assert self._recipe is not None
+        if self._export is not None and (told := self._broken()) is not None:
+            self._refuse_broken(self._options.steps, told)
+            self._export = None
         export(self._parts, self._optimizer, self._recipe, self._export, self._mesh)
         self._metrics.add(event=Event.FINISHED, step=self._options.steps)
 
@@ -138,6 +160,9 @@ class Keeper:
     def _write(self, folder: Path, step: int) -> bool:
         """Write a checkpoint, and say whether it is there; if not, the training goes on."""
         assert self._optimizer is not None
+        if (told := self._broken()) is not None:
+            self._refuse_broken(step, told)
+            return False
         begun, scale = time.perf_counter(), self._loss_scale
         moment = Moment(
             step=step,
@@ -170,6 +195,24 @@ class Keeper:
             _let_go(folder, self._options.keep)
         return True
 
+    def _broken(self) -> str | None:
+        """Return which parameters are no numbers, if any on any rank."""
+        ranks = every_rank(broken_of(self._parts), self._mesh)
+        return told_broken(ranks) if any(one.count for one in ranks) else None
+
+    def _refuse_broken(self, step: int, told: str) -> None:
+        """Keep no weights that are no numbers, and leave unless the training may go on."""
+        found = f"{told} after step {step:,}, and are not kept"
+        if self._options.on_nan == GO_ON:
+            self._say(f"note: {found}")
+            return
+        self._metrics.add(event=Event.STOPPED, step=step, why=found)
+        give_up(
+            found,
+            fix="a lower --lr, or a scheduler that warms up; --resume auto goes on from the last "
+            "checkpoint; --on-nan go-on trains on",
+        )
+
     def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
         """End this process after a signal, with all others."""
         self._wish.ignore()
@@ -182,6 +225,14 @@ class Keeper:
 
     def _count(self, *_: Any) -> None:
         self._updates += 1
+
+    def _note_rate(self, optimizer: Optimizer, *_: Any) -> None:
+        """Remember that of this step: a scheduler sets that of the next before it is told."""
+        self._rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+
+    def _learning_rate(self) -> float | None:
+        """Return the learning rate of the last step: of the first of several groups."""
+        return None if self._rate is None else float(self._rate)
 
     def _say(self, text: str) -> None:
         if self._mesh.rank == 0:
