@@ -15,7 +15,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from autopar.codegen.proof.dry_running import DryRun, dry_run
+from autopar.codegen.proof.dryrun.running import DryRun, dry_run
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.prediction import MemoryPrediction
 from autopar.planner.errors import AutoparError

@@ -15,11 +15,10 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "torch": "Tensor nn",
         "torch.optim": "AdamW Optimizer",
         "autopar.runtime.data": (
-            "Batch Weighed gathered_rows loss_in placed read_batches scale_loss "
+            "Batch Weighed gathered_rows in_float32 loss_in placed read_batches scale_loss "
             "weighed_ahead weighed_terms_ahead"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
-        "autopar.runtime.dryrun": "recording",
         "autopar.runtime.keeping": "Keeper",
         "autopar.runtime.model": (
             "Crossing StagePart freeze keep_apart named names_of numbered submodules take_classes"

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import lru_cache, partial
 from pathlib import Path
 
 import torch
@@ -19,7 +19,8 @@ from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.model.model_file import ModelFile, load_model_file, model_path
 from autopar.planner.plan.model_facts import source_hash
-from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.plan import Model, Plan
+from autopar.planner.precision import Precision
 from autopar.planner.trace.lengths import with_other_lengths
 from autopar.runtime.weights.initial_weights import record
 
@@ -48,7 +49,7 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     model = _built(file)
     _check_same_parameters(plan, model, file.path)
     modules = modules_of(model)
-    split = split_of(plan, modules, partial(_on_other_lengths, plan, file))
+    split = split_of(plan, modules, partial(_on_other_lengths, _Traced.of(plan, file)))
     return Subject(
         file=file,
         graph=plan.graph,
@@ -59,10 +60,39 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     )
 
 
-def _on_other_lengths(plan: Plan, file: ModelFile) -> Graph | None:
-    """Return what the model computes on rows of other lengths; asked where code is printed."""
-    axes, precision = infer_axes(plan.graph), plan.arrangement.precision
-    return with_other_lengths(file, plan.graph, axes, precision)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Traced:
+    """A traced model, the same as others of its file, arguments and precision."""
+
+    path: Path
+    facts: Model
+    precision: Precision
+    fixed_batch: int | None
+    graph: Graph = field(compare=False)
+    file: ModelFile = field(compare=False)
+
+    @classmethod
+    def of(cls, plan: Plan, file: ModelFile) -> _Traced:
+        """Return the model of a plan."""
+        return cls(
+            path=file.path,
+            facts=plan.model,
+            precision=plan.arrangement.precision,
+            fixed_batch=plan.graph.fixed_batch,
+            graph=plan.graph,
+            file=file,
+        )
+
+
+@lru_cache(maxsize=16)
+def _on_other_lengths(model: _Traced) -> Graph | None:
+    """Return what a model computes on rows of other lengths; asked where code is printed.
+
+    It is another trace, so it is kept: of one model several scripts are printed, by `dryrun`, by
+    `verify`, or by a program that plans for several machines.
+    """
+    axes = infer_axes(model.graph)
+    return with_other_lengths(model.file, model.graph, axes, model.precision)
 
 
 def _built(file: ModelFile) -> nn.Module:
@@ -136,15 +166,15 @@ def _model_file(plan: Plan, folder: Path) -> ModelFile:
     spec = model_spec(plan, folder)
     check_unchanged(plan, model_path(spec))  # before it is imported
     file = load_model_file(spec, [f"{key}={value}" for key, value in plan.model.arguments])
-    for field, function in (
+    for fact, function in (
         ("has_loss", file.loss),
         ("has_dataset", file.build_dataset),
         ("has_optimizer", file.build_optimizer),
         ("has_scheduler", file.build_scheduler),
     ):
-        if getattr(plan.model, field) != (function is not None):
+        if getattr(plan.model, fact) != (function is not None):
             raise InputError(
-                f"model.{field} is {getattr(plan.model, field)}, and the model file is otherwise",
+                f"model.{fact} is {getattr(plan.model, fact)}, and the model file is otherwise",
                 where=str(file.path),
                 fix="plan again with `autopar plan`",
             )

@@ -8,7 +8,7 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.proof.dry_running import DryRun, dry_run
+from autopar.codegen.proof.dryrun.running import DryRun, dry_run
 from autopar.codegen.subject import with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.console import progress, results

@@ -18,7 +18,7 @@ from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
 from autopar.runtime.data.batches import Batch, dataset_batches, placed, synthetic_batches
-from autopar.runtime.data.loss import loss_in
+from autopar.runtime.data.loss import in_float32, loss_in
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.optimizer.arguments import made_optimizer
 from autopar.runtime.ranks.mesh import Mesh, start, stop
@@ -134,8 +134,8 @@ def _accumulate(
     """Leave the gradients of the global batch in the model, and return its loss."""
     tensors = {key: _halved(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**tensors, **dict(task.plain))
-    loss = loss_in(outputs) if loss_function is None else loss_function(outputs, batch)
-    loss.backward()
+    loss = in_float32(loss_function)(outputs, batch) if loss_function else loss_in(outputs)
+    loss.backward()  # type: ignore[no-untyped-call]
     return loss.item()
 
 

@@ -49,11 +49,13 @@ class ModelCalls:
     loss: Source  # of `outputs` and `batch`
 
 
-def model_calls(file: ModelFile, classes: Iterable[Imported], destination: Path) -> ModelCalls:
+def model_calls(
+    file: ModelFile, classes: Iterable[Imported], destination: Path, *, is_half: bool
+) -> ModelCalls:
     """Return how a script at `destination` imports a model file and calls its functions."""
     return ModelCalls(
         imports=_imports(file, sorted(set(classes)), destination),
-        functions=Source("\n".join(_functions(file))),
+        functions=Source("\n".join(_functions(file, is_half=is_half))),
         loss=Source("new_loss(outputs, batch)" if file.loss else "loss_in(outputs)"),
     )
 
@@ -114,26 +116,27 @@ def _dotted(module: str) -> str:
     return ".".join(identifier(part) for part in module.split("."))
 
 
-def _functions(file: ModelFile) -> Iterator[str]:
+def _functions(file: ModelFile, *, is_half: bool) -> Iterator[str]:
     """Yield `new_model = …` and the others that the model file has."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
     if file.loss is not None:
-        yield _bound(file, "loss", "new_loss")
+        yield _bound(file, "loss", "new_loss", around="in_float32" if is_half else "")
     for name, own in _OPTIONAL.items():
         if getattr(file, name) is not None:
             yield _bound(file, name, own)
 
 
-def _bound(file: ModelFile, name: str, own: str) -> str:
+def _bound(file: ModelFile, name: str, own: str, around: str = "") -> str:
     """Return one function with its share of the arguments, as planning called it."""
     function = getattr(sys.modules[import_name(file.path).name], name)
     parameters = inspect.signature(function).parameters
     share = [f"{identifier(k)}={literal(v)}" for k, v in file.arguments if k in parameters]
     full = f"{MODULE}.{identifier(name)}"
     if not share:
-        return f"{own} = {full}"
-    return assigned(own, call("partial", full, *share))
+        return f"{own} = {around}({full})" if around else f"{own} = {full}"
+    bound = call("partial", full, *share)
+    return assigned(own, call(around, bound) if around else bound)
 
 
 def model_source(path: Path) -> Source:

@@ -48,7 +48,12 @@ from autopar.planner.plan.telling.words import unit_word
 def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     """Return what the script of a plan says."""
     opened = subject.opened
-    calls = model_calls(subject.file, _imported(opened), destination)
+    calls = model_calls(
+        subject.file,
+        _imported(opened),
+        destination,
+        is_half=plan.arrangement.precision.is_half,
+    )
     parameters = parameter_tables(plan, subject.axes)
     stages = _stages(plan, subject)
     splits_loss = opened.loss is not None

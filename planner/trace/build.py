@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import ModelFile
@@ -44,7 +45,8 @@ class Step(nn.Module):
         if self.loss is None:
             where = f"{type(self.model).__name__}.forward, and {self.path} has no function `loss`"
             return checked_loss(outputs, where=where, fix=_NO_LOSS)
-        where, loss = f"loss of {self.path}", self.loss(outputs, batch)
+        where = f"loss of {self.path}"
+        loss = self.loss(in_float32(outputs), in_float32(batch))
         if isinstance(loss, (Mapping, tuple, list)):  # scripts take what it returns as it is
             raise InputError(
                 f"loss returned {_kind(loss)}", where=where, expected=_LOSS, fix="return it alone"
@@ -208,6 +210,17 @@ def _has_float64(batch: Mapping[str, Any]) -> bool:
 
 
 _LOSS = "a scalar tensor with gradient"
+
+
+def in_float32(values: Any) -> Any:
+    """Return the outputs of a model as its loss takes them: no sum or mean fits 16 bits."""
+    return tree_map_only(torch.Tensor, _wide, values)
+
+
+def _wide(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+
+
 _NO_LOSS = "return it from the model (alone, first, or as `loss`), or define loss(outputs, batch)"
 _ODD_LOSS = "return one number that backward can start from, such as the mean over the rows"
 

@@ -11,6 +11,7 @@ from autopar.runtime.data.batches import (
 )
 from autopar.runtime.data.loss import (
     Weighed,
+    in_float32,
     loss_in,
     mean_loss,
     scale_loss,
@@ -22,6 +23,7 @@ __all__ = [
     "Batch",
     "Weighed",
     "gathered_rows",
+    "in_float32",
     "loss_in",
     "mean_loss",
     "placed",

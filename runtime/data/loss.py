@@ -7,11 +7,13 @@ with few valid targets would count too much.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import wraps
 from itertools import islice
 from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.data.batches import Batch
 from autopar.runtime.ranks.mesh import Axis, Mesh
@@ -117,6 +119,20 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     """
     wide = torch.promote_types(loss.dtype, torch.float32)
     return loss.masked_fill(scale == 0, 0).to(wide) * scale.to(wide)
+
+
+def in_float32(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Return a loss that takes outputs in 16 bits, in which no sum or mean fits, as float32."""
+
+    @wraps(loss)
+    def wide(outputs: Any, batch: Batch) -> Tensor:
+        return loss(tree_map_only(Tensor, _wide, outputs), batch)
+
+    return wide
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
 
 
 def loss_in(outputs: Any) -> Tensor:

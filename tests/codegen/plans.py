@@ -34,7 +34,7 @@ def pinned_plan(
     """Return the best plan of a zoo model with these degrees; `split` axes must be split."""
     return plan_for(
         zoo_file(name, *arguments),
-        zoo_graph(name, *arguments),
+        zoo_graph(name, *arguments, precision=pins.get("precision", Precision.FP32)),
         arguments,
         degrees=(pipeline, data, tensor),
         split=split,

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.codegen.proof.dry_running import dry_run
+from autopar.codegen.proof.dryrun.running import dry_run
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planning import make_plan

@@ -20,7 +20,7 @@ from tests.codegen.plans import pinned_plan
 from tests.runtime.processes import run_on_ranks
 
 STEPS = 6
-ROUNDING = 2e-3  # fp16 keeps 11 bits: losses of one microbatch are rounded to 5e-4
+ROUNDING = 5e-4  # of the outputs, of which fp16 keeps 11 bits; losses are in fp32
 FEW = ("zero1", "zero3", "tp", "vocab", "pp", "zero_bubble_v")
 MORE = ("ddp", "zero2", "gpipe", "interleaved", "zero_bubble", "all_zero1", "all")
 
@@ -61,8 +61,8 @@ def test_losses_follow_those_of_one_process_in_fp32(kind: str, tmp_path: Path) -
 )
 def test_a_step_that_overflows_is_taken_by_no_rank(kind: str, tmp_path: Path) -> None:
     plan = half_plan(kind)
-    # Of losses times 2^19 and 2^18, fp16 cannot even hold the weights 1/2 to 1/8.
-    found = ranks_of(plan, tmp_path, first_scale=2.0**19)
+    # Gradients of losses times 2^22 and 2^21 do not fit fp16.
+    found = ranks_of(plan, tmp_path, first_scale=2.0**22)
     losses = found[0].losses
     assert losses[0] == losses[1] == losses[2]
     assert losses[-1] < losses[0] - 10 * ROUNDING

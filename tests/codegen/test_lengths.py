@@ -12,17 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
 
-from autopar.codegen import subject
 from autopar.codegen.proof.exactness import Exactly
 from autopar.codegen.proof.reference import clipped_share
-from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
-from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
-from autopar.planner.trace.lengths import with_other_lengths
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.weights.initial_weights import build
 from tests.cells import cells
@@ -94,13 +90,6 @@ def _traced(kind: str) -> tuple[ModelFile, Graph]:
     return file, trace(file)
 
 
-@cache
-def _on_other_lengths(kind: str) -> Graph | None:
-    """Trace a model on other lengths once, not again for each of its plans."""
-    file, graph = _traced(kind)
-    return with_other_lengths(file, graph, infer_axes(graph), Precision.FP32)
-
-
 def planned(kind: str, way: str) -> Plan:
     """Return the plan of a model that is laid out in one way."""
     file, graph = _traced(kind)
@@ -112,10 +101,7 @@ def planned(kind: str, way: str) -> Plan:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), cells(CELLS, STAND))
-def test_rows_of_three_lengths_train_as_in_a_plain_loop(
-    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(subject, "with_other_lengths", lambda *_: _on_other_lengths(kind))
+def test_rows_of_three_lengths_train_as_in_a_plain_loop(kind: str, way: str) -> None:
     plain = train_plainly(kind)
     found = trained_by_script(planned(kind, way), steps=STEPS, data="dataset", dtype="float64")
     assert found.losses == pytest.approx(plain.losses, abs=TOLERANCE)

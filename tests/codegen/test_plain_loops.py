@@ -7,7 +7,6 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.codegen import subject as codegen_subject
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
@@ -16,9 +15,7 @@ from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.search import search
 from autopar.planner.plan.telling.meaning import meaning_notes
-from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
-from autopar.planner.trace.lengths import with_other_lengths
 from tests.cells import cells
 from tests.codegen.plain_cells import CELLS, EQUAL, EXPECTED, KINDS, WAYS
 from tests.codegen.plain_loop import train_by_script, train_plainly
@@ -33,13 +30,6 @@ def _traced(kind: str) -> tuple[ModelFile, Graph, Axes, Layers]:
     graph = trace(file)
     axes = infer_axes(graph)
     return file, graph, axes, find_layers(graph, axes)
-
-
-@cache
-def _on_other_lengths(kind: str) -> Graph | None:
-    """Trace a model on other lengths once, not again for each of its plans."""
-    file, graph, axes, _ = _traced(kind)
-    return with_other_lengths(file, graph, axes, Precision.FP32)
 
 
 def planned(kind: str, way: str) -> Plan:
@@ -77,10 +67,7 @@ def test_each_of_twelve_kinds_is_tried_in_four_ways() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "way"), cells(CELLS, STAND))
-def test_a_script_trains_as_a_plain_loop_or_tells_what_else(
-    kind: str, way: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(codegen_subject, "with_other_lengths", lambda *_: _on_other_lengths(kind))
+def test_a_script_trains_as_a_plain_loop_or_tells_what_else(kind: str, way: str) -> None:
     expected, plan = EXPECTED[kind][way], planned(kind, way)
     found = train_by_script(plan)
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.dry_running import dry_run
+from autopar.codegen.proof.dryrun.running import dry_run
 from autopar.codegen.proof.given_script import read_script_of
 from autopar.codegen.proof.verification import (
     ScriptFailedError,

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
+from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import Subject, build
 from tests.planner.huggingface.families import FAMILIES
@@ -22,9 +23,9 @@ def zoo_file(name: str, *arguments: str) -> ModelFile:
 
 
 @cache
-def zoo_graph(name: str, *arguments: str) -> Graph:
+def zoo_graph(name: str, *arguments: str, precision: Precision = Precision.FP32) -> Graph:
     """Trace a model of the zoo."""
-    return trace(zoo_file(name, *arguments))
+    return trace(zoo_file(name, *arguments), precision=precision)
 
 
 @cache

@@ -28,7 +28,7 @@ Why this plan: of 15 ways to arrange the training none is faster by over 0.02%; 
 its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.86 s (+3.1%): +991.1 ms recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: cccdc60b3adfec57.
+# Written by autopar 0.1.0, which never overwrites changes by hand: fc6aba16594fb28a.
 
 from __future__ import annotations
 
@@ -46,7 +46,6 @@ from torch.optim import AdamW, Optimizer
 
 from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.dryrun import recording
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import (
     Crossing,
@@ -345,9 +344,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
-    if mesh.is_dry_run:
-        print(dry_run(model, recipe, options, mesh))
-        return model.parts, []
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     data = batches(options, mesh, skip=keeper.rows)
@@ -366,17 +362,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     keeper.export()
     stop(mesh)
     return model.parts, losses
-
-
-def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
-    """Return the peak memory and the collectives of this rank's step, as JSON."""
-    data = batches(options, mesh)
-    with recording() as watched:
-        load_weights(model.parts, recipe, options.weights, mesh, splits=SPLITS)
-        optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
-        with watched.second_step(model.parts, optimizer):
-            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
-    return watched.report().to_json()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

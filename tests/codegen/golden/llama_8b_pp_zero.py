@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 0ae0bff93cc5f2c6.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a14d2c371f3ec071.
 
 from __future__ import annotations
 
@@ -43,7 +43,6 @@ from torch.optim import AdamW, Optimizer
 
 from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.dryrun import recording
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import Crossing, StagePart, numbered, submodules
 from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm
@@ -216,9 +215,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
-    if mesh.is_dry_run:
-        print(dry_run(model, recipe, options, mesh))
-        return model.parts, []
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
     data = batches(options, mesh, skip=keeper.rows)
@@ -237,17 +233,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     keeper.export()
     stop(mesh)
     return model.parts, losses
-
-
-def dry_run(model: Pipeline, recipe: Recipe, options: argparse.Namespace, mesh: Mesh) -> str:
-    """Return the peak memory and the collectives of this rank's step, as JSON."""
-    data = batches(options, mesh)
-    with recording() as watched:
-        load_weights(model.parts, recipe, options.weights, mesh)
-        optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
-        with watched.second_step(model.parts, optimizer):
-            train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
-    return watched.report().to_json()
 
 
 def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -13,7 +13,7 @@ from tests.planner.subjects import zoo_file
 def imports(*classes: Imported) -> list[str]:
     """Return the lines that import some classes in a script beside the model file."""
     file = zoo_file("mnist.py")
-    text = model_calls(file, classes, file.path.parent / "train.py").imports
+    text = model_calls(file, classes, file.path.parent / "train.py", is_half=False).imports
     return text.splitlines()[2:]
 
 

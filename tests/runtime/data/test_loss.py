@@ -6,7 +6,12 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from autopar.runtime.data.batches import Batch
-from autopar.runtime.data.loss import scale_loss, weighed_ahead, weighed_terms_ahead
+from autopar.runtime.data.loss import (
+    in_float32,
+    scale_loss,
+    weighed_ahead,
+    weighed_terms_ahead,
+)
 from autopar.runtime.ranks.mesh import Mesh, start
 from tests.runtime.processes import run_on_ranks
 
@@ -154,3 +159,18 @@ def test_a_mean_over_no_targets_counts_nothing() -> None:
         assert float(scale_loss(torch.tensor(torch.nan), scale)) == 0
     finally:
         dist.destroy_process_group()
+
+
+def test_a_loss_of_outputs_in_16_bits_is_computed_in_32() -> None:
+    outputs = torch.randn(512, 300, generator=torch.Generator().manual_seed(0)).bfloat16()
+    batch = {"labels": torch.arange(512) % 300}
+
+    def loss(outputs: Mapping[str, Any], batch: Batch) -> torch.Tensor:
+        return cross_entropy(outputs["logits"], batch["labels"])
+
+    of_16 = {"logits": outputs, "others": (outputs, None)}
+    expected = loss({"logits": outputs.float()}, batch)
+    assert torch.equal(in_float32(loss)(of_16, batch), expected)
+    assert float(loss(of_16, batch)) != float(expected)  # rounded to 8 bits
+    of_64 = {"logits": outputs.double()}
+    assert in_float32(loss)(of_64, batch).dtype is torch.float64

@@ -96,13 +96,18 @@ def test_arguments_that_torch_wants_in_one_type_are_refused_in_two(
     assert is_traced(tmp_path, cast, Precision.BF16)
 
 
-def test_a_loss_of_the_model_file_is_checked_as_the_model_is(tmp_path: Path) -> None:
+def test_a_loss_of_the_model_file_takes_outputs_in_float32(tmp_path: Path) -> None:
     loss = """
     def loss(logits, batch):
         return F.cross_entropy(logits, logits.argmax(-1), weight=torch.ones(4))
     """
     path = written(tmp_path, MODEL.format(line="") + loss)
-    with pytest.raises(TraceError, match="in bf16, cross_entropy_loss") as told:
+    graph = trace(load_model_file(str(path)), precision=Precision.BF16)
+    assert graph.tensors[graph.loss].dtype == "float32"
+    assert "model" in {tensor.dtype for tensor in graph.tensors.values()}
+    refused = path.read_text().replace("torch.ones(4)", "torch.ones(4, dtype=torch.double)")
+    path.write_text(refused)
+    with pytest.raises(TraceError, match="cross_entropy_loss") as told:
         trace(load_model_file(str(path)), precision=Precision.BF16)
     assert told.value.where == f"{path}:{line_of(path, 'def loss(logits')}"
 

@@ -1,7 +1,7 @@
 """A dry run counts the memory and the messages of one rank of many."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from unittest.mock import patch
 
 import pytest
@@ -10,14 +10,12 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from autopar.runtime.data_parallel.wrapping import wrap
-from autopar.runtime.dryrun.watching import (
+from autopar.codegen.proof.dryrun.watching import (
     CollectiveTotal,
     Report,
-    dry_run_step,
-    materialise,
     recording,
 )
+from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.pipeline.schedules import build_schedule, cut, stage_of
 from autopar.runtime.ranks.mesh import start, stop
@@ -51,6 +49,19 @@ class Stage(nn.Module):
         return x.sum() if self.is_last else x
 
 
+def dry_run_step(
+    build: Callable[[], tuple[Sequence[nn.Module], Sequence[Optimizer]]],
+    step: Callable[[], object],
+) -> Report:
+    """Run a step twice under fake tensors and report on the second, when optimizer states exist."""
+    with recording() as record:
+        modules, optimizers = build()
+        step()
+        with record.measured(modules, optimizers):
+            step()
+    return record.report()
+
+
 def dry_run(rank: int, data: int, *, zero: int, mode: Mode = "none", half: bool = False) -> Report:
     with patch.dict(os.environ, AUTOPAR_DRYRUN=f"{rank}/{data}"):
         mesh = start(pipeline=1, data=data, tensor=1)
@@ -63,7 +74,7 @@ def dry_run(rank: int, data: int, *, zero: int, mode: Mode = "none", half: bool 
     made: list[AdamW] = []
 
     def build() -> tuple[list[nn.Module], list[AdamW]]:
-        materialise(model)
+        model.to_empty(device="cpu")
         made.append(build_optimizer([model], AdamW, zero=zero, mesh=mesh))  # type: ignore[arg-type]
         return [model], made
 
@@ -211,7 +222,7 @@ def test_a_stage_runs_its_schedule_without_its_neighbours() -> None:
     optimizers: list[SGD] = []
 
     def build() -> tuple[list[nn.Module], list[SGD]]:
-        materialise(model)
+        model.to_empty(device="cpu")
         optimizers.append(SGD(model.parameters(), lr=0.1))
         return [model], optimizers
 
@@ -239,7 +250,7 @@ def test_a_split_backward_leaves_each_gradient_in_its_bucket_alone() -> None:
     stage = stage_of(model, mesh, index=1, stages=2, receives=[cut(ROWS, WIDTH)], sends=[])
     schedule = build_schedule("interleaved-zero-bubble", [stage], 4)
     with recording() as watched:
-        materialise(model)
+        model.to_empty(device="cpu")
         optimizer = SGD(model.parameters(), lr=0.1)
         with watched.second_step([model], optimizer):
             schedule.step([{"x": torch.zeros(1)}] * 4, [1 / 4] * 4)

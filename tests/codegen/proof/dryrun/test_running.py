@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.codegen.proof.dry_running import extrapolated, microbatches_run
+from autopar.codegen.proof.dryrun.running import extrapolated, microbatches_run
 from autopar.planner.costs.schedules.table import ScheduleKind
 from tests.planner.costs.step_factories import ARRANGEMENT
 

@@ -18,6 +18,7 @@ from tempfile import TemporaryDirectory
 from typing import Any, TypeAlias
 
 from autopar.codegen.emit import script_text
+from autopar.codegen.proof.dryrun.numbers import PICKED
 from autopar.codegen.proof.verification import LAST_LINES, ScriptFailedError
 from autopar.codegen.subject import subject_of
 from autopar.planner.costs.prediction import Arrangement, MemoryPrediction
@@ -26,7 +27,6 @@ from autopar.planner.costs.steps.step import pipeline_shape
 from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
-from autopar.runtime.dryrun.numbers import PICKED
 from autopar.runtime.ranks.mesh import DRY_RUN
 
 Collectives: TypeAlias = tuple[Mapping[str, Any], ...]  # kind, ranks, bytes, count
@@ -152,7 +152,7 @@ def _started(
         "CUDA_VISIBLE_DEVICES": "",
     }
     return subprocess.Popen(
-        [sys.executable, str(script)],
+        [sys.executable, "-m", "autopar.codegen.proof.dryrun.rank", str(script)],
         env=environment,
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
@@ -22,11 +22,11 @@ from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from autopar.codegen.proof.dryrun.kernels import cuda_kernels
+from autopar.codegen.proof.dryrun.memory import LiveMemory
+from autopar.codegen.proof.dryrun.numbers import sizes_of_numbers
+from autopar.codegen.proof.dryrun.owners import owners_of
 from autopar.runtime.data_parallel.wrapping import buckets_of
-from autopar.runtime.dryrun.kernels import cuda_kernels
-from autopar.runtime.dryrun.memory import LiveMemory
-from autopar.runtime.dryrun.numbers import sizes_of_numbers
-from autopar.runtime.dryrun.owners import owners_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,28 +50,6 @@ class Report:
     def to_json(self) -> str:
         """Return the report as one JSON object."""
         return json.dumps(asdict(self), indent=2)
-
-
-def materialise(module: nn.Module) -> None:
-    """Give the parameters of a module on the meta device memory that holds no values."""
-    module.to_empty(device="cpu")
-
-
-def dry_run_step(
-    build: Callable[[], tuple[Sequence[nn.Module], Sequence[Optimizer]]],
-    step: Callable[[], object],
-) -> Report:
-    """Run `step` twice under fake tensors and report on the second, when optimizer states exist.
-
-    `build` is called under fake tensors, too. It may do all that the script does: make, shard,
-    materialise and wrap the modules, and make the optimizers; it returns both.
-    """
-    with recording() as record:
-        modules, optimizers = build()
-        step()
-        with record.measured(modules, optimizers):
-            step()
-    return record.report()
 
 
 @contextmanager

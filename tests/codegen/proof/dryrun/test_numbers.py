@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.dryrun.numbers import PICKED
-from autopar.runtime.dryrun.watching import recording
+from autopar.codegen.proof.dryrun.numbers import PICKED
+from autopar.codegen.proof.dryrun.watching import recording
 
 ROWS, WIDTH = 12, 4
 

@@ -1,0 +1,1 @@
+"""A script's step without computing: its memory and its messages."""
