@@ -7,8 +7,9 @@ from difflib import get_close_matches
 from typing import Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
+from autopar.planner.cluster.reading import did_you_mean
 from autopar.planner.errors import InputError
 
 # Typer hands out only the children of its UsageError; where that is differs between its versions.
@@ -21,6 +22,22 @@ class Command(TyperCommand):
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         """Return the arguments that are left, as typer does."""
         return read_arguments(super().parse_args, ctx, args)
+
+
+class Group(TyperGroup):
+    """A command of several, which refuses the name of one that is not there."""
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        """Return the arguments from the name on, as typer does."""
+        return read_arguments(super().parse_args, ctx, args)
+
+    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+        """Return the command that is meant, with its name and its arguments."""
+        if args[0] not in self.commands:
+            found = f"there is no command {args[0]!r}"
+            fix = did_you_mean(args[0], self.commands)
+            raise InputError(found, where=ctx.command_path, fix=fix)
+        return super().resolve_command(ctx, args)
 
 
 def read_arguments(

@@ -7,11 +7,8 @@ from importlib import import_module
 from typing import Any
 
 import typer
-from typer.core import TyperGroup
 
-from autopar.command_line import Command, read_arguments
-from autopar.planner.cluster.reading import did_you_mean
-from autopar.planner.errors import InputError
+from autopar.command_line import Command, Group
 
 # The function of each command, in the module of its name.
 FUNCTIONS = {
@@ -23,6 +20,9 @@ FUNCTIONS = {
     "verify": "verify_plan",
     "dryrun": "dryrun",
     "profile": "profile",
+    "run": "run",
+    "runs": "runs",
+    "ckpt": "ckpt",
     "doctor": "doctor",
 }
 
@@ -33,6 +33,10 @@ class LazyCommands(Mapping[str, Any]):
     def __getitem__(self, name: str) -> Any:
         function_name = FUNCTIONS[name]
         function = getattr(import_module(f"autopar.commands.{name}"), function_name)
+        if isinstance(function, typer.Typer):  # several commands under one name
+            group = typer.main.get_command(function)
+            group.name = name
+            return group
         alone = typer.Typer(
             add_completion=False, pretty_exceptions_enable=False, rich_markup_mode="rich"
         )
@@ -46,23 +50,12 @@ class LazyCommands(Mapping[str, Any]):
         return len(FUNCTIONS)
 
 
-class LazyGroup(TyperGroup):
+class LazyGroup(Group):
     """A group that knows the names of its commands, and imports them one by one."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.commands: Any = LazyCommands()
-
-    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Return the arguments from the command's name on, as typer does."""
-        return read_arguments(super().parse_args, ctx, args)
-
-    def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-        """Return the command that is meant, with its name and its arguments."""
-        if args[0] not in self.commands:
-            found = f"there is no command {args[0]!r}"
-            raise InputError(found, where=ctx.command_path, fix=did_you_mean(args[0], FUNCTIONS))
-        return super().resolve_command(ctx, args)
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names, none of them imported."""

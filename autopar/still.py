@@ -20,6 +20,7 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("autopar.planner.layers", "find_layers"): "finding the layers",
         ("autopar.planner.plan.search.search", "search"): "searching for the best plan",
         ("autopar.codegen.emit", "emit"): "writing the script",
+        ("autopar.launching", "launch"): "",  # the script tells its steps itself
     }
 )
 _FIRST_SECONDS = 5.0  # imports; other phases take longer as a rule
@@ -39,7 +40,7 @@ def telling_what_takes_long(first_seconds: float = _FIRST_SECONDS) -> Iterator[N
             frame = sys._current_frames().get(told)
             doing = _doing(frame)
             is_late = waited >= _PATIENCE * first_seconds or doing.startswith("importing")
-            if is_late:
+            if is_late and doing:
                 tell_note(f"still {doing} after {waited:.0f} s; Ctrl-C ends it", on=stderr)
                 pause *= 2
 

@@ -31,7 +31,7 @@ def step_of(script: Any, mesh: Mesh) -> Callable[[], Tensor]:
 
     def step() -> Tensor:
         microbatches = list(islice(data, script.MICROBATCHES))
-        loss: Tensor = script.train_step(model, optimizer, microbatches, mesh, options.clip)
+        loss: Tensor = script.train_step(model, optimizer, microbatches, mesh, options.clip)[0]
         return loss
 
     return step

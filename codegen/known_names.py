@@ -15,8 +15,8 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "torch": "Tensor nn",
         "torch.optim": "AdamW Optimizer",
         "autopar.runtime.data": (
-            "Batch Weighed gathered_rows in_float32 loss_in mean_loss placed read_batches "
-            "scale_loss weighed_ahead weighed_terms_ahead"
+            "Batch Weighed gathered_rows in_float32 loss_in placed read_batches scale_loss "
+            "weighed_ahead weighed_terms_ahead"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.keeping": "Keeper",
@@ -28,8 +28,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "Pipeline Stage Tie TiedWeights build_schedule stage_at stage_indices"
         ),
         "autopar.runtime.ranks": (
-            "Axis Mesh Progress note_changes note_device read_options refuse_changes seed_all "
-            "start stop"
+            "Axis Mesh note_changes note_device read_options refuse_changes seed_all start stop"
         ),
         "autopar.runtime.recompute": "recompute update_once",
         "autopar.runtime.tensor": "Split shard_parameters",

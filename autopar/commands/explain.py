@@ -12,6 +12,7 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
+from autopar.analysis_page import analysis_page
 from autopar.console import results
 from autopar.explanation_page import (
     communication_table,
@@ -26,6 +27,7 @@ from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
 from autopar.planner.plan.declared.options import parse_pins
+from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.parts import parts_of
 from autopar.planner.plan.plan import Plan
@@ -33,6 +35,9 @@ from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.file import read_measurements
 from autopar.progress import reported
+from autopar.run_analysis import Analysis, analyze
+from autopar.run_metrics import lines_of
+from autopar.run_record import read_record
 
 
 def explain_plan(
@@ -56,6 +61,14 @@ def explain_plan(
         Path | None,
         typer.Option("--profile", metavar="FILE", help="For --why-not: what the plan was made by."),
     ] = None,
+    analyzed: Annotated[
+        Path | None,
+        typer.Option(
+            "--analyze",
+            metavar="RUN",
+            help="A run of this plan (`autopar run`): what was predicted beside what it measured.",
+        ),
+    ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Say why a plan is what it is: time, stages, memory, communication, what is split.
@@ -67,6 +80,10 @@ def explain_plan(
         raise InputError(
             f"there is no stage {stage}", expected=f"0 to {len(found.stages) - 1}", where=str(plan)
         )
+    if analyzed is not None:
+        analysis = _analysis(found, analyzed)
+        _print(analysis_page(found, analysis), analysis if as_json else None)
+        return
     if other is not None:
         pins = constraints_of(parse_pins([other], option="--why-not"))
         measured = read_measurements(profile) if profile else None
@@ -76,6 +93,26 @@ def explain_plan(
     explanation = explain(found, *parts_of(found, where=str(plan)))
     parts = _chosen(found, explanation, stage=stage, memory=memory, comm=comm)
     _print(parts, explanation if as_json else None)
+
+
+def _analysis(plan: Plan, run: Path) -> Analysis:
+    """Compare a plan with a run of it, given by its folder or by the file of its metrics."""
+    record = read_record(run)
+    copy = run / PLAN_NAME
+    if copy.is_file() and read_plan(copy) != plan:
+        raise InputError(
+            f"the run {run} was by another plan", fix=f"autopar explain {copy} --analyze {run}"
+        )
+    path = Path(record.metrics) if record is not None else run
+    if not path.is_file():
+        raise InputError(
+            f"{run} is no run, and no file of metrics",
+            expected="a folder that `autopar run` made, or what a script wrote with --metrics",
+        )
+    analysis = analyze(plan, lines_of(path))
+    if analysis is None:
+        raise InputError(f"{path} has no step", expected="a run that has told one at least")
+    return analysis
 
 
 def _why_not(plan: Plan, pins: Constraints, measured: Measurements | None) -> WhyNot:
@@ -103,7 +140,8 @@ def _chosen(
 
 
 def _print(
-    parts: Iterator[RenderableType] | list[RenderableType], data: Explanation | WhyNot | None
+    parts: Iterator[RenderableType] | list[RenderableType],
+    data: Explanation | WhyNot | Analysis | None,
 ) -> None:
     if data is not None:
         print(json.dumps(asdict(data), indent=2))

@@ -114,8 +114,16 @@ def planned(plan: Plan) -> Iterator[Setting]:
         per_rank = "of consecutive layers each"
         yield Setting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
+    predicted = plan.prediction
+    figures = (plan.machines.device, round_to(predicted.step_seconds), round_to(predicted.mfu))
+    yield Setting("PREDICTED", literal(figures), "device, seconds of a step, MFU")
     if is_for_gpus(plan):
         yield Setting("DEVICE", literal(plan.machines.device), "that the plan is for")
+
+
+def round_to(figure: float, digits: int = 4) -> float:
+    """Return a figure with as many digits as are predicted at all."""
+    return float(f"{figure:.{digits}g}")
 
 
 def _each(rows: tuple[int, ...]) -> Source:

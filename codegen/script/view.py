@@ -250,7 +250,7 @@ def _kept(plan: Plan) -> Source:
     """Return what a script's keeper is given: all that changes while it trains."""
     scheduler = ", scheduler=scheduler" if plan.model.has_scheduler else ""
     scale = ", loss_scale=loss_scale" if scales_loss(plan) else ""
-    return Source(f"{_parts(plan)}, optimizer{scheduler}{scale}")
+    return Source(f"{_parts(plan)}, optimizer, recipe{scheduler}{scale}")
 
 
 def _clipping(plan: Plan, *, has_splits: bool, has_ties: bool) -> Source:

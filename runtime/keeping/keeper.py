@@ -26,8 +26,10 @@ from autopar.runtime.keeping.finding import (
     find_checkpoint,
 )
 from autopar.runtime.keeping.manifest import Moment
-from autopar.runtime.keeping.owners import owners
+from autopar.runtime.keeping.numbers import broken_of, told_broken
+from autopar.runtime.keeping.owners import every_rank, owners
 from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
+from autopar.runtime.keeping.progress import GO_ON, Planned, Progress
 from autopar.runtime.keeping.random_states import set_random_states
 from autopar.runtime.keeping.restoring import own_random_states, restore
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
@@ -35,7 +37,9 @@ from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, write_checkpoint
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.mesh import Mesh, stop
+from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.ranks.refusal import give_up
 from autopar.runtime.weights.initial_weights import Recipe
 
 FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
@@ -57,7 +61,8 @@ class Keeper:
         self._found: Checkpoint | None = None
         if self._folder is not None:
             if mesh.rank == 0:
-                refuse_unwritable(self._folder, option="--checkpoint")
+                fix = "name another place with --checkpoint, or --checkpoint none to keep nothing"
+                refuse_unwritable(self._folder, fix=fix)
             self._found = find_checkpoint(self._folder, options.resume or AUTO, mesh)
         moment = self._found.manifest.moment if self._found else Moment(step=0, rows=0, updates=0)
         self.step, self.rows = moment.step, moment.rows
@@ -65,23 +70,44 @@ class Keeper:
         self._loss_scale: LossScale | None = None
         self._parts: Sequence[nn.Module] = ()
         self._optimizer: Optimizer | None = None
+        self._recipe: Recipe | None = None
+        self._rate: Any = None
         self._wish = StopWish(mesh)
+        self._metrics = Metrics(options.metrics, mesh)
 
     def take(
         self,
         parts: Sequence[nn.Module],
         optimizer: Optimizer,
+        recipe: Recipe,
         scheduler: LRScheduler | None = None,
         loss_scale: LossScale | None = None,
     ) -> None:
         """Take charge of a training that is about to begin, and put it where its checkpoint is."""
         self._parts, self._optimizer, self._loss_scale = parts, optimizer, loss_scale
+        self._recipe = recipe
         if self._found is not None:
             self._go_on(self._found, parts, optimizer, scheduler)
+        optimizer.register_step_pre_hook(self._note_rate)
         optimizer.register_step_post_hook(self._count)
         self._found = None
+        self._metrics.add(event=Event.STARTED, step=self.step, steps=self._options.steps)
         if self._folder is not None:
             self._wish.listen()
+
+    def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
+        """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
+        return Progress(
+            self._options,
+            self._mesh,
+            self._parts,
+            self._learning_rate,
+            amount=amount,
+            unit=unit,
+            planned=planned,
+            begun=self.step,
+            scales_loss=self._loss_scale is not None,
+        )
 
     def after(self, step: int) -> None:
         """Write a checkpoint after a step, where it is time for one; leave where a signal asks."""
@@ -94,11 +120,16 @@ class Keeper:
             if leaves:
                 self._leave(step, is_kept=is_kept)
 
-    def export(self, recipe: Recipe) -> None:
+    def export(self) -> None:
         """Write the trained weights of the whole model."""
         self._wish.let_go()
         assert self._optimizer is not None
-        export(self._parts, self._optimizer, recipe, self._export, self._mesh)
+        assert self._recipe is not None
+        if self._export is not None and (told := self._broken()) is not None:
+            self._refuse_broken(self._options.steps, told)
+            self._export = None
+        export(self._parts, self._optimizer, self._recipe, self._export, self._mesh)
+        self._metrics.add(event=Event.FINISHED, step=self._options.steps)
 
     def _go_on(
         self,
@@ -129,6 +160,9 @@ class Keeper:
     def _write(self, folder: Path, step: int) -> bool:
         """Write a checkpoint, and say whether it is there; if not, the training goes on."""
         assert self._optimizer is not None
+        if (told := self._broken()) is not None:
+            self._refuse_broken(step, told)
+            return False
         begun, scale = time.perf_counter(), self._loss_scale
         moment = Moment(
             step=step,
@@ -137,8 +171,15 @@ class Keeper:
             loss_scale=None if scale is None else scale.value,
             calm_steps=0 if scale is None else scale.calm_steps,
         )
+        assert self._recipe is not None
         failure = write_checkpoint(
-            folder, moment, self._model, self._parts, self._optimizer, self._mesh
+            folder,
+            moment,
+            self._model,
+            self._parts,
+            self._optimizer,
+            self._mesh,
+            built=self._recipe.dtypes,
         )
         if failure is not None:
             last = f"step {self._kept_step:,}" if self._kept_step else "none"
@@ -146,14 +187,37 @@ class Keeper:
             return False
         self._kept_step = step
         seconds = time.perf_counter() - begun
+        self._metrics.add(
+            event=Event.KEPT, step=step, folder=str(folder), seconds=round(seconds, 3)
+        )
         self._say(f"kept step {step:,} in {folder} ({seconds:,.1f} s)")
         if self._mesh.rank == 0:
             _let_go(folder, self._options.keep)
         return True
 
+    def _broken(self) -> str | None:
+        """Return which parameters are no numbers, if any on any rank."""
+        ranks = every_rank(broken_of(self._parts), self._mesh)
+        return told_broken(ranks) if any(one.count for one in ranks) else None
+
+    def _refuse_broken(self, step: int, told: str) -> None:
+        """Keep no weights that are no numbers, and leave unless the training may go on."""
+        found = f"{told} after step {step:,}, and are not kept"
+        if self._options.on_nan == GO_ON:
+            self._say(f"note: {found}")
+            return
+        self._metrics.add(event=Event.STOPPED, step=step, why=found)
+        give_up(
+            found,
+            fix="a lower --lr, or a scheduler that warms up; --resume auto goes on from the last "
+            "checkpoint; --on-nan go-on trains on",
+        )
+
     def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
         """End this process after a signal, with all others."""
         self._wish.ignore()
+        if is_kept:
+            self._metrics.add(event=Event.PREEMPTED, step=step)
         stop(self._mesh)
         if is_kept:
             self._say(f"stopped by a signal after step {step:,}; --resume auto goes on")
@@ -161,6 +225,14 @@ class Keeper:
 
     def _count(self, *_: Any) -> None:
         self._updates += 1
+
+    def _note_rate(self, optimizer: Optimizer, *_: Any) -> None:
+        """Remember that of this step: a scheduler sets that of the next before it is told."""
+        self._rate = optimizer.param_groups[0].get("lr") if optimizer.param_groups else None
+
+    def _learning_rate(self) -> float | None:
+        """Return the learning rate of the last step: of the first of several groups."""
+        return None if self._rate is None else float(self._rate)
 
     def _say(self, text: str) -> None:
         if self._mesh.rank == 0:

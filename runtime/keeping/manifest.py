@@ -61,6 +61,15 @@ class Origin:
     torch: str
     model: str  # the digest of its model file
     plan: str  # what stands for which rank holds what
+    degrees: str = ""  # the same for people: dp 2 · tp 2
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exported:
+    """A weight that an export of the whole model has."""
+
+    dtype: torch.dtype  # that the constructor chose
+    aliases: tuple[str, ...] = ()  # other names of a tied weight
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -72,6 +81,7 @@ class Manifest:
     files: Mapping[str, Written]
     tensors: Mapping[str, Logical]
     scalars: Mapping[str, Scalar]
+    exported: Mapping[str, Exported]  # of the weights, by their names
 
 
 def to_text(manifest: Manifest) -> str:
@@ -84,6 +94,11 @@ def to_text(manifest: Manifest) -> str:
         "files": {name: asdict(file) for name, file in manifest.files.items()},
         "scalars": {key: asdict(one) for key, one in manifest.scalars.items()},
         "tensors": {key: _logical_as_data(one) for key, one in manifest.tensors.items()},
+        "exported": {
+            key: {"dtype": KINDS[one.dtype], "aliases": one.aliases}
+            for key, one in manifest.exported.items()
+            if one.dtype in KINDS
+        },
     }
     return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
 
@@ -103,6 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
             files={name: Written(**file) for name, file in content["files"].items()},
             scalars={key: Scalar(**one) for key, one in content["scalars"].items()},
             tensors={key: _logical(one) for key, one in content["tensors"].items()},
+            exported={key: _exported(one) for key, one in content.get("exported", {}).items()},
         )
     except FileNotFoundError:
         raise BrokenError(f"it has no {NAME}") from None
@@ -118,21 +134,29 @@ def sha256_of(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_file(folder: Path, name: str, written: Written) -> None:
-    """Raise BrokenError where a file is not what was written."""
-    path = folder / name
+def check_size(folder: Path, name: str, written: Written) -> None:
+    """Raise BrokenError where a file is missing, or has another size than was written."""
     try:
         if Path(name).name != name:
             raise BrokenError(f"{name} is no file of a checkpoint")
-        size = path.stat().st_size
+        size = (folder / name).stat().st_size
         if size != written.size_bytes:
             raise BrokenError(f"{name} has {size:,} bytes, not {written.size_bytes:,}")
-        if sha256_of(path) != written.sha256:
-            raise BrokenError(f"{name} has other contents than were written")
     except FileNotFoundError:
         raise BrokenError(f"{name} is missing") from None
     except OSError as error:
         raise BrokenError(f"{name} cannot be read: {error.strerror}") from None
+
+
+def check_file(folder: Path, name: str, written: Written) -> None:
+    """Raise BrokenError where a file is not what was written; all of it is read."""
+    check_size(folder, name, written)
+    try:
+        digest = sha256_of(folder / name)
+    except OSError as error:
+        raise BrokenError(f"{name} cannot be read: {error.strerror}") from None
+    if digest != written.sha256:
+        raise BrokenError(f"{name} has other contents than were written")
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -146,6 +170,10 @@ def _logical_as_data(one: Logical) -> dict[str, Any]:
         for shard in one.shards
     ]
     return {"dtype": KINDS[one.dtype], "shape": one.shape, "shards": shards}
+
+
+def _exported(data: Mapping[str, Any]) -> Exported:
+    return Exported(dtype=_DTYPES[data["dtype"]], aliases=tuple(data["aliases"]))
 
 
 def _logical(data: Mapping[str, Any]) -> Logical:

@@ -52,9 +52,15 @@ def destination(text: str, mesh: Mesh) -> Destination | None:
         return None
     to = Destination(Path(text).resolve())
     if mesh.rank == 0:
-        _refuse_foreign(to)
-        refuse_unwritable(to.path if to.is_folder else to.path.parent, option="--export")
+        fix = "name another place with --export, or --export none to keep no weights"
+        check_destination(to, option="--export", fix=fix)
     return to
+
+
+def check_destination(to: Destination, *, option: str, fix: str) -> None:
+    """Leave where weights cannot be written, or would replace those of another program."""
+    _refuse_foreign(to, option=option, fix=fix)
+    refuse_unwritable(to.path if to.is_folder else to.path.parent, fix=fix)
 
 
 def temporary(path: Path) -> Path:
@@ -62,17 +68,16 @@ def temporary(path: Path) -> Path:
     return path.with_name(f".{path.name}.tmp")
 
 
-def _refuse_foreign(to: Destination) -> None:
-    fix = "name another place with --export, or --export none to keep no weights"
+def _refuse_foreign(to: Destination, *, option: str, fix: str) -> None:
     if to.path.exists() and to.path.is_dir() != to.is_folder:
         kind = "a folder" if to.path.is_dir() else "a file"
-        refuse(f"--export: {to.path} is {kind}", fix=fix)
+        refuse(f"{option}: {to.path} is {kind}", fix=fix)
     for path in to.earlier():
         if not _is_ours(path):
             refuse(f"{path} is there, and autopar has not written it: it is not replaced", fix=fix)
 
 
-def refuse_unwritable(folder: Path, *, option: str) -> None:
+def refuse_unwritable(folder: Path, *, fix: str) -> None:
     """Leave where nothing can be written to a folder, which is made if need be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -80,10 +85,7 @@ def refuse_unwritable(folder: Path, *, option: str) -> None:
         probe.touch()
         probe.unlink()
     except OSError as error:
-        refuse(
-            f"nothing can be written to {folder}: {error.strerror}",
-            fix=f"name another place with {option}, or {option} none to keep nothing there",
-        )
+        refuse(f"nothing can be written to {folder}: {error.strerror}", fix=fix)
 
 
 def _is_ours(path: Path) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -15,14 +14,13 @@ from torch.optim import Optimizer
 
 from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.holdings import Stepped, named_tensors, value_of
-from autopar.runtime.keeping.manifest import Logical
-from autopar.runtime.keeping.overlaps import overlaps
 from autopar.runtime.keeping.random_states import RANDOM
+from autopar.runtime.keeping.reading import Reader
 from autopar.runtime.keeping.states import STATE, WEIGHT, Target, made_scalar, targets
 from autopar.runtime.keeping.writing import rank_file
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.ranks.refusal import refuse
-from autopar.runtime.tensor.chunks import Chunks, whole
+from autopar.runtime.tensor.chunks import whole
 
 _MOST_TOLD = 5
 
@@ -32,7 +30,7 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
     """Give this rank's weights and the optimizer's states the numbers of a checkpoint."""
     _refuse_others(checkpoint, parts)
     with ExitStack() as files:
-        reader = _Reader(checkpoint, files)
+        reader = Reader(checkpoint, files)
         _restore_weights(reader, parts, optimizer)
         keys = _state_keys(checkpoint)
         for target in targets(parts, optimizer):
@@ -45,35 +43,6 @@ def own_random_states(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
     with safe_open(checkpoint.folder / rank_file(rank), framework="pt") as file:
         names = [name for name in file.keys() if name.startswith(RANDOM)]  # noqa: SIM118
         return {name: file.get_tensor(name) for name in names}
-
-
-class _Reader:
-    """Reads slices of logical tensors; each file is opened once."""
-
-    def __init__(self, checkpoint: Checkpoint, files: ExitStack) -> None:
-        self.checkpoint = checkpoint
-        self._files = files
-        self._opened: dict[str, Any] = {}
-
-    def logical(self, key: str) -> Logical | None:
-        """Return what is known of a logical tensor, if it was kept."""
-        return self.checkpoint.manifest.tensors.get(key)
-
-    def fill(self, key: str, held: Chunks, tensor: Tensor) -> None:
-        """Fill a tensor, which is those chunks of a logical one."""
-        logical = self.checkpoint.manifest.tensors[key]
-        for shard in logical.shards:
-            for target, source in overlaps(held, shard.chunks):
-                found = self._file(shard.file).get_slice(shard.entry)
-                tensor[target] = (found[source] if source else found[...]).to(
-                    tensor.device, tensor.dtype
-                )
-
-    def _file(self, name: str) -> Any:
-        if name not in self._opened:
-            path: Path = self.checkpoint.folder / name
-            self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
-        return self._opened[name]
 
 
 def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:
@@ -94,7 +63,7 @@ def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:
         )
 
 
-def _restore_weights(reader: _Reader, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
+def _restore_weights(reader: Reader, parts: Sequence[nn.Module], optimizer: Optimizer) -> None:
     """Fill parameters and buffers, and the fp32 copies of them that an optimizer steps."""
     stepped = Stepped(optimizer)
     for one in named_tensors(parts):
@@ -117,7 +86,7 @@ def _state_keys(checkpoint: Checkpoint) -> Mapping[str, list[str]]:
     return found
 
 
-def _state(reader: _Reader, target: Target, key: str, optimizer: Optimizer) -> Any:
+def _state(reader: Reader, target: Target, key: str, optimizer: Optimizer) -> Any:
     name = f"{STATE}{key}/{target.name}"
     logical = reader.logical(name)
     if logical is None:

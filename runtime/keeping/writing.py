@@ -11,11 +11,13 @@ import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from autopar.runtime.keeping.exported import exported_of
 from autopar.runtime.keeping.manifest import (
     NAME,
     Logical,
@@ -53,8 +55,13 @@ def write_checkpoint(
     parts: Sequence[nn.Module],
     optimizer: Optimizer,
     mesh: Mesh,
+    *,
+    built: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> str | None:
-    """Write a checkpoint; each rank what it owns. Return why it could not be written, if so."""
+    """Write a checkpoint, each rank what it owns. Return why it could not be written, if so.
+
+    `built` are the types that the constructor chose, for who exports weights from the checkpoint.
+    """
     holdings = everything_held(parts, optimizer)
     owned = owners(holdings, mesh)
     place = step_folder(folder, moment.step)
@@ -71,10 +78,16 @@ def write_checkpoint(
         return failures[0]
     manifest = Manifest(
         moment=moment,
-        origin=Origin(torch=torch.__version__, model=model, plan=plan_digest(owned, mesh)),
+        origin=Origin(
+            torch=torch.__version__,
+            model=model,
+            plan=plan_digest(owned, mesh),
+            degrees=_degrees(mesh),
+        ),
         files={rank_file(rank): file for rank, (file, _) in enumerate(ranks)},
         tensors=logical,
         scalars={key: one for _, found in ranks for key, one in found.items()},
+        exported=exported_of(parts, built, mesh),
     )
     return _told_by_first(mesh, lambda: _put_in_place(fresh, place, manifest))
 
@@ -83,6 +96,11 @@ def plan_digest(owned: Iterable[Owned], mesh: Mesh) -> str:
     """Return what stands for the places of the ranks and for what each of them holds."""
     axes = (mesh.pipeline.size, mesh.data.size, mesh.tensor.size)
     return hashlib.sha256(repr((axes, tuple(owned))).encode()).hexdigest()[:16]
+
+
+def _degrees(mesh: Mesh) -> str:
+    axes = (("pp", mesh.pipeline), ("dp", mesh.data), ("tp", mesh.tensor))
+    return " · ".join(f"{name} {axis.size}" for name, axis in axes if axis.size > 1) or "one device"
 
 
 def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:

@@ -6,13 +6,11 @@ Scripts import from here; files import from each other.
 from autopar.runtime.ranks.mesh import Axis, Mesh, start, stop
 from autopar.runtime.ranks.model_source import note_changes, note_device, refuse_changes
 from autopar.runtime.ranks.options import read_options
-from autopar.runtime.ranks.progress import Progress
 from autopar.runtime.ranks.randomness import seed_all, split_randomness
 
 __all__ = [
     "Axis",
     "Mesh",
-    "Progress",
     "note_changes",
     "note_device",
     "read_options",

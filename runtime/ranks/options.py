@@ -40,6 +40,8 @@ def read_options(
     add("--dtype", choices=(half, "float32", "float64"), default=dtype, help="to compute in")
     add("--log-every", type=from_one, default=log_every, help="steps to a line")
     add("--json", action="store_true", help="log one JSON object a line")
+    add("--metrics", type=Path, help="a file that gets one JSON object a line, of this run too")
+    add("--on-nan", choices=("stop", "go-on"), default="stop", help="where the loss is no number")
     add("--export", default=export, help="trained weights: .safetensors, a folder, or none")
     add("--checkpoint", default=checkpoint, help="the folder of checkpoints, or none")
     add("--checkpoint-every", type=from_one, default=checkpoint_every, help="steps to a checkpoint")

@@ -14,6 +14,7 @@ from torch.utils.data import get_worker_info
 
 USAGE = 2  # as autopar's commands have it: bad usage
 MISMATCH = 6  # environment and plan do not match
+FAILED = 7  # the training itself
 _Number = TypeVar("_Number", int, float)
 _PATIENCE = timedelta(seconds=10)
 
@@ -66,6 +67,11 @@ def refuse(found: str, *, fix: str) -> NoReturn:
     if get_worker_info() is not None:
         raise RefusedInWorkerError(message)
     _leave(message, MISMATCH)
+
+
+def give_up(found: str, *, fix: str) -> NoReturn:
+    """Say why the training cannot go on, and leave; every rank does."""
+    _leave(f"error: {found}\n  fix: {fix}", FAILED)
 
 
 @contextmanager

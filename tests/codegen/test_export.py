@@ -18,7 +18,7 @@ from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
-from autopar.runtime.keeping import export
+from autopar.runtime.keeping import model_files
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.tensor.chunks import chunks_by_name
 from autopar.runtime.weights.initial_weights import build
@@ -40,7 +40,7 @@ CELLS = [
 def train_script(path: str, arguments: list[str], shard_bytes: int | None = None) -> Held:
     """Run a script here, and return what this rank holds after it."""
     if shard_bytes is not None:
-        export.SHARD_BYTES = shard_bytes
+        model_files.SHARD_BYTES = shard_bytes
     script: Any = imported(Path(path))
     parts, _ = script.main(arguments)
     return [block for part in parts for block in _held(part)]

@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 0d2ff05a2d3773c1.
+# Written by autopar 0.1.0, which never overwrites changes by hand: f1ef169bfbd351e9.
 
 from __future__ import annotations
 
@@ -48,7 +48,6 @@ from autopar.runtime.data import (
     Batch,
     Weighed,
     in_float32,
-    mean_loss,
     placed,
     read_batches,
     scale_loss,
@@ -61,7 +60,6 @@ from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm, sum_
 from autopar.runtime.ranks import (
     Axis,
     Mesh,
-    Progress,
     note_device,
     read_options,
     refuse_changes,
@@ -119,6 +117,7 @@ ZERO = 1  # optimizer states are shared out over the data ranks of a shard
 BUCKET_BYTES = 100 * 2**20  # gradients that travel together, beside the backward
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 of each row
+PREDICTED = ("h100-sxm", 0.03443, 0.2101)  # device, seconds of a step, MFU
 DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "c02da646044de0c5"  # of their text
@@ -240,8 +239,8 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 def train_step(
     model: nn.Module, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
-) -> Tensor:
-    """Take one step over this rank's microbatches, and return its part of the loss."""
+) -> tuple[Tensor, Tensor]:
+    """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
     total = torch.zeros((), device=mesh.device, dtype=torch.float64)
     for number, (batch, scale) in enumerate(microbatches, start=1):
         set_last(model, number == MICROBATCHES)  # gradients are averaged with the last one's
@@ -249,10 +248,10 @@ def train_step(
         loss.backward()  # type: ignore[no-untyped-call]
         total += loss.detach()
     sum_replicated([model], SUMMED, mesh.tensor)
-    clip_by_global_norm([model], clip, mesh, split=SPLITS)
+    norm = clip_by_global_norm([model], clip, mesh, split=SPLITS)
     optimizer.step()
     optimizer.zero_grad()
-    return total
+    return total, norm
 
 
 # --------------------------------------------------------------------------------- the data
@@ -290,17 +289,17 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
-    keeper.take([model], optimizer, scheduler=scheduler)
+    keeper.take([model], optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
-        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
+        rows = list(islice(data, MICROBATCHES))
+        loss, norm = train_step(model, optimizer, rows, mesh, options.clip)
         scheduler.step()
         if step % options.log_every == 0 or step == options.steps:
-            losses.append(mean_loss(loss, mesh))
-            progress.log(step, losses[-1])
+            losses.append(progress.log(step, loss, norm))
         keeper.after(step)
-    keeper.export(recipe)
+    keeper.export()
     stop(mesh)
     return [model], losses
 

@@ -28,7 +28,7 @@ Why this plan: of 15 ways to arrange the training none is faster by over 0.02%; 
 its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.86 s (+3.1%): +991.1 ms recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 8222f0fc41aa3762.
+# Written by autopar 0.1.0, which never overwrites changes by hand: fc6aba16594fb28a.
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.runtime.data import Weighed, mean_loss, placed, read_batches, weighed_ahead
+from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import (
@@ -61,7 +61,6 @@ from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, 
 from autopar.runtime.ranks import (
     Axis,
     Mesh,
-    Progress,
     note_device,
     read_options,
     refuse_changes,
@@ -120,6 +119,7 @@ SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # of consecutive layers each
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 128 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 of each row
+PREDICTED = ("h100-sxm", 18.29, 0.4458)  # device, seconds of a step, MFU
 DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
@@ -306,14 +306,14 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
-) -> Tensor:
-    """Take one step over this rank's microbatches, and return its part of the loss."""
+) -> tuple[Tensor, Tensor]:
+    """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
     loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     sum_replicated(model.parts, SUMMED, mesh.tensor)
-    clip_by_global_norm(model.parts, clip, mesh, split=SPLITS)
+    norm = clip_by_global_norm(model.parts, clip, mesh, split=SPLITS)
     optimizer.step()
     optimizer.zero_grad()
-    return loss
+    return loss, norm
 
 
 # --------------------------------------------------------------------------------- the data
@@ -350,16 +350,16 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights(model.parts, recipe, options.weights, mesh, splits=SPLITS)
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
-    keeper.take(model.parts, optimizer)
+    keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
-        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
+        rows = list(islice(data, MICROBATCHES))
+        loss, norm = train_step(model, optimizer, rows, mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:
-            losses.append(mean_loss(loss, mesh))
-            progress.log(step, losses[-1])
+            losses.append(progress.log(step, loss, norm))
         keeper.after(step)
-    keeper.export(recipe)
+    keeper.export()
     stop(mesh)
     return model.parts, losses
 

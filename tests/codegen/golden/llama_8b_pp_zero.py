@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 7bbea69e8283e8a7.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a14d2c371f3ec071.
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.runtime.data import Weighed, mean_loss, placed, read_batches, weighed_ahead
+from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import Crossing, StagePart, numbered, submodules
@@ -49,7 +49,6 @@ from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
 from autopar.runtime.ranks import (
     Mesh,
-    Progress,
     note_device,
     read_options,
     refuse_changes,
@@ -99,6 +98,7 @@ SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # of consecutive layers each
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 of each row
+PREDICTED = ("h100-sxm", 7.253, 0.5487)  # device, seconds of a step, MFU
 DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
@@ -178,13 +178,13 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
-) -> Tensor:
-    """Take one step over this rank's microbatches, and return its part of the loss."""
+) -> tuple[Tensor, Tensor]:
+    """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
     loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
-    clip_by_global_norm(model.parts, clip, mesh)
+    norm = clip_by_global_norm(model.parts, clip, mesh)
     optimizer.step()
     optimizer.zero_grad()
-    return loss
+    return loss, norm
 
 
 # --------------------------------------------------------------------------------- the data
@@ -221,16 +221,16 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights(model.parts, recipe, options.weights, mesh)
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
-    keeper.take(model.parts, optimizer)
+    keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
-        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
+        rows = list(islice(data, MICROBATCHES))
+        loss, norm = train_step(model, optimizer, rows, mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:
-            losses.append(mean_loss(loss, mesh))
-            progress.log(step, losses[-1])
+            losses.append(progress.log(step, loss, norm))
         keeper.after(step)
-    keeper.export(recipe)
+    keeper.export()
     stop(mesh)
     return model.parts, losses
 

@@ -23,7 +23,7 @@ Memory of the fullest device: 11.7 GiB of 67.2 GiB (17%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 8810fd95da849046.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 9460a3fee3cfc370.
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.runtime.data import Weighed, mean_loss, placed, read_batches, weighed_ahead
+from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import Crossing, StagePart
@@ -55,7 +55,6 @@ from autopar.runtime.pipeline import (
 )
 from autopar.runtime.ranks import (
     Mesh,
-    Progress,
     note_device,
     read_options,
     refuse_changes,
@@ -103,6 +102,7 @@ SCHEDULE = "1f1b"  # the order of forwards and backwards
 STAGES_PER_RANK = 1  # of consecutive layers each
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 of each row
+PREDICTED = ("h100-sxm", 0.04004, 0.1746)  # device, seconds of a step, MFU
 DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "6054049c17faec02"  # of their text
@@ -173,15 +173,15 @@ def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:
 
 def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
-) -> Tensor:
-    """Take one step over this rank's microbatches, and return its part of the loss."""
+) -> tuple[Tensor, Tensor]:
+    """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
     loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
     tied = TiedWeights(mesh, model.parts, TIES)
     tied.sum_gradients()
-    clip_by_global_norm(model.parts, clip, mesh, tied=tied.not_owned)
+    norm = clip_by_global_norm(model.parts, clip, mesh, tied=tied.not_owned)
     optimizer.step()
     optimizer.zero_grad()
-    return loss
+    return loss, norm
 
 
 # --------------------------------------------------------------------------------- the data
@@ -218,16 +218,16 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights(model.parts, recipe, options.weights, mesh)
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
-    keeper.take(model.parts, optimizer)
+    keeper.take(model.parts, optimizer, recipe)
     losses: list[float] = []
-    progress = Progress(mesh, TOKENS_PER_STEP, "tokens", begun=keeper.step, as_json=options.json)
+    progress = keeper.progress(TOKENS_PER_STEP, "tokens", PREDICTED)
     for step in range(keeper.step + 1, options.steps + 1):
-        loss = train_step(model, optimizer, list(islice(data, MICROBATCHES)), mesh, options.clip)
+        rows = list(islice(data, MICROBATCHES))
+        loss, norm = train_step(model, optimizer, rows, mesh, options.clip)
         if step % options.log_every == 0 or step == options.steps:
-            losses.append(mean_loss(loss, mesh))
-            progress.log(step, losses[-1])
+            losses.append(progress.log(step, loss, norm))
         keeper.after(step)
-    keeper.export(recipe)
+    keeper.export()
     stop(mesh)
     return model.parts, losses
 

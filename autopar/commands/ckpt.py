@@ -1,0 +1,161 @@
+"""`autopar ckpt`: what lies in a folder of checkpoints, and what can be made of it."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from autopar.checkpoint_difference import difference
+from autopar.checkpoint_pages import difference_page, list_page, verified_page
+from autopar.checkpoint_weights import export_weights
+from autopar.command_line import Command, Group
+from autopar.console import progress, results, tell_note
+from autopar.kept_checkpoints import Kept, kept_in, left_in, verified_in, whole_checkpoint
+from autopar.planner.errors import ExitCode
+
+FOLDER = Annotated[
+    Path,
+    typer.Argument(metavar="FOLDER", help="of checkpoints, of a run, or of one checkpoint: step-N"),
+]
+JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
+
+ckpt = typer.Typer(
+    cls=Group,
+    invoke_without_command=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode="rich",
+)
+
+
+@ckpt.callback()
+def ckpt_options(context: typer.Context) -> None:
+    """List checkpoints, verify them, take the weights out of one, compare two.
+
+    No training is started, and nothing in a checkpoint is unpickled.
+
+    Example: autopar ckpt ls checkpoints
+    """
+    if context.invoked_subcommand is None:
+        typer.echo(context.get_help())
+        raise typer.Exit(ExitCode.USAGE)
+
+
+@ckpt.command("ls", cls=Command)
+def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
+    """List the checkpoints of a folder: step, rows, time, size, plan, whole or damaged.
+
+    Compares the sizes of files only; `autopar ckpt verify` reads all of them.
+
+    Example: autopar ckpt ls checkpoints
+    """
+    kept = kept_in(folder)
+    left = list(left_in(folder))
+    if as_json:
+        print(json.dumps({"checkpoints": [_as_data(one) for one in kept]}, indent=2))
+        return
+    for part in list_page(kept, left):
+        results().print(part)
+
+
+@ckpt.command("verify", cls=Command)
+def verify_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
+    """Read all files of the checkpoints in a folder, and name those that are not as written.
+
+    Exits with 6 where any checkpoint is damaged.
+
+    Example: autopar ckpt verify checkpoints/step-1000
+    """
+    with progress("reading checkpoints"):
+        kept = verified_in(folder)
+    if as_json:
+        print(json.dumps({"checkpoints": [_as_data(one) for one in kept]}, indent=2))
+    else:
+        for part in verified_page(kept):
+            results().print(part)
+    if any(one.faults for one in kept):
+        raise typer.Exit(int(ExitCode.MISMATCH))
+
+
+@ckpt.command("export", cls=Command)
+def export_checkpoint(
+    folder: FOLDER,
+    output: Annotated[
+        Path,
+        typer.Option(
+            "-o", "--output", metavar="PLACE", help="FILE.safetensors, or a folder for shards."
+        ),
+    ] = Path("model.safetensors"),
+) -> None:
+    """Write the weights of a checkpoint, the newest of a folder, as a script does at its end.
+
+    One tensor is in memory at a time. All of the checkpoint is verified first.
+
+    Example: autopar ckpt export checkpoints/step-1000 -o out/model.safetensors
+    """
+    with progress("reading the checkpoint"):
+        checkpoint = whole_checkpoint(folder)
+        weights = export_weights(checkpoint, output)
+    if weights.rounded:
+        tell_note(
+            f"{', '.join(weights.rounded[:4])}: of these the training had copies in 16 bits, and "
+            "that is what is exported; the script itself makes them anew"
+        )
+    step = checkpoint.manifest.moment.step
+    results().print(f"The weights after step {step:,} are {weights.place}", soft_wrap=True)
+
+
+@ckpt.command("diff", cls=Command)
+def diff_checkpoints(
+    before: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint, or a folder of them")],
+    after: Annotated[Path, typer.Argument(metavar="B", help="a checkpoint, or a folder of them")],
+    every: Annotated[bool, typer.Option("--all", help="Tell all tensors that differ.")] = False,
+    as_json: JSON = False,
+) -> None:
+    """Say which weights and optimizer states of two checkpoints differ, and by how much at most.
+
+    They may be of different plans. Exits with 1 where anything differs.
+
+    Example: autopar ckpt diff checkpoints/step-500 checkpoints/step-1000
+    """
+    with progress("comparing"):
+        one, other = whole_checkpoint(before), whole_checkpoint(after)
+        found = difference(one, other)
+    if as_json:
+        print(json.dumps({**asdict(found), "is_equal": found.is_equal}, indent=2))
+    else:
+        for name, found_one in (("A", one), ("B", other)):
+            moment, degrees = found_one.manifest.moment, found_one.manifest.origin.degrees
+            line = (
+                f"{name}: {found_one.folder}, step {moment.step:,}, {moment.rows:,} rows, {degrees}"
+            )
+            results().print(line, soft_wrap=True)
+        for part in difference_page(found, every=every):
+            results().print(part)
+    if not found.is_equal:
+        raise typer.Exit(int(ExitCode.NEGATIVE))
+
+
+def _as_data(one: Kept) -> dict[str, Any]:
+    manifest = one.manifest
+    known = (
+        {}
+        if manifest is None
+        else {
+            **asdict(manifest.moment),
+            "torch": manifest.origin.torch,
+            "plan": manifest.origin.degrees,
+        }
+    )
+    return {
+        "folder": str(one.folder),
+        "is_whole": not one.faults,
+        "faults": list(one.faults),
+        "size_bytes": one.size_bytes,
+        "written_at": one.written_at,
+        **known,
+    }

@@ -1,0 +1,251 @@
+"""`autopar run`: trains by the script of a plan, in a folder that keeps what the run was."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
+from autopar.commands.emit import PLAN
+from autopar.console import results, tell_note
+from autopar.launching import Ended, launch, torchrun_text
+from autopar.number_options import whole
+from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
+from autopar.planner.plan.files.document import read_plan
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.words import arrangement_words
+from autopar.run_folder import (
+    LOGS,
+    RUNS,
+    Nodes,
+    Start,
+    copy_checkpoint,
+    fill_folder,
+    keeps_in_run,
+    run_name,
+    script_arguments,
+    settings_in,
+    start_of,
+    torchrun_arguments,
+    value_given,
+)
+from autopar.run_metrics import last_event, last_step, lines_of
+from autopar.run_record import (
+    EXIT_CODES,
+    METRICS,
+    RECORD,
+    RunRecord,
+    RunState,
+    own_process,
+    write_record,
+)
+from autopar.runtime.ranks.metrics import Event
+
+
+class DevicesError(AutoparError):
+    """This machine has fewer devices than the plan needs of it."""
+
+    exit_code = ExitCode.MISMATCH
+
+
+def run(
+    plan: PLAN,
+    arguments: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[-- ARGS]", help="for the script, whose --help lists them"),
+    ] = None,
+    resume: Annotated[
+        str | None,
+        typer.Option(
+            "--resume",
+            metavar="auto|PATH|never",
+            help="Go on from the newest run of this model; from a run, its checkpoints or one of "
+            "them. Else begin anew.",
+        ),
+    ] = None,
+    max_restarts: Annotated[
+        int, whole("--max-restarts", least=0, text="How often to start again after a failure.")
+    ] = 0,
+    nnodes: Annotated[
+        int, whole("--nnodes", least=1, text="Machines, each with this command.")
+    ] = 1,
+    node_rank: Annotated[
+        int | None,
+        whole("--node-rank", least=0, metavar="R", text="Which of them this is, from 0."),
+    ] = None,
+    master_addr: Annotated[
+        str | None, typer.Option("--master-addr", metavar="HOST", help="The first machine.")
+    ] = None,
+    master_port: Annotated[
+        int, whole("--master-port", least=1, most=65535, text="A free port there.")
+    ] = 29500,
+    name: Annotated[
+        str | None,
+        typer.Option("--name", metavar="NAME", help="Of the folder; one that is there goes on."),
+    ] = None,
+    runs: Annotated[
+        Path | None,
+        typer.Option("--runs", metavar="FOLDER", help="Where runs are; else beside the plan."),
+    ] = None,
+    script: Annotated[
+        Path | None,
+        typer.Option("--script", metavar="FILE", help="Else train.py beside the plan."),
+    ] = None,
+) -> None:
+    """Train by the script of a plan, under torchrun.
+
+    Prints the torchrun command, and keeps plan, script, logs, metrics, environment, checkpoints and
+    weights in a folder. Exits with 0 when it is done, 75 when a signal stopped it and a checkpoint
+    was written, 7 when it failed.
+
+    Example: autopar run out --max-restarts 3 -- --steps 1000
+    """
+    given = tuple(arguments or ())
+    beside = plan if plan.is_dir() else plan.parent
+    content = read_plan(plan)
+    path = beside / SCRIPT_NAME if script is None else script
+    if not path.is_file():
+        raise InputError(f"there is no script {path}", fix=f"autopar emit {plan} writes it")
+    nodes = _nodes(nnodes, node_rank, master_addr, master_port, name)
+    _check_devices(content, nodes)
+    place = (beside / RUNS if runs is None else runs).resolve()
+    folder = place / run_name(content, place, name)
+    start = start_of(content, place, folder, resume, nodes)
+    command = torchrun_arguments(
+        path,
+        folder,
+        processes=content.arrangement.ranks,
+        nodes=nodes,
+        max_restarts=max_restarts,
+        arguments=script_arguments(path, folder, start, given),
+    )
+    text = torchrun_text(command)
+    _make(folder, start, nodes)
+    fill_folder(folder, beside / PLAN_NAME if plan.is_dir() else plan, path, nodes, text)
+    keeps = keeps_in_run(settings_in(path.read_text(encoding="utf-8")), given)
+    metrics = Path(value_given("--metrics", given) or folder / METRICS).resolve()
+    record = _record(content, folder, start if keeps else None, metrics, text)
+    file_name = f"node-{nodes.rank}.json" if nodes.rank else RECORD
+    write_record(folder, record, name=file_name)
+    _tell_start(folder, start if keeps else None, resume, text)
+    seen = metrics.stat().st_size if metrics.is_file() else 0
+    ended = launch(command)
+    state = ended_as(ended, metrics, seen)
+    write_record(folder, replace(record, state=state, ended_at=time.time()), name=file_name)
+    _tell_end(state, ended, folder, metrics, seen)
+    code = EXIT_CODES[state]
+    if code:
+        raise typer.Exit(int(code))
+
+
+def _nodes(count: int, rank: int | None, address: str | None, port: int, name: str | None) -> Nodes:
+    wanted = {"--node-rank": rank, "--master-addr": address, "--name": name}
+    if count == 1:
+        if rank or address:
+            raise InputError("--node-rank and --master-addr are for several machines: --nnodes")
+        return Nodes()
+    missing = [option for option, value in wanted.items() if value is None]
+    if missing:
+        raise InputError(
+            f"--nnodes {count} needs {', '.join(missing)}",
+            expected="the same --name on each machine: they share one folder of checkpoints",
+            fix=f"autopar run PLAN --nnodes {count} --node-rank 0 --master-addr HOST --name first",
+        )
+    assert rank is not None
+    if rank >= count:
+        raise InputError(f"--node-rank {rank}", expected=f"0 to {count - 1}")
+    return Nodes(count=count, rank=rank, address=address, port=port)
+
+
+def _check_devices(plan: Plan, nodes: Nodes) -> None:
+    ranks = plan.arrangement.ranks
+    if ranks % nodes.count:
+        raise InputError(f"{ranks} ranks are not shared out evenly over {nodes.count} machines")
+    import torch  # here alone: it takes seconds
+
+    here, needed = torch.cuda.device_count(), ranks // nodes.count
+    if torch.cuda.is_available() and here < needed:
+        raise DevicesError(
+            f"the plan needs {needed} devices of this machine, and {here} are there",
+            fix="--nnodes N shares them out over machines; `autopar plan` plans for fewer",
+        )
+
+
+def _make(folder: Path, start: Start, nodes: Nodes) -> None:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        if start.copied is not None and nodes.rank == 0:
+            copy_checkpoint(start.copied, start.checkpoints)
+    except OSError as error:
+        raise InputError(
+            f"nothing can be written to {folder}: {error.strerror}", fix="choose another --runs"
+        ) from None
+
+
+def _record(
+    plan: Plan, folder: Path, start: Start | None, metrics: Path, command: str
+) -> RunRecord:
+    host, process, began = own_process()
+    goes_on = None if start is None else start.goes_on_from
+    return RunRecord(
+        name=folder.name,
+        model=plan.model.spec,
+        arguments=plan.model.arguments,
+        plan=arrangement_words(plan.arrangement),
+        predicted_step_seconds=plan.prediction.step_seconds,
+        command=command,
+        checkpoints=None if start is None else str(start.checkpoints),
+        metrics=str(metrics),
+        goes_on_from=None if goes_on is None else str(goes_on),
+        host=host,
+        process=process,
+        process_began=began,
+        started_at=time.time(),
+    )
+
+
+def _tell_start(folder: Path, start: Start | None, resume: str | None, command: str) -> None:
+    print(f"run: {folder}")
+    if start is not None and start.goes_on_from is not None:
+        print(f"goes on from {start.goes_on_from}; checkpoints: {start.checkpoints}")
+    elif start is not None and resume == "auto":
+        print("no run of this model has kept anything: it begins anew")
+    print(f"{command}\n", flush=True)
+
+
+def ended_as(ended: Ended, metrics: Path, seen: int) -> RunState:
+    """Tell how a run has ended: torchrun returns 1 for whatever is not 0."""
+    if ended.code == 0:
+        return RunState.FINISHED
+    if last_event(lines_of(metrics, start=seen)) == Event.PREEMPTED:
+        return RunState.PREEMPTED
+    return RunState.INTERRUPTED if ended.is_signalled else RunState.FAILED
+
+
+def _tell_end(state: RunState, ended: Ended, folder: Path, metrics: Path, seen: int) -> None:
+    lines = lines_of(metrics, start=seen)
+    step = last_step(lines)
+    last = f"after step {step['step']:,}" if step else "before its first line"
+    if ended.leftovers:
+        tell_note(f"torchrun was killed; {ended.leftovers} of its processes were ended, too")
+    if state is RunState.FINISHED:
+        results().print(f"finished: {folder}", soft_wrap=True)
+    elif state is RunState.PREEMPTED:
+        results().print(f"stopped by a signal, and kept: --resume {folder} goes on", soft_wrap=True)
+    elif state is RunState.INTERRUPTED:
+        results().print(f"stopped by a signal {last}, and nothing was kept", soft_wrap=True)
+    else:
+        why = f": {lines[-1].get('why')}" if last_event(lines) == Event.STOPPED else ""
+        _tell_failure(f"the training failed {last}{why}", folder)
+
+
+def _tell_failure(found: str, folder: Path) -> None:
+    lines: Sequence[str] = (f"error: {found}", f"  at: {folder / LOGS} has what each rank printed")
+    for line in lines:
+        typer.echo(line, err=True)

@@ -1,0 +1,72 @@
+"""`autopar runs`: the runs in a folder, and what has become of each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.text import Text
+
+from autopar.checkpoint_pages import time_text
+from autopar.console import results
+from autopar.planner.cluster.units import seconds_text
+from autopar.planner.errors import InputError
+from autopar.run_folder import RUNS
+from autopar.run_metrics import last_lines, last_step
+from autopar.run_record import RunRecord, as_data, read_record, runs_in
+from autopar.tables import plain_table
+
+
+def runs(
+    folder: Annotated[
+        Path, typer.Argument(metavar="[FOLDER]", help="of runs, of a plan, or of one run")
+    ] = Path(),
+    as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
+) -> None:
+    """List runs: when, which plan, what became of each, its last step, loss and seconds a step.
+
+    Example: autopar runs out
+    """
+    found = _runs(folder)
+    if not found:
+        raise InputError(
+            f"there are no runs in {folder}",
+            expected="what `autopar run PLAN` makes in the folder runs beside the plan",
+        )
+    steps = [last_step(last_lines(Path(record.metrics))) or {} for _, record in found]
+    if as_json:
+        pairs = zip(found, steps, strict=True)
+        print(
+            json.dumps([_as_data(path, record, step) for (path, record), step in pairs], indent=2)
+        )
+        return
+    table = plain_table("", "run", "started", "plan", "state", "step", "loss", "a step", left=4)
+    for (path, record), step in zip(found, steps, strict=True):
+        table.add_row(
+            Text(path.name),
+            time_text(record.started_at),
+            record.plan,
+            str(record.state),
+            f"{step['step']:,}" if "step" in step else "",
+            _figure(step.get("loss")),
+            seconds_text(step["seconds"]) if "seconds" in step else "",
+        )
+    results().print(table)
+
+
+def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
+    """Return the runs of a folder, or of that of a plan beside which they are."""
+    own = read_record(folder)
+    if own is not None:
+        return [(folder, own)]
+    return runs_in(folder) or runs_in(folder / RUNS)
+
+
+def _figure(loss: object) -> str:
+    return f"{loss:.5f}" if isinstance(loss, float) else str(loss or "")
+
+
+def _as_data(path: Path, record: RunRecord, step: dict[str, Any]) -> dict[str, Any]:
+    return {"folder": str(path), **as_data(record), "last_step": step}

@@ -1,0 +1,124 @@
+"""Turns a folder of checkpoints into what is known of each: its step, its size, what is wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.runtime.keeping.finding import Checkpoint, checkpoints_in, step_of
+from autopar.runtime.keeping.manifest import (
+    NAME,
+    BrokenError,
+    Manifest,
+    check_file,
+    check_size,
+    read_manifest,
+)
+from autopar.runtime.keeping.safetensors_file import Written
+from autopar.runtime.keeping.writing import BROKEN, STEP, UNFINISHED
+
+FOLDER = "checkpoints"  # in the folder of a run
+_LEFT = {
+    UNFINISHED: "being written, or left by a training that was killed",
+    BROKEN: "set aside by a training, as it was not whole",
+}
+
+
+class DamagedCheckpointError(AutoparError):
+    """A checkpoint that is not as it was written."""
+
+    exit_code = ExitCode.MISMATCH
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kept:
+    """A checkpoint in a folder; what its manifest says is None where that cannot be read."""
+
+    folder: Path
+    faults: tuple[str, ...]
+    size_bytes: int
+    written_at: float  # seconds since 1970
+    manifest: Manifest | None = None
+
+
+def kept_in(folder: Path) -> list[Kept]:
+    """Return the checkpoints of a folder, the oldest first; sizes of their files are compared."""
+    return [_looked_at(one, check=check_size) for one in _folders(folder)]
+
+
+def verified_in(folder: Path) -> list[Kept]:
+    """Return the checkpoints of a folder, the oldest first, after reading every byte of them."""
+    return [_looked_at(one, check=check_file) for one in _folders(folder)]
+
+
+def left_in(folder: Path) -> Iterator[tuple[Path, str]]:
+    """Yield folders that are no checkpoints of a training, with what they are."""
+    for ending, what in _LEFT.items():
+        for path in sorted(_place(folder).glob(f"{STEP}*{ending}")):
+            yield path, what
+
+
+def whole_checkpoint(path: Path) -> Checkpoint:
+    """Return the checkpoint that is named, or the newest of a folder, or refuse a damaged one."""
+    folder = _folders(path)[-1]
+    found = _looked_at(folder, check=check_file)
+    if found.manifest is None or found.faults:
+        raise DamagedCheckpointError(
+            "the checkpoint is not whole: " + "; ".join(found.faults),
+            where=str(folder),
+            fix="name another one, or bring back a copy; `autopar ckpt ls` lists them",
+        )
+    return Checkpoint(folder, found.manifest)
+
+
+def _folders(path: Path) -> list[Path]:
+    """Return the checkpoint that a path names, or all in a folder or in that of a run."""
+    if not path.is_dir():
+        found = "is a file" if path.exists() else "is not there"
+        raise InputError(f"{path} {found}", expected="a folder of checkpoints, or one of them")
+    if (path / NAME).exists() or _is_step(path):
+        return [path]
+    found_there = sorted(checkpoints_in(_place(path)), key=step_of)
+    if not found_there:
+        raise InputError(
+            f"there are no checkpoints in {path}",
+            expected=f"folders such as {STEP}1000, which scripts write with --checkpoint",
+        )
+    return found_there
+
+
+def _place(folder: Path) -> Path:
+    """Return where the checkpoints of a folder are, which may be that of a run."""
+    inside = folder / FOLDER
+    return inside if inside.is_dir() and not any(checkpoints_in(folder)) else folder
+
+
+def _is_step(path: Path) -> bool:
+    name = path.resolve().name
+    return name.startswith(STEP) and name.removeprefix(STEP).split(".")[0].isdecimal()
+
+
+def _looked_at(folder: Path, *, check: Callable[[Path, str, Written], None]) -> Kept:
+    """Read the manifest of a checkpoint, and check each of its files; all faults are told."""
+    faults: list[str] = []
+    manifest = None
+    try:
+        manifest = read_manifest(folder)
+    except BrokenError as error:
+        faults.append(str(error))
+    for name, written in sorted(manifest.files.items()) if manifest is not None else ():
+        try:
+            check(folder, name, written)
+        except BrokenError as error:
+            faults.append(str(error))
+    files = [one for one in folder.iterdir() if one.is_file()]
+    described = folder / NAME
+    return Kept(
+        folder=folder,
+        faults=tuple(faults),
+        size_bytes=sum(one.stat().st_size for one in files),
+        written_at=(described if described.exists() else folder).stat().st_mtime,
+        manifest=manifest,
+    )

@@ -1,0 +1,373 @@
+"""`autopar run` and `autopar runs`: how a training ended is told, and no process is left over."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from autopar.codegen.emit import write_script
+from autopar.commands.run import ended_as
+from autopar.launching import ENVIRONMENT, Ended
+from autopar.planner.errors import InputError
+from autopar.planner.plan.files.document import write_plan
+from autopar.planner.plan.plan import Plan
+from autopar.run_folder import (
+    Nodes,
+    RunningError,
+    copy_checkpoint,
+    run_name,
+    script_arguments,
+    start_of,
+)
+from autopar.run_metrics import last_step, lines_of
+from autopar.run_record import (
+    RunRecord,
+    RunState,
+    own_process,
+    read_record,
+    runs_in,
+    write_record,
+)
+from autopar.runtime.keeping.finding import checkpoints_in
+from autopar.runtime.keeping.manifest import NAME
+from tests.autopar.commands import run
+from tests.codegen.plans import pinned_plan
+
+ENDLESS = ("--data", "synthetic", "--steps", "1000000", "--checkpoint-every", "50")
+ONE = Nodes()
+
+
+@pytest.fixture(scope="module")
+def planned(tmp_path_factory: pytest.TempPathFactory) -> Plan:
+    del tmp_path_factory
+    return pinned_plan("mnist.py", (), microbatch=4)
+
+
+@pytest.fixture
+def folder(planned: Plan, tmp_path: Path) -> Path:
+    """The folder of a plan and its script."""
+    write_plan(planned, tmp_path / "plan.json")
+    write_script(planned, tmp_path)
+    return tmp_path
+
+
+def record_of(plan: Plan, place: Path, **changes: object) -> RunRecord:
+    host, process, began = own_process()
+    made = RunRecord(
+        name=place.name,
+        model=plan.model.spec,
+        arguments=plan.model.arguments,
+        plan="one",
+        predicted_step_seconds=0.5,
+        command="torchrun train.py",
+        checkpoints=str(place / "checkpoints"),
+        metrics=str(place / "metrics.jsonl"),
+        host=host,
+        process=process,
+        process_began=began,
+        started_at=1.0,
+        state=RunState.FINISHED,
+        ended_at=2.0,
+    )
+    return replace(made, **changes)  # type: ignore[arg-type]
+
+
+def kept_run(plan: Plan, place: Path, **changes: object) -> Path:
+    """Leave a run that has kept step 5."""
+    (place / "checkpoints" / "step-5").mkdir(parents=True)
+    (place / "checkpoints" / "step-5" / NAME).touch()
+    write_record(place, record_of(plan, place, **changes))
+    return place
+
+
+# ------------------------------------------------------------------------ where a run begins
+
+
+def test_a_run_begins_anew_unless_it_is_told_to_go_on(planned: Plan, tmp_path: Path) -> None:
+    kept_run(planned, tmp_path / "first")
+    own = tmp_path / "second"
+    for resume in (None, "never"):
+        start = start_of(planned, tmp_path, own, resume, ONE)
+        assert (start.checkpoints, start.goes_on_from) == (own / "checkpoints", None)
+    start = start_of(planned, tmp_path, own, "auto", ONE)
+    assert start.checkpoints == tmp_path / "first" / "checkpoints"
+
+
+def test_auto_takes_the_newest_run_of_the_same_model_that_has_kept_something(
+    planned: Plan, tmp_path: Path
+) -> None:
+    kept_run(planned, tmp_path / "a", started_at=1.0)
+    kept_run(planned, tmp_path / "b", started_at=3.0)
+    kept_run(planned, tmp_path / "other", started_at=4.0, model="llama.py")
+    write_record(tmp_path / "empty", record_of(planned, tmp_path / "empty", started_at=5.0))
+    assert start_of(planned, tmp_path, tmp_path / "new", "auto", ONE).goes_on_from == tmp_path / "b"
+    running = record_of(planned, tmp_path / "b", started_at=3.0, state=RunState.RUNNING)
+    write_record(tmp_path / "b", running)
+    with pytest.raises(RunningError):
+        start_of(planned, tmp_path, tmp_path / "new", "auto", ONE)
+
+
+def test_one_checkpoint_is_copied_so_that_restarts_find_later_ones(
+    planned: Plan, tmp_path: Path
+) -> None:
+    step = kept_run(planned, tmp_path / "a") / "checkpoints" / "step-5"
+    (step / NAME).write_text("{}")
+    start = start_of(planned, tmp_path, tmp_path / "new", str(step), ONE)
+    assert start.copied == step
+    copy_checkpoint(step, start.checkpoints)
+    copied = tmp_path / "new" / "checkpoints" / "step-5"
+    assert (copied / NAME).read_text() == "{}"
+    assert [one.name for one in checkpoints_in(copied.parent)] == ["step-5"]
+
+
+def test_a_name_that_is_there_goes_on_and_is_not_written_over(
+    planned: Plan, tmp_path: Path
+) -> None:
+    own = kept_run(planned, tmp_path / "mine")
+    assert start_of(planned, tmp_path, own, None, ONE).goes_on_from == own
+    with pytest.raises(InputError, match="are not written over"):
+        start_of(planned, tmp_path, own, "never", ONE)
+    with pytest.raises(InputError, match="no checkpoints"):
+        start_of(planned, tmp_path, tmp_path / "new", str(tmp_path / "nowhere"), ONE)
+    with pytest.raises(InputError, match="no name of a folder"):
+        run_name(planned, tmp_path, "../out")
+
+
+def test_what_script_and_arguments_say_is_left_as_it_is(planned: Plan, folder: Path) -> None:
+    script, place = folder / "train.py", folder / "runs" / "a"
+    start = start_of(planned, folder / "runs", place, None, ONE)
+    told = script_arguments(script, place, start, ("--lr", "1"))
+    assert told[:4] == ("--checkpoint", str(place / "checkpoints"), "--resume", "auto")
+    assert str(place / "model.safetensors") in told
+    assert told[-2:] == ("--lr", "1")
+    given = ("--checkpoint=mine", "--export", "none", "--metrics", "m")
+    assert script_arguments(script, place, start, given) == given
+    text = script.read_text().replace('CHECKPOINT = "none"', 'CHECKPOINT = "there"')
+    script.write_text(text.replace('EXPORT = "model.safetensors"', 'EXPORT = "none"'))
+    told = script_arguments(script, place, start, ())
+    assert told == ("--metrics", str(place / "metrics.jsonl"))
+
+
+# --------------------------------------------------------------------------- how it has ended
+
+
+STARTED, STEP = '{"event": "started"}', '{"step": 3, "loss": 1.0}'
+PREEMPTED = '{"event": "preempted", "step": 3}'
+
+
+@pytest.mark.parametrize(
+    ("code", "is_signalled", "lines", "state"),
+    [
+        (0, False, [STARTED, STEP], RunState.FINISHED),
+        (1, False, [STARTED, STEP], RunState.FAILED),
+        (1, False, [], RunState.FAILED),
+        (1, False, [STARTED, STEP, PREEMPTED], RunState.PREEMPTED),  # a scheduler told the ranks
+        (1, True, [STARTED, STEP, PREEMPTED], RunState.PREEMPTED),
+        (-9, True, [STARTED, STEP], RunState.INTERRUPTED),
+        (1, False, [PREEMPTED, STARTED, STEP], RunState.FAILED),  # it went on, and then failed
+    ],
+)
+def test_the_end_is_told_by_the_code_and_by_what_the_script_left(
+    code: int, is_signalled: bool, lines: list[str], state: RunState, tmp_path: Path
+) -> None:
+    metrics = tmp_path / "metrics.jsonl"
+    metrics.write_text(PREEMPTED + "\n")  # of an earlier start
+    seen = metrics.stat().st_size
+    metrics.write_text("\n".join([PREEMPTED, *lines, '{"cut o']))
+    ended = Ended(code=code, is_signalled=is_signalled, leftovers=0)
+    assert ended_as(ended, metrics, seen) is state
+
+
+def test_a_run_whose_process_is_gone_was_killed(planned: Plan, tmp_path: Path) -> None:
+    record = record_of(planned, tmp_path, state=RunState.RUNNING, ended_at=None)
+    write_record(tmp_path, record)
+    found = read_record(tmp_path)
+    assert found is not None
+    assert found.state is RunState.RUNNING
+    write_record(tmp_path, replace(record, process_began=-1))  # another process has the number
+    found = read_record(tmp_path)
+    assert found is not None
+    assert found.state is RunState.KILLED
+
+
+def test_runs_are_listed_with_their_last_step(
+    planned: Plan,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    place = kept_run(planned, tmp_path / "runs" / "first")
+    lines = [STARTED, '{"step": 20, "loss": 2.5, "seconds": 0.25}', '{"event": "finished"}']
+    (place / "metrics.jsonl").write_text("\n".join(lines))
+    ran = run(monkeypatch, capsys, "runs", str(tmp_path))
+    assert ran.code == 0
+    line = next(line for line in ran.out.splitlines() if "first" in line)
+    assert all(word in line for word in ("finished", "20", "2.50000", "250 ms"))
+    found = json.loads(run(monkeypatch, capsys, "runs", str(place), "--json").out)
+    assert [(one["state"], one["last_step"]["step"]) for one in found] == [("finished", 20)]
+    assert run(monkeypatch, capsys, "runs", str(tmp_path / "nowhere")).code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("--nnodes", "2"), 2, "needs --node-rank, --master-addr, --name"),
+        (("--master-addr", "host"), 2, "are for several machines"),
+        (("--resume", "nowhere"), 2, "there are no checkpoints"),
+        (("--script", "nowhere.py"), 2, "there is no script"),
+        (("--max-restarts", "-1"), 2, "not a count"),
+    ],
+)
+def test_bad_input_is_told_before_anything_is_made(
+    words: tuple[str, ...],
+    code: int,
+    told: str,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    ran = run(monkeypatch, capsys, "run", str(folder), *words)
+    assert ran.code == code
+    assert told in ran.err
+    assert not (folder / "runs").exists()
+
+
+# ------------------------------------------------------------------------- real torchrun jobs
+
+
+Job = Callable[..., subprocess.Popen[str]]
+
+
+@pytest.fixture
+def job(folder: Path) -> Iterator[Job]:
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*words: str) -> subprocess.Popen[str]:
+        made = subprocess.Popen(
+            [sys.executable, "-m", "autopar", "run", str(folder), *words],
+            cwd=folder,
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        started.append(made)
+        return made
+
+    yield start
+    for one in started:
+        if one.poll() is None:
+            one.kill()
+            one.wait()
+
+
+def only_run(folder: Path) -> tuple[Path, RunRecord]:
+    (found,) = runs_in(folder / "runs")
+    return found
+
+
+def wait_for_checkpoint(job: subprocess.Popen[str], folder: Path) -> Path:
+    deadline = time.monotonic() + 240
+    while job.poll() is None and time.monotonic() < deadline:
+        for place, _ in runs_in(folder / "runs"):
+            if checkpoints_in(place / "checkpoints"):
+                return place
+        time.sleep(0.1)
+    raise AssertionError(job.communicate(timeout=30)[0][-3000:])
+
+
+def processes_of(folder: Path) -> list[int]:
+    """Return the processes whose command line names a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        try:
+            if str(folder).encode() in path.read_bytes() and int(path.parent.name) != os.getpid():
+                found.append(int(path.parent.name))
+        except OSError:
+            continue
+    return found
+
+
+def wait_until_gone(folder: Path, seconds: float = 60) -> None:
+    deadline = time.monotonic() + seconds
+    while processes_of(folder) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    assert not processes_of(folder)
+
+
+@pytest.mark.slow
+def test_a_run_that_was_stopped_leaves_with_75_and_another_one_goes_on(
+    folder: Path, job: Job
+) -> None:
+    first = job("--", *ENDLESS)
+    place = wait_for_checkpoint(first, folder)
+    first.send_signal(signal.SIGUSR1)
+    printed = first.communicate(timeout=120)[0]
+    assert first.returncode == 75, printed[-3000:]
+    assert f"torchrun --standalone --nproc-per-node 1 --log-dir {place / 'logs'}" in printed
+    assert only_run(folder)[1].state is RunState.PREEMPTED
+    wait_until_gone(folder, 5)
+    step = int(checkpoints_in(place / "checkpoints")[0].name.removeprefix("step-"))
+    assert list(place.glob("logs/*/attempt_0/0/stderr.log"))
+    again = job("--resume", "auto", "--", *ENDLESS[:2], "--steps", str(step + 5))
+    printed = again.communicate(timeout=240)[0]
+    assert again.returncode == 0, printed[-3000:]
+    assert f"goes on from {place}" in printed
+    second, record = runs_in(folder / "runs")[-1]
+    assert (record.state, record.goes_on_from) == (RunState.FINISHED, str(place))
+    last = last_step(lines_of(second / "metrics.jsonl"))
+    assert last is not None
+    assert last["step"] == step + 5
+    names = {one.name for one in second.iterdir()}
+    assert {"plan.json", "train.py", "environment.json", "model.safetensors"} <= names
+
+
+@pytest.mark.slow
+def test_a_failure_leaves_with_7_and_says_where_the_logs_are(folder: Path, job: Job) -> None:
+    script = folder / "train.py"
+    broken = script.read_text().replace("keeper.after(step)", "raise RuntimeError('broken here')")
+    script.write_text(broken)
+    failed = job("--max-restarts", "1", "--", *ENDLESS)
+    printed = failed.communicate(timeout=240)[0]
+    assert failed.returncode == 7, printed[-3000:]
+    assert "error: the training failed" in printed
+    place, record = only_run(folder)
+    assert record.state is RunState.FAILED
+    logs = [one.read_text() for one in place.glob("logs/*/attempt_*/0/stderr.log")]
+    assert len(logs) == 2, "it was started again"
+    assert all("broken here" in one for one in logs)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("victim", ["torchrun", "autopar"])
+def test_no_process_outlives_a_kill(victim: str, folder: Path, job: Job) -> None:
+    running = job("--", *ENDLESS)
+    place = wait_for_checkpoint(running, folder)
+    if victim == "autopar":
+        running.kill()
+        running.wait()
+    else:
+        children = Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()
+        os.kill(int(children[0]), signal.SIGKILL)
+        assert running.wait(timeout=120) == 75, "its rank was told to stop, and kept its work"
+    wait_until_gone(folder)
+    state = only_run(folder)[1].state
+    assert state is (RunState.KILLED if victim == "autopar" else RunState.PREEMPTED)
+    assert (place / "checkpoints").is_dir()
+
+
+def test_torchrun_knows_the_names_that_are_set_around_it() -> None:
+    from torch.distributed import run as torchrun
+    from torch.distributed.launcher import api
+
+    known = "".join(Path(str(one.__file__)).read_text() for one in (torchrun, api))
+    assert all(name in known for name in ENVIRONMENT)

@@ -1,0 +1,250 @@
+"""Step lines: what they tell, and where a training ends whose numbers are none."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.runtime.keeping.keeper import Keeper
+from autopar.runtime.keeping.numbers import broken_of
+from autopar.runtime.keeping.progress import Planned, Progress
+from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.ranks.mesh import Mesh, start, stop
+from autopar.runtime.ranks.options import read_options
+from autopar.runtime.weights.initial_weights import Recipe
+from tests.runtime.processes import run_on_ranks
+
+CPU: Planned = ("cpu", 0.5, 0.4)
+
+
+def options(*words: str) -> argparse.Namespace:
+    settings: dict[str, Any] = {
+        "steps": 40, "clip": 1.0, "seed": 0, "dtype": "float32", "log_every": 1, "export": "none",
+        "checkpoint": "none", "checkpoint_every": 10, "keep": 3,
+    }  # fmt: skip
+    return read_options(words, **settings)
+
+
+def no_weights(name: str) -> torch.Tensor:
+    raise KeyError(name)
+
+
+def progress_of(
+    mesh: Mesh,
+    *words: str,
+    planned: Planned = CPU,
+    scales_loss: bool = False,
+    model: nn.Module | None = None,
+) -> Callable[..., float]:
+    made = Progress(
+        options(*words),
+        mesh,
+        [nn.Linear(2, 2) if model is None else model],
+        lambda: 0.25,
+        amount=640,
+        unit="tokens",
+        planned=planned,
+        begun=0,
+        scales_loss=scales_loss,
+    )
+    return lambda step, loss, norm=3.0: made.log(step, torch.tensor(loss), torch.tensor(norm))
+
+
+@pytest.fixture
+def timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    times = iter((0.0, 20.0, 23.0))
+    monkeypatch.setattr("autopar.runtime.keeping.progress.time.perf_counter", lambda: next(times))
+
+
+@pytest.mark.usefixtures("timed")
+def test_a_line_has_all_that_is_known(capsys: pytest.CaptureFixture[str], mesh: Mesh) -> None:
+    log = progress_of(mesh)
+    log(10, 2.5)
+    log(13, 2.0)
+    assert [line.split("   ") for line in capsys.readouterr().out.splitlines()] == [
+        ["step", "  10", "loss 2.50000", "norm 3", "lr 0.25", "2,000.0 ms", "320 tokens/s",
+         "4.00 × planned", "0:01:00 left"],
+        ["step", "  13", "loss 2.00000", "norm 3", "lr 0.25", "1,000.0 ms", "640 tokens/s",
+         "2.00 × planned", "0:00:27 left"],
+    ]  # fmt: skip
+
+
+@pytest.mark.usefixtures("timed")
+def test_json_lines_and_metrics_have_the_same(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, mesh: Mesh
+) -> None:
+    file = tmp_path / "new" / "metrics.jsonl"
+    log = progress_of(mesh, "--json", "--metrics", str(file), "--clip", "0")
+    log(10, 2.5)
+    log(13, 2.0)
+    first, second = map(json.loads, capsys.readouterr().out.splitlines())
+    assert first == {
+        "step": 10, "loss": 2.5, "gradient_norm": None, "learning_rate": 0.25, "seconds": 2.0,
+        "per_second": 320.0, "unit": "tokens", "memory_bytes": None, "mfu": None,
+        "against_plan": 4.0, "seconds_left": 60.0,
+    }  # fmt: skip
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    assert all(line.pop("time") > 1e9 for line in lines)
+    assert lines == [first, second]
+
+
+def test_a_plan_for_a_gpu_says_nothing_of_a_cpu(
+    capsys: pytest.CaptureFixture[str], mesh: Mesh
+) -> None:
+    progress_of(mesh, planned=("h100-sxm", 0.5, 0.4))(1, 2.5)
+    assert "planned" not in capsys.readouterr().out
+
+
+def test_on_its_device_a_plan_is_compared_with_and_memory_is_told(
+    monkeypatch: pytest.MonkeyPatch, mesh: Mesh
+) -> None:
+    monkeypatch.setattr("autopar.runtime.keeping.progress._memory", lambda _: 3 * 2**29)
+    times = iter((0.0, 10.0))
+    monkeypatch.setattr("autopar.runtime.keeping.progress.time.perf_counter", lambda: next(times))
+    progress = Progress(
+        options(), replace(mesh, device=torch.device("cuda")), [], lambda: None, amount=1,
+        unit="rows", planned=("h100-sxm", 0.8, 0.4), begun=0, scales_loss=False,
+    )  # fmt: skip
+    line = progress._line(10, 2.5, None)
+    assert line.mfu == pytest.approx(0.4 * 0.8)  # a step of 1 s instead of 0.8
+    assert "MFU 32.0%   1.25 × planned   1.5 GiB" in str(line)
+
+
+def test_other_ranks_are_silent(
+    capsys: pytest.CaptureFixture[str], mesh: Mesh, tmp_path: Path
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    progress_of(replace(mesh, rank=1), "--metrics", str(file))(1, 2.5)
+    assert capsys.readouterr().out == ""
+    assert not file.exists()
+
+
+@pytest.mark.parametrize(
+    ("loss", "norm", "told"),
+    [
+        (math.nan, 3.0, "the loss is nan in step 20 on rank 0; the loss of step 10 was 2.50000"),
+        (math.inf, 3.0, "the loss is inf in step 20"),
+        (2.0, math.nan, "the gradient norm is nan in step 20;"),
+    ],
+)
+def test_a_training_without_numbers_ends_at_once(
+    loss: float,
+    norm: float,
+    told: str,
+    capsys: pytest.CaptureFixture[str],
+    mesh: Mesh,
+    tmp_path: Path,
+) -> None:
+    file = tmp_path / "metrics.jsonl"
+    model = nn.Linear(2, 2)
+    with torch.no_grad():
+        model.bias[1] = math.nan
+    log = progress_of(mesh, "--metrics", str(file), model=model)
+    log(10, 2.5)
+    with pytest.raises(SystemExit) as left:
+        log(20, loss, norm)
+    assert left.value.code == 7
+    error = capsys.readouterr().err
+    assert told in error
+    assert "1 of 2 parameters of rank 0 are no numbers, such as bias" in error
+    last = json.loads(file.read_text().splitlines()[-1])
+    assert (last["event"], last["step"]) == ("stopped", 20)
+
+
+def test_it_goes_on_where_that_is_asked_for(mesh: Mesh) -> None:
+    log = progress_of(mesh, "--on-nan", "go-on")
+    assert math.isnan(log(10, math.nan))
+    log(20, math.inf, math.nan)
+
+
+def test_with_a_scaled_loss_it_ends_at_the_second_line(
+    capsys: pytest.CaptureFixture[str], mesh: Mesh
+) -> None:
+    log = progress_of(mesh, scales_loss=True)
+    log(10, math.nan)
+    log(20, 2.5, math.inf)  # a step that overflowed was left out
+    log(30, math.inf)
+    with pytest.raises(SystemExit):
+        log(40, math.nan)
+    assert "the loss is nan in step 40" in capsys.readouterr().err
+
+
+def nan_on_rank_1(place: str) -> str:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    log = progress_of(mesh, "--metrics", f"{place}/{mesh.rank}.jsonl")
+    try:
+        log(5, math.nan if mesh.rank == 1 else 1.0)
+    except SystemExit as left:
+        return str(left.code)
+    return "went on"
+
+
+def test_all_ranks_end_and_the_one_is_named(tmp_path: Path) -> None:
+    assert run_on_ranks(nan_on_rank_1, 2, str(tmp_path)) == ["7", "7"]
+    told = json.loads((tmp_path / "0.jsonl").read_text().splitlines()[-1])["why"]
+    assert told.startswith("the loss is nan in step 5 on rank 1")
+
+
+def test_broken_parameters_are_found_in_every_type() -> None:
+    model = nn.ParameterDict(
+        {
+            "a": nn.Parameter(torch.full((3,), 60000.0, dtype=torch.float16)),
+            "b": nn.Parameter(torch.tensor([1.0, math.inf], dtype=torch.bfloat16)),
+            "c": nn.Parameter(torch.tensor([math.nan])),
+            "d": nn.Parameter(torch.full((2,), 3e38)),
+            "e": nn.Parameter(torch.empty(0)),
+        }
+    )
+    found = broken_of([model])
+    assert (found.count, found.every, found.first) == (2, 4, "b")
+
+
+@pytest.mark.parametrize("policy", ["stop", "go-on"])
+def test_no_checkpoint_and_no_export_is_written_of_broken_weights(
+    policy: str, mesh: Mesh, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder, file = tmp_path / "kept", tmp_path / "model.safetensors"
+    words = ("--checkpoint", str(folder), "--export", str(file), "--on-nan", policy)
+    keeper = Keeper(options(*words), mesh, rows_per_step=1, model="")
+    model = nn.Linear(2, 2)
+    optimizer = build_optimizer([model], lambda p: torch.optim.SGD(p, lr=0.5), zero=0, mesh=mesh)
+    recipe = Recipe(shapes={}, make=no_weights, dtypes={})
+    keeper.take([model], optimizer, recipe)
+    keeper.after(10)
+    with torch.no_grad():
+        model.weight[0, 0] = math.nan
+    if policy == "stop":
+        with pytest.raises(SystemExit) as left:
+            keeper.after(20)
+        assert left.value.code == 7
+        with pytest.raises(SystemExit):
+            keeper.export()
+    else:
+        keeper.after(20)
+        keeper.export()
+    keeper._wish.let_go()
+    assert "1 of 2 parameters of rank 0 are no numbers, such as weight" in capsys.readouterr().err
+    assert [one.name for one in folder.iterdir()] == ["step-10"]
+    assert not file.exists()
+
+
+def test_the_learning_rate_is_that_of_the_step_and_not_of_the_next(mesh: Mesh) -> None:
+    keeper = Keeper(options(), mesh, rows_per_step=1, model="")
+    model = nn.Linear(2, 2)
+    optimizer = build_optimizer([model], lambda p: torch.optim.SGD(p, lr=0.5), zero=0, mesh=mesh)
+    scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.1)
+    keeper.take([model], optimizer, Recipe(shapes={}, make=no_weights, dtypes={}))
+    model(torch.ones(1, 2)).sum().backward()
+    optimizer.step()
+    scheduler.step()
+    assert keeper._learning_rate() == 0.5
+    stop(mesh)
