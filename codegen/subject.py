@@ -12,7 +12,7 @@ from autopar.codegen.forward.emit import opened_classes
 from autopar.codegen.forward.opened import Opened
 from autopar.codegen.forward.reading.modules import Modules, modules_of
 from autopar.codegen.forward.reading.split import split_of
-from autopar.planner.axes.infer import Axes
+from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
@@ -59,9 +59,10 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     )
 
 
-def _on_other_lengths(plan: Plan, file: ModelFile, axes: Axes) -> Graph | None:
+def _on_other_lengths(plan: Plan, file: ModelFile) -> Graph | None:
     """Return what the model computes on rows of other lengths; asked where code is printed."""
-    return with_other_lengths(file, plan.graph, axes, plan.arrangement.precision)
+    axes, precision = infer_axes(plan.graph), plan.arrangement.precision
+    return with_other_lengths(file, plan.graph, axes, precision)
 
 
 def _built(file: ModelFile) -> nn.Module:

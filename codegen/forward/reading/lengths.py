@@ -26,12 +26,12 @@ class _Sizes:
 class Lengths:
     """A graph's sizes at other lengths, all the same where unknown; traced when first asked for."""
 
-    def __init__(self, graph: Graph, axes: Axes, other: Callable[[Axes], Graph | None]) -> None:
+    def __init__(self, graph: Graph, axes: Axes, other: Callable[[], Graph | None]) -> None:
         self._graph, self._axes, self._other = graph, axes, other
 
     @cached_property
     def _sizes(self) -> _Sizes:
-        other = self._other(self._axes)
+        other = self._other()
         return _UNKNOWN if other is None else _sizes_of(self._graph, self._axes, other)
 
     @property

@@ -71,11 +71,11 @@ class Split:
 
 
 def split_of(
-    plan: Plan, modules: Modules, other: Callable[[Axes], Graph | None] = lambda _: None
+    plan: Plan, modules: Modules, other: Callable[[], Graph | None] = lambda: None
 ) -> Split:
     """Return the layouts of a plan, for each op and tensor of its graph, once they fit it.
 
-    `other` gives the graph, of these axes, where the inputs have other lengths.
+    `other` gives the graph where the inputs have other lengths.
     """
     return split_graph(
         plan.graph,
@@ -98,7 +98,7 @@ def split_graph(
     batch: int = 1,
     layouts: Sequence[Sequence[OpLayout]] = (),
     outside: Sequence[ParameterLayout] = (),
-    other: Callable[[Axes], Graph | None] = lambda _: None,
+    other: Callable[[], Graph | None] = lambda: None,
 ) -> Split:
     """Return a graph with layouts per layer class; `outside` are parameters and what crosses."""
     axes, layers = parts if parts is not None else _found(graph)
