@@ -6,7 +6,6 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from pathlib import Path
 
-import torch
 from torch import nn
 
 from autopar.codegen.forward.emit import opened_classes
@@ -18,6 +17,7 @@ from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.model.model_file import ModelFile, load_model_file, model_path
+from autopar.planner.model.without_memory import without_memory
 from autopar.planner.plan.model_facts import source_hash
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.precision import Precision
@@ -98,7 +98,7 @@ def _on_other_lengths(model: _Traced) -> Graph | None:
 def _built(file: ModelFile) -> nn.Module:
     """Build the model without memory, as scripts do where its constructor reads what it made."""
     try:
-        with torch.device("meta"):
+        with without_memory():
             model: nn.Module = file.build_model()
     except InputError:
         model, _ = record(file.build_model, seed=0)

@@ -6,12 +6,12 @@ import inspect
 from collections.abc import Callable, Sequence
 from typing import Any, TypeAlias
 
-import torch
 from torch import nn
 from torch.optim import AdamW
 
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.without_memory import without_memory
 
 Make: TypeAlias = Callable[[Sequence[nn.Parameter]], Any]
 
@@ -27,7 +27,7 @@ def make_on_stand_ins(model_file: ModelFile, graph: Graph) -> Make:
     if asked == "named_parameters":
         return lambda parameters: build([(getattr(one, NAME), one) for one in parameters])
     if asked == "model":
-        with torch.device("meta"):
+        with without_memory():
             model: nn.Module = model_file.build_model()
         aliases = {one.name: one.aliases for one in graph.parameters}
         return lambda parameters: build(_holding(model, parameters, aliases))

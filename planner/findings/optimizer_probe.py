@@ -60,11 +60,14 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
     One that a script cannot make or call, or whose scheduler it cannot, is refused.
     """
     make = make_on_stand_ins(model_file, graph)
-    sizes = [
+    every = [
         StandIn(one.name, tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape))
         for one in graph.parameters
         if one.trainable
     ]
+    by_size = {one.size: one for one in every}
+    # AdamW tells no two of a size apart, and a large model has thousands.
+    sizes = list(by_size.values()) if model_file.build_optimizer is None else every
     try:
         optimizer = make(_stand_ins(sizes))
         scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
@@ -84,11 +87,15 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
             scheduler, "build_scheduler", "a schedule of steps alone, as LambdaLR has", where
         )
     try:
+        kept = _moments(make, sizes)
+        if len(sizes) < len(every):
+            of_size = dict(zip(by_size, kept, strict=True))
+            kept = tuple(of_size[one.size] for one in every)
         return OptimizerTraits(
             name=type(optimizer).__name__,
             reach=_reach(make, sizes),
             groups_by_place=_groups_by_place(make, sizes),
-            moments=_moments(make, sizes),
+            moments=kept,
         )
     except Exception:  # whatever a step does that works on other devices alone
         return None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from math import inf
+from typing import NamedTuple
 
 import highspy
 import numpy as np
@@ -15,6 +16,15 @@ from autopar.planner.costs.schedules.actions import Numbers
 from autopar.planner.costs.schedules.simulation import Floats
 
 Term = tuple[int, float]  # a column and its factor
+
+
+class _Row(NamedTuple):
+    """least ≤ Σ factor · column ≤ most."""
+
+    least: float
+    most: float
+    columns: Numbers
+    factors: Floats
 
 
 class GrowingProgram:
@@ -28,13 +38,12 @@ class GrowingProgram:
         for name, value in (("output_flag", False), ("threads", 1), ("presolve", "off")):
             self._highs.setOptionValue(name, value)
         self._columns = 0
+        self._rows: list[_Row] = []  # that HiGHS has not yet: it takes many as quickly as one
         self._values: Floats = np.zeros(0)
         self.least = self.column()
-        self._highs.changeColCost(self.least, 1.0)
 
     def column(self) -> int:
         """Add a column."""
-        self._highs.addVar(0.0, inf)
         self._columns += 1
         return self._columns - 1
 
@@ -48,12 +57,11 @@ class GrowingProgram:
         self, columns: Numbers, factors: Floats, *, most: float, least: float = -inf
     ) -> None:
         """Add a row of factors that are not zero."""
-        self._highs.addRow(
-            least, most, len(columns), columns.astype(np.int32), factors.astype(np.float64)
-        )
+        self._rows.append(_Row(least, most, columns, factors))
 
     def solve(self, *, time_limit_seconds: float) -> float | None:
         """Return the optimum; infinite: nothing satisfies the rows; None: time ran out."""
+        self._hand_over()
         self._highs.setOptionValue("time_limit", self._highs.getRunTime() + time_limit_seconds)
         self._highs.run()
         status = self._highs.getModelStatus()
@@ -68,3 +76,23 @@ class GrowingProgram:
         """Return some columns of the last optimum."""
         found: Floats = self._values[np.asarray(columns, dtype=np.int64)]
         return found
+
+    def _hand_over(self) -> None:
+        """Give HiGHS the columns and rows that are new."""
+        new = self._columns - self._highs.getNumCol()
+        if new:
+            self._highs.addVars(new, np.zeros(new), np.full(new, inf))
+            self._highs.changeColCost(self.least, 1.0)
+        if self._rows:
+            least, most, columns, factors = zip(*self._rows, strict=True)
+            sizes = [len(one) for one in columns]
+            self._highs.addRows(
+                len(sizes),
+                np.array(least),
+                np.array(most),
+                sum(sizes),
+                np.cumsum([0, *sizes[:-1]], dtype=np.int32),
+                np.concatenate(columns).astype(np.int32),
+                np.concatenate(factors).astype(np.float64),
+            )
+            self._rows.clear()

@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.without_memory import without_memory
 from autopar.planner.trace.model_checks import check_model, own_dtype
 
 # Prime and above two: a size that equals the batch by chance is unlikely, and torch
@@ -95,7 +96,7 @@ def build(
 
 
 def _model(model_file: ModelFile, device: str) -> nn.Module:
-    with torch.device(device):
+    with without_memory() if device == "meta" else torch.device(device):
         model = model_file.build_model()
     _place_all(model, device)
     where, name = str(model_file.path), model_file.factory

@@ -234,9 +234,12 @@ def _traced(
     )
     waits = _waits(simulation, transfer_seconds)
     last = np.array(simulation.rank_ends_seconds)
-    yield Chain(counts=_back_from(int(np.argmax(last)), simulation.order, waits))
-    rank = int(np.argmax(last + reduction_seconds))
-    yield Chain(counts=_back_from(rank, simulation.order, waits), rank=rank)
+    latest, rank = int(np.argmax(last)), int(np.argmax(last + reduction_seconds))
+    counts = _back_from(latest, simulation.order, waits)
+    yield Chain(counts=counts)
+    if rank != latest:
+        counts = _back_from(rank, simulation.order, waits)
+    yield Chain(counts=counts, rank=rank)
 
 
 def _waits(simulation: Simulation, transfer_seconds: Sequence[float]) -> Flags:

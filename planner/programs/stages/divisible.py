@@ -14,8 +14,9 @@ than L. Chains hold whatever the stages take, so those that other questions have
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
 
 import numpy as np
 
@@ -32,7 +33,7 @@ from autopar.planner.costs.schedules.simulation import Floats, StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.data_bound import DataBound
 from autopar.planner.programs.growing import GrowingProgram, Term
-from autopar.planner.programs.stages.parts import MemoryRow, Part, RankMoments, parts_of
+from autopar.planner.programs.stages.parts import MemoryRow, Piece, RankMoments, parts_of
 from autopar.planner.programs.stages.question import StageQuestion
 
 _MOST_PROGRAMS = 40
@@ -133,22 +134,19 @@ class Divisible:
             )
         )
 
-    @property
-    def _every(self) -> Iterator[Part]:
-        return (one for own in self.parts for one in own)
-
     def _unit(self) -> float:
         """Return about what a step takes, so that the numbers of the program are near one."""
         question = self.question
         count, share = len(question.classes), question.shape.microbatches / question.shape.ranks
-        each = max(one.cost.forward_seconds + one.cost.backward_seconds for one in self._every)
+        costs = {id(part.piece): part.piece.cost for own in self.parts for part in own}.values()
+        each = max(one.forward_seconds + one.backward_seconds for one in costs)
         return share * count * each or 1.0
 
     def _layers_are_used_up(self) -> None:
         counts = np.bincount(self.question.classes)
         classes: dict[int, list[Term]] = defaultdict(list)
-        for one in self._every:
-            classes[one.number].append((one.column, 1.0))
+        for part in (one for own in self.parts for one in own):
+            classes[part.piece.number].append((part.column, 1.0))
         for number, terms in classes.items():
             self.program.add(terms, most=float(counts[number]), least=float(counts[number]))
         for own in self.parts:
@@ -156,24 +154,31 @@ class Divisible:
 
     def _stages_take(self) -> list[list[int]]:
         splits = SCHEDULES[self.question.arrangement.schedule].splits_backward
+        seconds_of = cache(self._piece_seconds)
         table = []
         for stage, own in enumerate(self.parts):
             row = [self.program.column() for _ in range(TRANSFER)]
-            seconds = [(one, self._layer_seconds(one)) for one in own]
+            columns = np.array([part.column for part in own])
+            seconds = np.array([seconds_of(part.piece) for part in own]) / self.unit
             for kind, total in enumerate(row):
-                terms = [(one.column, own[kind] / self.unit) for one, own in seconds]
+                taken = np.flatnonzero(seconds[:, kind])
                 is_empty = kind == _WEIGHTS and not (splits and stage)
                 action = 0.0 if is_empty else self._action / self.unit
-                self.program.add([*terms, (total, -1.0)], most=-action, least=-action)
+                self.program.add_row(
+                    np.append(columns[taken], total),
+                    np.append(seconds[taken, kind], -1.0),
+                    most=-action,
+                    least=-action,
+                )
             table.append(row)
         return table
 
-    def _layer_seconds(self, part: Part) -> tuple[float, float, float, float]:
+    def _piece_seconds(self, piece: Piece) -> tuple[float, float, float, float]:
         """Return what a layer adds to its stage's passes, at least: as chains count them."""
-        cost = part.cost
+        cost = piece.cost
         forward = cost.forward_seconds + self._data.each_forward_more(cost)
         backward = cost.backward_seconds + self._data.each_backward_more(cost)
-        if not part.is_split:
+        if not piece.is_split:
             return forward, backward, backward, 0.0
         weights = cost.weight_gradient_seconds
         inputs = backward - weights + cost.split_input_seconds
@@ -183,7 +188,7 @@ class Divisible:
         """Add what ranks hold at some moments; whether there were any."""
         every = list(rows)
         for row in every:
-            self.program.add(row.terms, most=row.most)
+            self.program.add_row(row.columns, row.shares, most=row.most)
         return bool(every)
 
     def _add_chain(self, chain: Chain) -> bool:

@@ -147,10 +147,12 @@ def _unbeaten(question: StageQuestion, rank: int, ways: Sequence[Way]) -> list[W
     if not ways:
         return []
     times = np.array([_amounts(way) for way in ways])
+    is_beating = np.ones((len(ways), len(ways)), dtype=np.bool_)  # or equal, in each action
+    for amounts in times.T:
+        is_beating &= amounts[:, None] <= amounts
     kept: list[int] = []
     for place in np.lexsort(times.T[::-1]).tolist():
-        is_beaten = (times[kept] <= times[place]).all(axis=1).any()
-        if not is_beaten and _fits(question, rank, ways[place]):
+        if not is_beating[kept, place].any() and _fits(question, rank, ways[place]):
             kept.append(place)
     return [ways[place] for place in kept]
 

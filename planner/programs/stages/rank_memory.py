@@ -23,8 +23,10 @@ def fullest(moments: Moments) -> list[int]:
         rows = np.flatnonzero(moments.running == running)
         _, places = np.unique(held[rows], axis=0, return_index=True)
         own = held[rows[places]]
-        above = np.asarray((own[:, None] <= own).all(axis=2)).sum(axis=1)  # itself among them
-        kept += rows[places][above == 1].tolist()
+        is_below = np.ones((len(own), len(own)), dtype=np.bool_)
+        for amounts in own.T:  # a stage at a time: of all at once, numpy adds up few very often
+            is_below &= amounts[:, None] <= amounts
+        kept += rows[places][is_below.sum(axis=1) == 1].tolist()  # but itself
     return kept
 
 
