@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.reference import train_alone
-from autopar.codegen.proof.verification import task_of
+from autopar.codegen.proof.reference import task_of, train_alone
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import pinned_plan
 from tests.codegen.two_nodes import start_on, two_nodes, why_not
