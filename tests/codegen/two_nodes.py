@@ -6,7 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
@@ -14,7 +14,9 @@ from uuid import uuid4
 CABLE = "cable"  # the name of either end, in its node
 HOST = "10.213.77.1"  # of the first node
 _NETWORK = (HOST, "10.213.77.2")
-_PORT = "29513"
+# What every command is told of the nodes.
+PLACE = ("--nnodes", "2", "--node-rank", "NODE", "--master-addr", HOST, "--master-port", "29513")
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": CABLE}
 
 
 def why_not() -> str:
@@ -47,20 +49,20 @@ def two_nodes() -> Iterator[tuple[str, str]]:
             _run("ip", "netns", "delete", name)
 
 
-def start_on(node: str, number: int, script: Path, *arguments: str) -> subprocess.Popen[str]:
-    """Start a script by torchrun on one of two nodes, with one process."""
-    nodes = ("--nnodes", "2", "--nproc-per-node", "1", "--node-rank", str(number))
-    place = ("--master-addr", HOST, "--master-port", _PORT)
-    torchrun = (sys.executable, "-m", "torch.distributed.run", *nodes, *place)
-    return subprocess.Popen(
-        ["ip", "netns", "exec", node, *torchrun, str(script), *arguments],
-        env=os.environ
-        | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": CABLE},
-        cwd=script.parent,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+def start_on(nodes: Sequence[str], folder: Path, *words: str) -> list[subprocess.Popen[str]]:
+    """Start a Python command on each node; `NODE` in it stands for the number of the node."""
+    return [
+        subprocess.Popen(
+            ["ip", "netns", "exec", node, sys.executable]
+            + [word.replace("NODE", str(number)) for word in words],
+            env=os.environ | _ENVIRONMENT,
+            cwd=folder,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for number, node in enumerate(nodes)
+    ]
 
 
 def _done(*words: str) -> None:
