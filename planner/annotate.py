@@ -26,7 +26,7 @@ from autopar.planner.precision import (
     item_bytes,
     optimizer_bytes,
 )
-from autopar.planner.rules.rule import Rule, Traffic
+from autopar.planner.rules.rule import OpKind, Rule, Traffic
 from autopar.planner.rules.table import rule_of
 
 __all__ = [
@@ -149,7 +149,7 @@ class _Annotator:
         if rule.traffic is Traffic.NONE:
             tensors = self.graph.tensors
             copied = tensors[op.outputs[0]].storage == op.outputs[0]
-            return 2 * written if copied and "reshape" in op.target else 0
+            return 2 * written if copied and rule.kind is OpKind.CONTIGUOUS else 0
         if rule.traffic is Traffic.GATHERED:
             return 2 * written
         return written + sum(self._bytes(self.graph.tensors[name]) for name in op.inputs)

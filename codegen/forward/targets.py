@@ -26,7 +26,6 @@ from autopar.codegen.forward.text.lines import Line
 from autopar.codegen.forward.text.literals import literal
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.findings.counting import (
-    CLASS_LOSSES,
     counted_by,
     division_of,
     is_told,
@@ -35,6 +34,7 @@ from autopar.planner.findings.counting import (
 from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, is_weighed_division
 from autopar.planner.graph import Graph, Op, Origin
 from autopar.planner.layouts import WHOLE
+from autopar.planner.rules.table import kind_of
 
 # Ops that move targets without changing how many of each there are.
 _MOVES = frozenset(
@@ -138,7 +138,7 @@ class _CountBuilder(BodyBuilder):
 
 def _count(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> Expression:
     number, *weights = (builder.value(name, WHOLE) for name in counted)
-    if term.target not in CLASS_LOSSES:
+    if not kind_of(term).is_class_loss:
         counter = builder.graph.tensors[counted[0]]
         is_count = not counter.shape
         return (

@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Graph, Op, Origin, Ref
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
-CLASS_LOSSES = frozenset(
-    f"aten.{name}.default" for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
-)
 _MEAN = 1  # of losses, as ATen counts reductions
 
 
@@ -38,10 +37,10 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
     what the mean is over.
     """
     arguments = dict(op.arguments)
-    is_mean = arguments.get("reduction") == _MEAN or op.target.split(".")[1] == "mean"
+    is_mean = arguments.get("reduction") == _MEAN or kind_of(op) is OpKind.MEAN
     if not is_mean:
         return ()
-    if op.target in CLASS_LOSSES:
+    if kind_of(op).is_class_loss:
         target, weight = op.argument("target"), op.argument("weight")
         assert isinstance(target, Ref)
         has_classes = is_class(graph, target)
@@ -58,7 +57,7 @@ def counts_untold(op: Op, graph: Graph) -> bool:
     names = counted_by(op, graph)
     if not names or is_told(graph, names):
         return False
-    if op.target in CLASS_LOSSES and len(names) == 1:
+    if kind_of(op).is_class_loss and len(names) == 1:
         return _ignores(op, graph, names[0])
     return True
 

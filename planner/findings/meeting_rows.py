@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.extent import BATCH
 from autopar.planner.findings.grouped_rows import grouped_rows
 from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, loss_of_parts
 from autopar.planner.findings.row_numbers import counts_rows
 from autopar.planner.findings.steady_buffers import written_buffers
 from autopar.planner.graph import Graph, Op
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 _ALONG = frozenset(
     {
@@ -75,7 +76,7 @@ def _mixes_rows(op: Op, graph: Graph) -> bool:
 
 def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     """Whether an op writes to a buffer what it has of the rows: each rank would have its own."""
-    if op.target == BATCH_NORM:
+    if kind_of(op) is OpKind.BATCH_NORM:
         return False
     return bool(written_buffers(op, graph)) and any(
         of_parts[name] is not Follows.ALIKE for name in op.inputs
@@ -90,7 +91,11 @@ def _counts_all(op: Op, graph: Graph) -> bool:
 
 def _normalises_alone(op: Op, graph: Graph) -> bool:
     """Whether an op takes statistics of the rows in a module that is no batch norm of torch's."""
-    if op.target != BATCH_NORM or not op.argument("training") or not _varying(graph, op.inputs[0]):
+    if (
+        kind_of(op) is not OpKind.BATCH_NORM
+        or not op.argument("training")
+        or not _varying(graph, op.inputs[0])
+    ):
         return False
     return op.call not in graph.calls or not graph.calls[op.call].is_batch_norm
 

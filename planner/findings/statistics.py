@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.graph import Graph, Op
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 
 def norm_of_rows(graph: Graph) -> Op | None:
@@ -13,7 +14,7 @@ def norm_of_rows(graph: Graph) -> Op | None:
     may be done, before the next one is there.
     """
     for op in graph.ops:
-        if op.target == BATCH_NORM and op.argument("training"):
+        if kind_of(op) is OpKind.BATCH_NORM and op.argument("training"):
             shape = graph.tensors[op.inputs[0]].shape
             if any(not size.is_constant for size in shape):
                 return op

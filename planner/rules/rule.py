@@ -11,6 +11,46 @@ from autopar.planner.rules.shapes import ShapeFunction, opaque
 from autopar.planner.rules.signature import Case, Pattern, Signature
 
 
+class OpKind(StrEnum):
+    """What sort of op it is, where the letters do not tell how it is priced, split or printed."""
+
+    OTHER = ""
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+    LOOKUP = "look-up"  # rows of a table
+    BAG = "bag"  # sums of rows of a table
+    NORM = "norm"
+    BATCH_NORM = "batch norm"
+    SOFTMAX = "softmax"
+    DROPOUT = "dropout"
+    EXPONENTIAL = "exponential"  # takes at least one for each element
+    CROSS_ENTROPY = "cross entropy"
+    CLASS_LOSS = "class loss"  # of given log-probabilities
+    LOSS = "loss"
+    SUM = "sum"
+    MEAN = "mean"
+    ADDITION = "addition"
+    SUBTRACTION = "subtraction"
+    CAST = "cast"  # to another type or device, where it is not of it
+    CONTIGUOUS = "contiguous"  # the same in a plain order in memory, where it is not
+    PART = "part"  # of a tensor
+    PARTS = "parts"  # that tile a tensor
+    EXPAND = "expand"
+    REPEAT = "repeat"
+    RANGE = "range"
+    NEW = "new"  # of a given shape, in the type of a tensor
+
+    @property
+    def is_class_loss(self) -> bool:
+        """Whether it is a loss over classes, of which each row has one."""
+        return self in (OpKind.CROSS_ENTROPY, OpKind.CLASS_LOSS)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss, with a reduction."""
+        return self.is_class_loss or self is OpKind.LOSS
+
+
 class Traffic(StrEnum):
     """What an op moves through memory."""
 
@@ -23,6 +63,7 @@ class Linear(StrEnum):
     """In which inputs an op is linear, so that a partial sum may pass through it."""
 
     NO = "no"
+    FIRST = "first"  # in the first, for the others only tell a place, a shape or a type
     JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
     EACH = "each"  # in each input while the others are whole: a product
 
@@ -61,7 +102,10 @@ class Rule:
     LSTM, the FLOPs of a Cholesky factor. `saves` lists what the backward needs: `x if y` is
     the tensor argument x where the argument y needs a gradient, `out` is the result, `f32(a b)`
     is a tensor of that type over these letters, `own(computed)` what `computes` says is kept, in
-    the type of the first input. `names` proposes what people call a letter.
+    the type of the first input. `added` is the argument that is added to what the op makes of the
+    others: a plain number there makes a linear op affine. `sizes` is the argument that tells the
+    sizes of the result, `cuts` are those that tell sizes or places along the argument `dim`.
+    `names` proposes what people call a letter.
     """
 
     target: str
@@ -69,9 +113,18 @@ class Rule:
     contracts: tuple[str, ...] = ()
     computes: Computing | None = None
     saves: tuple[Saved, ...] = ()
+    kind: OpKind = OpKind.OTHER
     traffic: Traffic = Traffic.ALL
     linear: Linear = Linear.NO
+    added: str = "bias"
+    sizes: str = ""
+    cuts: tuple[str, ...] = ()
     names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The arguments that a product multiplies: these, and these alone, it keeps."""
+        return tuple(entry.what for entry in self.saves) if self.contracts else ()
 
     def signature(self, case: Case) -> Signature:
         """Return the op's signature; one that the rule does not fit is opaque."""

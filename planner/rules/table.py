@@ -9,35 +9,53 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from types import MappingProxyType
+from typing import TypedDict, Unpack
 
+from autopar.planner.graph import Op
 from autopar.planner.rules import contractions, cuts
 from autopar.planner.rules import factoring as f
 from autopar.planner.rules import multiplying as m
 from autopar.planner.rules import shapes as s
 from autopar.planner.rules.computation import Computing
-from autopar.planner.rules.rule import Linear, Rule, Saved, Traffic
+from autopar.planner.rules.rule import Linear, OpKind, Rule, Saved, Traffic
 from autopar.planner.rules.shapes import ShapeFunction
 from autopar.planner.rules.signature import Pattern
 
-_NO, _JOINTLY, _EACH = Linear.NO, Linear.JOINTLY, Linear.EACH
+_FIRST, _JOINTLY, _EACH = Linear.FIRST, Linear.JOINTLY, Linear.EACH
+
+
+class _Facts(TypedDict, total=False):
+    """The columns of a line that most lines leave out."""
+
+    computes: Computing
+    kind: OpKind
+    traffic: Traffic
+    linear: Linear
+    added: str
+    sizes: str
+    cuts: tuple[str, ...]
 
 
 def _contraction(
     targets: str,
-    pattern: str | ShapeFunction,
+    shape: str | ShapeFunction,
     *,
     contracts: str,
     saves: str,
     names: str = "",
-    computes: Computing | None = None,
-    **given: str,
+    **facts: Unpack[_Facts],
 ) -> list[Rule]:
-    """Matrix products, convolutions, attention: 2·∏(letters) FLOPs for each group of letters."""
-    shape = Pattern.parse(pattern, **given) if isinstance(pattern, str) else pattern
-    groups = tuple(contracts.split(","))
+    """Matrix products: 2·∏(letters) FLOPs for each group of letters."""
+    facts = {"linear": _EACH, **facts}
+    return _lines(targets, shape, saves, contracts=contracts, names=names, **facts)
+
+
+def _convolution(targets: str, pattern: str, contracts: str, names: str) -> list[Rule]:
     return _lines(
-        targets, shape, saves, linear=_EACH, names=names, contracts=groups, computes=computes
-    )
+        targets, Pattern.parse(pattern, g="groups"), "input if weight, weight if input",
+        contracts=contracts, names=names, kind=OpKind.CONVOLUTION, linear=_EACH,
+        computes=m.convolution,
+    )  # fmt: skip
 
 
 def _computing(targets: str, computes: Computing, saves: str = "*inputs, out") -> list[Rule]:
@@ -50,23 +68,19 @@ def _lines(
     shape: Pattern | ShapeFunction | str,
     saves: str = "",
     *,
-    linear: Linear = _NO,
-    traffic: Traffic = Traffic.ALL,
     names: str = "",
-    contracts: tuple[str, ...] = (),
-    computes: Computing | None = None,
+    contracts: str = "",
+    **facts: Unpack[_Facts],
 ) -> list[Rule]:
     pairs = [pair.partition("=") for pair in names.split()]
     return [
         Rule(
             target=target,
             shape=Pattern.parse(shape) if isinstance(shape, str) else shape,
-            contracts=contracts,
-            computes=computes,
+            contracts=tuple(filter(None, contracts.split(","))),
             saves=Saved.parse_all(saves),
-            traffic=traffic,
-            linear=linear,
             names=MappingProxyType({letter: name for letter, _, name in pairs}),
+            **facts,
         )
         for target in targets.split()
     ]
@@ -77,15 +91,15 @@ def _moving(targets: str) -> list[Rule]:
     return _lines(targets, s.opaque, "*inputs, out")
 
 
-def _views(targets: str, shape: ShapeFunction) -> list[Rule]:
-    return _lines(targets, shape, linear=_JOINTLY, traffic=Traffic.NONE)
+def _views(targets: str, shape: ShapeFunction, **facts: Unpack[_Facts]) -> list[Rule]:
+    facts = {"linear": _JOINTLY, "traffic": Traffic.NONE, **facts}
+    return _lines(targets, shape, **facts)
 
 
-def _elementwise(targets: str, saves: str = "", *, linear: Linear = _NO) -> list[Rule]:
-    return _lines(targets, s.elementwise, saves, linear=linear)
+def _elementwise(targets: str, saves: str = "", **facts: Unpack[_Facts]) -> list[Rule]:
+    return _lines(targets, s.elementwise, saves, **facts)
 
 
-_CONV_SAVES = "input if weight, weight if input"
 _NORM_SAVES = "input, weight if input"
 _RECURRENT_SAVES = "input, data, hx, out, own(computed)"
 _CELL_SAVES = "input, hx, own(computed)"
@@ -98,7 +112,7 @@ _RULES = (
     ),
     *_contraction(
         "addmm", contractions.added_product("mat1", "mat2"), contracts="m k n",
-        saves="mat1 if mat2, mat2 if mat1",
+        saves="mat1 if mat2, mat2 if mat1", added="self",
     ),
     *_contraction("mm", "self m k, mat2 k n -> m n", contracts="m k n",
                   saves="self if mat2, mat2 if self"),
@@ -109,6 +123,7 @@ _RULES = (
     *_contraction(
         "baddbmm", contractions.added_product("batch1", "batch2"), contracts="b m k n",
         saves="batch1 if batch2, batch2 if batch1", names="b=heads k=head_dim n=head_dim",
+        added="self",
     ),
     *_contraction(
         "matmul", contractions.matmul, contracts="… m k n",
@@ -119,48 +134,38 @@ _RULES = (
         saves="self if mat2, mat2 if self", names="e=experts", computes=m.grouped("self", "mat2"),
     ),
     *_lines("outer", "self m, vec2 n -> m n", "self if vec2, vec2 if self", linear=_EACH),
-    *_lines("einsum", contractions.einsum, "tensors",
-            linear=_EACH, contracts=("*",)),
+    *_contraction("einsum", contractions.einsum, contracts="*", saves="tensors"),
     *_lines(
         "scaled_dot_product_attention", contractions.attention,
-        "query, key, value, out, f32(… h q)", linear=_NO, contracts=("… h q t e", "… h q t f"),
-        computes=m.attention,
+        "query, key, value, out, f32(… h q)", contracts="… h q t e,… h q t f",
+        kind=OpKind.ATTENTION, computes=m.attention,
         names="h=heads k=kv_heads g=group e=head_dim f=head_dim q=seq t=seq",
     ),
-    *_contraction(
-        "conv1d conv1d.padding",
-        "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
-        contracts="n g o c p k", saves=_CONV_SAVES, names="c=channels o=channels",
-        computes=m.convolution, g="groups",
+    *_convolution(
+        "conv1d conv1d.padding", "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
+        "n g o c p k", "c=channels o=channels",
     ),
-    *_contraction(
+    *_convolution(
         "conv2d conv2d.padding",
         "input n g·c [y] [x], weight g·o c [j] [k], bias? g·o -> n g·o [p] [q]",
-        contracts="n g o c p q j k", saves=_CONV_SAVES,
-        names="c=channels o=channels y=height x=width p=height q=width",
-        computes=m.convolution, g="groups",
+        "n g o c p q j k", "c=channels o=channels y=height x=width p=height q=width",
     ),
-    *_contraction(
+    *_convolution(
         "conv3d conv3d.padding", "input n g·c [z] [y] [x], weight g·o c [i] [j] [k], bias? g·o "
-        "-> n g·o [r] [p] [q]", contracts="n g o c r p q i j k", saves=_CONV_SAVES,
-        names="c=channels o=channels", computes=m.convolution, g="groups",
+        "-> n g·o [r] [p] [q]", "n g o c r p q i j k", "c=channels o=channels",
     ),
-    *_contraction(  # each input is spread over the weights of its channel
+    *_convolution(  # each input is spread over the weights of its channel
         "conv_transpose1d", "input n g·c [x], weight g·c o [k], bias? g·o -> n g·o [p]",
-        contracts="n g o c x k", saves=_CONV_SAVES, names="c=channels o=channels",
-        computes=m.convolution, g="groups",
+        "n g o c x k", "c=channels o=channels",
     ),
-    *_contraction(
+    *_convolution(
         "conv_transpose2d.input",
         "input n g·c [y] [x], weight g·c o [j] [k], bias? g·o -> n g·o [p] [q]",
-        contracts="n g o c y x j k", saves=_CONV_SAVES,
-        names="c=channels o=channels y=height x=width p=height q=width",
-        computes=m.convolution, g="groups",
+        "n g o c y x j k", "c=channels o=channels y=height x=width p=height q=width",
     ),
-    *_contraction(
+    *_convolution(
         "conv_transpose3d.input", "input n g·c [z] [y] [x], weight g·c o [i] [j] [k], bias? g·o "
-        "-> n g·o [r] [p] [q]", contracts="n g o c z y x i j k", saves=_CONV_SAVES,
-        names="c=channels o=channels", computes=m.convolution, g="groups",
+        "-> n g·o [r] [p] [q]", "n g o c z y x i j k", "c=channels o=channels",
     ),
     *_computing("convolution _convolution convolution_overrideable cudnn_convolution "
                 "_slow_conv2d_forward conv_tbc", m.convolution, "input, self, weight"),
@@ -228,38 +233,47 @@ _RULES = (
     *_computing("ctc_loss.IntList ctc_loss.Tensor", f.connectionist),
     # --- look-ups
     *_lines("embedding", contractions.embedding, "indices", traffic=Traffic.GATHERED,
-            names="v=entries d=embed"),
+            kind=OpKind.LOOKUP, names="v=entries d=embed"),
     *_lines("embedding_bag embedding_bag.padding_idx", s.opaque, "indices, offsets, "
             "per_sample_weights, weight if per_sample_weights", traffic=Traffic.GATHERED,
-            computes=m.bags),
+            kind=OpKind.BAG, computes=m.bags),
     # --- norms and softmax
     *_lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
-            _NORM_SAVES + ", f32(…), f32(…)", names="d=embed"),
+            _NORM_SAVES + ", f32(…), f32(…)", kind=OpKind.NORM, names="d=embed"),
     *_lines("rms_norm", "input … [d], weight? d -> … d", _NORM_SAVES + ", f32(…)",
-            names="d=embed"),
+            kind=OpKind.NORM, names="d=embed"),
     *_lines("batch_norm", "input n c […], weight? c, bias? c, running_mean? c, "
             "running_var? c -> n c […]",
-            _NORM_SAVES + ", f32(c), f32(c)", names="c=channels"),
-    *_lines("group_norm instance_norm", s.opaque, _NORM_SAVES),
-    *_lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out"),
+            _NORM_SAVES + ", f32(c), f32(c)", kind=OpKind.BATCH_NORM, names="c=channels"),
+    *_lines("group_norm instance_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM),
+    *_lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out",
+            kind=OpKind.SOFTMAX),
     *_lines("cross_entropy_loss", contractions.cross_entropy, "self(n v …), target",
-            names="v=classes"),
-    *_lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target"),
-    *_lines("mse_loss smooth_l1_loss l1_loss huber_loss", s.paired, "self, target"),
-    *_lines("binary_cross_entropy_with_logits", s.paired, "self, target"),
+            kind=OpKind.CROSS_ENTROPY, names="v=classes"),
+    *_lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target",
+            kind=OpKind.CLASS_LOSS),
+    *_lines("mse_loss smooth_l1_loss l1_loss huber_loss binary_cross_entropy_with_logits",
+            s.paired, "self, target", kind=OpKind.LOSS),
     # --- elementwise
-    *_elementwise("add.Tensor add_.Tensor sub.Tensor sub_.Tensor rsub.Scalar", linear=_JOINTLY),
-    *_elementwise("add.Scalar sub.Scalar"),
-    *_elementwise("neg clone contiguous", linear=_JOINTLY),
-    *_elementwise("to.dtype to.device to.dtype_layout _to_copy", linear=_JOINTLY),
-    *_lines("to.other type_as", s.of_type, linear=_JOINTLY),
+    *_elementwise("add.Tensor add_.Tensor", kind=OpKind.ADDITION, linear=_JOINTLY, added="other"),
+    *_elementwise("sub.Tensor sub_.Tensor", kind=OpKind.SUBTRACTION, linear=_JOINTLY,
+                  added="other"),
+    *_elementwise("rsub.Scalar", linear=_JOINTLY, added="other"),
+    *_elementwise("add.Scalar", kind=OpKind.ADDITION),
+    *_elementwise("sub.Scalar", kind=OpKind.SUBTRACTION),
+    *_elementwise("neg clone _to_copy", linear=_JOINTLY),
+    *_elementwise("contiguous", kind=OpKind.CONTIGUOUS, linear=_JOINTLY),
+    *_elementwise("to.dtype to.device to.dtype_layout", kind=OpKind.CAST, linear=_JOINTLY),
+    *_lines("to.other type_as", s.of_type, kind=OpKind.CAST, linear=_FIRST),
     *_elementwise("mul.Tensor mul_.Tensor", "self if other, other if self", linear=_EACH),
     *_elementwise("mul.Scalar", linear=_JOINTLY),
     *_elementwise("div.Tensor div_.Tensor", "other if self, self if other"),
     *_elementwise("div.Scalar", linear=_JOINTLY),
-    *_elementwise("gelu silu pow.Tensor_Scalar abs log softplus hardtanh hardswish leaky_relu elu "
-                  "sin cos clamp mish", "self"),
-    *_elementwise("relu relu_ tanh sigmoid exp rsqrt sqrt reciprocal tanh_ sigmoid_", "out"),
+    *_elementwise("gelu silu log softplus elu sin cos mish", "self", kind=OpKind.EXPONENTIAL),
+    *_elementwise("tanh sigmoid exp tanh_ sigmoid_", "out", kind=OpKind.EXPONENTIAL),
+    *_elementwise("erf", kind=OpKind.EXPONENTIAL),
+    *_elementwise("pow.Tensor_Scalar abs hardtanh hardswish leaky_relu clamp", "self"),
+    *_elementwise("relu relu_ rsqrt sqrt reciprocal", "out"),
     *_elementwise("pow.Scalar", "out"),
     *_elementwise("pow.Tensor_Tensor", "self, exponent, out"),
     *_elementwise("clamp_min clamp_max log_sigmoid square celu selu relu6 hardsigmoid hardshrink "
@@ -268,7 +282,8 @@ _RULES = (
     *_lines("prelu _prelu_kernel", s.opaque, "self, weight"),
     *_elementwise("atan2 hypot logaddexp logaddexp2 xlogy.Tensor clamp.Tensor clamp_min.Tensor "
                   "clamp_max.Tensor", "*inputs"),
-    *_elementwise("dropout dropout_ feature_dropout", "bool(*) when fused, noise(*) when unfused"),
+    *_elementwise("dropout dropout_ feature_dropout", "bool(*) when fused, noise(*) when unfused",
+                  kind=OpKind.DROPOUT),
     *_elementwise("where.self", "condition"),
     *_elementwise("where.ScalarOther where.ScalarSelf where.Scalar", "condition"),
     *_elementwise("masked_fill.Scalar masked_fill_.Scalar masked_fill.Tensor", "mask"),
@@ -276,7 +291,7 @@ _RULES = (
     *_elementwise("eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar "
                   "gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_not logical_and logical_or "
                   "logical_xor bitwise_not isnan isinf floor ceil round sign floor_divide "
-                  "remainder.Scalar remainder.Tensor erf log1p copy_ fill_ fill_.Scalar detach "
+                  "remainder.Scalar remainder.Tensor log1p copy_ fill_ fill_.Scalar detach "
                   "zeros_like ones_like full_like rand_like randn_like "
                   "empty_like bernoulli bernoulli_.float"),
     *_elementwise("__and__.Tensor __and__.Scalar bitwise_and.Tensor bitwise_and.Scalar "
@@ -285,28 +300,34 @@ _RULES = (
                   "__iand__.Tensor __iand__.Scalar __ior__.Tensor __ior__.Scalar "
                   "__ixor__.Tensor __ixor__.Scalar __lshift__.Scalar __rshift__.Scalar"),
     # --- views
-    *_views("view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints "
-            "unflatten.int", s.reshape),
-    *_lines("reshape", s.reshape, linear=_JOINTLY, traffic=Traffic.NONE),
+    *_views("view _unsafe_view", s.reshape, sizes="size"),
+    *_views("unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints", s.reshape),
+    *_views("unflatten.int", s.reshape, cuts=("sizes",)),
+    *_views("reshape", s.reshape, kind=OpKind.CONTIGUOUS, sizes="shape"),
     *_views("transpose.int transpose_", s.permuted(s.transpose_order)),
     *_views("permute", s.permuted(s.permute_order)),
     *_views("t numpy_T", s.permuted(s.reversed_order)),
     *_views("mT", s.permuted(s.matrix_order)),
-    *_views("expand broadcast_to", s.expanded),
-    *_views("expand_as", s.expanded_as),
+    *_views("expand broadcast_to", s.expanded, kind=OpKind.EXPAND, sizes="size"),
+    *_views("expand_as", s.expanded_as, kind=OpKind.EXPAND, linear=_FIRST),
     *_views("broadcast_tensors", s.broadcast),
-    *_views("chunk split.Tensor split.sizes split_with_sizes tensor_split.sections", cuts.split),
-    *_views("slice.Tensor narrow", cuts.sliced),
-    *_views("select.int unbind.int", cuts.selected),
+    *_views("chunk tensor_split.sections", cuts.split, kind=OpKind.PARTS),
+    *_views("split.Tensor split.sizes", cuts.split, kind=OpKind.PARTS, cuts=("split_size",)),
+    *_views("split_with_sizes", cuts.split, kind=OpKind.PARTS, cuts=("split_sizes",)),
+    *_lines("tensor_split.indices tensor_split.tensor_indices_or_sections", s.opaque,
+            "*inputs, out", kind=OpKind.PARTS),
+    *_views("slice.Tensor", cuts.sliced, kind=OpKind.PART, cuts=("start", "end")),
+    *_views("narrow", cuts.sliced, kind=OpKind.PART, cuts=("start", "length")),
+    *_views("select.int unbind.int", cuts.selected, kind=OpKind.PART),
     # --- moving data
     *_lines("cat", cuts.cat, linear=_JOINTLY),
     *_lines("stack", cuts.stack, linear=_JOINTLY),
-    *_lines("repeat", s.repeated, linear=_JOINTLY),
-    *_lines("repeat_interleave.self_int", s.interleaved, linear=_JOINTLY),
-    *_lines("pad constant_pad_nd", cuts.padded, linear=_JOINTLY),
+    *_lines("repeat", s.repeated, kind=OpKind.REPEAT, linear=_JOINTLY),
+    *_lines("repeat_interleave.self_int", s.interleaved, kind=OpKind.REPEAT, linear=_JOINTLY),
+    *_lines("pad constant_pad_nd", cuts.padded, linear=_JOINTLY, added="value"),
     *_lines("slice_scatter select_scatter", cuts.scattered, linear=_JOINTLY),
-    *_lines("index.Tensor", cuts.indexed, "indices", traffic=Traffic.GATHERED, linear=_JOINTLY),
-    *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_JOINTLY),
+    *_lines("index.Tensor", cuts.indexed, "indices", traffic=Traffic.GATHERED, linear=_FIRST),
+    *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_FIRST),
     *_lines("im2col col2im", s.opaque),
     *_lines("index_add index_add_ index_copy index_copy_ index_fill.int_Scalar index_select "
             "scatter.src scatter.value scatter_.src scatter_.value scatter_add scatter_add_ "
@@ -326,7 +347,8 @@ _RULES = (
              "lerp.Scalar kron linalg_cross"),
     *_lines("roll flip", s.over("dims"), linear=_JOINTLY),
     # --- reductions
-    *_lines("sum sum.dim_IntList mean mean.dim", s.reduced(partial=True), linear=_JOINTLY),
+    *_lines("sum sum.dim_IntList", s.reduced(partial=True), kind=OpKind.SUM, linear=_JOINTLY),
+    *_lines("mean mean.dim", s.reduced(partial=True), kind=OpKind.MEAN, linear=_JOINTLY),
     *_lines("amax amin argmax argmin max.dim min.dim max min any all any.dim all.dim",
             s.reduced(partial=False)),
     *_lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim logsumexp prod prod.dim_int std "
@@ -340,8 +362,9 @@ _RULES = (
     *_lines("upsample_bilinear2d.vec upsample_nearest2d.vec upsample_bicubic2d.vec",
             "input n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
     # --- made from nothing
-    *_lines("arange arange.start arange.start_step zeros ones full empty rand randn new_ones "
-            "new_zeros new_full new_empty scalar_tensor linspace eye tril triu", s.made),
+    *_lines("arange arange.start arange.start_step", s.made, kind=OpKind.RANGE),
+    *_lines("new_ones new_zeros new_full new_empty", s.made, kind=OpKind.NEW),
+    *_lines("zeros ones full empty rand randn scalar_tensor linspace eye tril triu", s.made),
 )  # fmt: skip
 
 
@@ -360,6 +383,11 @@ _UNKNOWN = Rule(target="", shape=s.opaque, saves=Saved.parse_all("*inputs, out")
 def rule_of(target: str) -> Rule:
     """Return the rule of an op; an op that has none gets the one that knows only the batch."""
     return TABLE.get(target, _UNKNOWN)
+
+
+def kind_of(op: Op) -> OpKind:
+    """Return what sort of op it is."""
+    return rule_of(op.target).kind
 
 
 def has_rule(target: str) -> bool:

@@ -11,24 +11,25 @@ from types import MappingProxyType
 from autopar.planner.costs.kernels import attention, conv
 from autopar.planner.costs.kernels import elementwise as kernels
 from autopar.planner.costs.ops.case import OpCase, Seconds
-from autopar.planner.costs.ops.kept import ATTENTION
 from autopar.planner.costs.ops.product_seconds import (
     bias_seconds,
     computed_seconds,
     contraction_seconds,
 )
-from autopar.planner.costs.ops.products import FACTORS
 from autopar.planner.costs.ops.traffic import traffic_seconds
 from autopar.planner.graph import refs
+from autopar.planner.rules.rule import OpKind
 
 Formula = Callable[[OpCase], Seconds]
 
 
 def op_seconds(case: OpCase) -> Seconds:
     """Return the device seconds of one op."""
-    formula = _FORMULAS.get(case.op.target)
+    formula = _FORMULAS.get(case.rule.kind)
     if formula is not None:
         return formula(case)
+    if case.rule.contracts:
+        return contraction_seconds(case)
     return computed_seconds(case) if case.rule.computes is not None else traffic_seconds(case)
 
 
@@ -183,30 +184,16 @@ def _cross_entropy(case: OpCase) -> Seconds:
     )
 
 
-_TARGETS: tuple[tuple[Formula, str], ...] = (
-    (contraction_seconds, " ".join(FACTORS)),
-    (_attention, ATTENTION),
-    (
-        _convolution,
-        "aten.conv1d.default aten.conv2d.default aten.conv3d.default "
-        "aten.conv1d.padding aten.conv2d.padding aten.conv3d.padding "
-        "aten.conv_transpose1d.default aten.conv_transpose2d.input "
-        "aten.conv_transpose3d.input",
-    ),
-    (
-        _norm,
-        "aten.layer_norm.default aten.rms_norm.default aten.group_norm.default "
-        "aten.instance_norm.default",
-    ),
-    (_batch_norm, "aten.batch_norm.default"),
-    (_softmax, "aten.softmax.int aten.log_softmax.int aten._softmax.default"),
-    (_dropout, "aten.dropout.default aten.dropout_.default aten.feature_dropout.default"),
-    (
-        _embedding,
-        "aten.embedding.default aten.embedding_bag.default aten.embedding_bag.padding_idx",
-    ),
-    (_cross_entropy, "aten.cross_entropy_loss.default"),
-)
-_FORMULAS: Mapping[str, Formula] = MappingProxyType(
-    {target: formula for formula, targets in _TARGETS for target in targets.split()}
+_FORMULAS: Mapping[OpKind, Formula] = MappingProxyType(
+    {
+        OpKind.ATTENTION: _attention,
+        OpKind.CONVOLUTION: _convolution,
+        OpKind.NORM: _norm,
+        OpKind.BATCH_NORM: _batch_norm,
+        OpKind.SOFTMAX: _softmax,
+        OpKind.DROPOUT: _dropout,
+        OpKind.LOOKUP: _embedding,
+        OpKind.BAG: _embedding,
+        OpKind.CROSS_ENTROPY: _cross_entropy,
+    }
 )
