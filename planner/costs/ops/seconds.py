@@ -21,6 +21,7 @@ from autopar.planner.graph import refs
 from autopar.planner.rules.rule import OpKind
 
 Formula = Callable[[OpCase], Seconds]
+KernelSeconds = Callable[..., float]
 
 
 def op_seconds(case: OpCase) -> Seconds:
@@ -112,13 +113,22 @@ def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.Convoluti
     )
 
 
-def _norm(case: OpCase) -> Seconds:
-    elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
-    backward = kernels.norm_backward_seconds(elements, element_bytes=size, rates=case.memory)
-    return Seconds(
-        forward=kernels.norm_forward_seconds(elements, element_bytes=size, rates=case.memory),
-        input_gradient=backward if case.needs_gradient(case.result) else 0.0,
-    )
+def _per_element(forward: KernelSeconds, backward: KernelSeconds) -> Formula:
+    """One kernel in each pass, of which the result's elements tell how long it takes."""
+
+    def formula(case: OpCase) -> Seconds:
+        elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
+        gradient = backward(elements, element_bytes=size, rates=case.memory)
+        return Seconds(
+            forward=forward(elements, element_bytes=size, rates=case.memory),
+            input_gradient=gradient if case.needs_gradient(case.result) else 0.0,
+        )
+
+    return formula
+
+
+_norm = _per_element(kernels.norm_forward_seconds, kernels.norm_backward_seconds)
+_dropout = _per_element(kernels.dropout_forward_seconds, kernels.dropout_backward_seconds)
 
 
 def _batch_norm(case: OpCase) -> Seconds:
@@ -134,15 +144,6 @@ def _softmax(case: OpCase) -> Seconds:
     backward = kernels.softmax_backward_seconds(elements, element_bytes=size, rates=case.memory)
     return Seconds(
         forward=kernels.softmax_forward_seconds(elements, element_bytes=size, rates=case.memory),
-        input_gradient=backward if case.needs_gradient(case.result) else 0.0,
-    )
-
-
-def _dropout(case: OpCase) -> Seconds:
-    elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
-    backward = kernels.dropout_backward_seconds(elements, element_bytes=size, rates=case.memory)
-    return Seconds(
-        forward=kernels.dropout_forward_seconds(elements, element_bytes=size, rates=case.memory),
         input_gradient=backward if case.needs_gradient(case.result) else 0.0,
     )
 

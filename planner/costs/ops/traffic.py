@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.costs.ops.case import OpCase, Seconds
+from autopar.planner.graph import Graph, Op
 from autopar.planner.rules.rule import Linear, OpKind, Traffic
+from autopar.planner.rules.table import rule_of
 
 
 def traffic_seconds(case: OpCase) -> Seconds:
@@ -26,14 +30,20 @@ def traffic_seconds(case: OpCase) -> Seconds:
 
 
 def forward_bytes(case: OpCase) -> int:
-    """Return what the forward reads and writes; a gather reads as much of a table as it writes."""
-    written = sum(map(case.bytes, case.op.outputs))
-    if case.rule.traffic is Traffic.NONE:
-        copied = case.graph.tensors[case.result].storage == case.result
-        return 2 * written if copied and case.rule.kind is OpKind.CONTIGUOUS else 0
-    if case.rule.traffic is Traffic.GATHERED:
-        return 2 * written
-    return written + sum(map(case.bytes, case.op.inputs))
+    """Return what the forward reads and writes."""
+    return moved_bytes(case.op, case.graph, case.bytes)
+
+
+def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
+    """Return what an op reads and writes of tensors of these sizes.
+
+    A gather reads as much of a table as it writes.
+    """
+    rule, written = rule_of(op.target), sum(map(size, op.outputs))
+    if rule.traffic is Traffic.NONE:
+        copied = graph.tensors[op.outputs[0]].storage == op.outputs[0]
+        return 2 * written if copied and rule.kind is OpKind.CONTIGUOUS else 0
+    return written + (written if rule.traffic is Traffic.GATHERED else sum(map(size, op.inputs)))
 
 
 def backward_bytes(case: OpCase) -> int:
