@@ -84,7 +84,7 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 
     Of a sum over rows (`(x * mask).sum() / mask.sum()`) it makes a mean.
     """
-    if op.target != "aten.div.Tensor" or dict(op.arguments).get("rounding_mode") is not None:
+    if kind_of(op) is not OpKind.DIVISION:
         return None
     above, below = op.argument("self"), op.argument("other")
     is_number = not graph.tensors[op.outputs[0]].shape
@@ -99,7 +99,7 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 def _kept_from_zero(graph: Graph, name: str) -> tuple[str, float]:
     """Return what a number was before it was kept from being zero, and what was added to it."""
     maker = next((op for op in graph.ops if name in op.outputs), None)
-    if maker is None or maker.target.split(".")[1] not in ("clamp", "clamp_min", "to", "add"):
+    if maker is None or kind_of(maker) not in (OpKind.CLAMP, OpKind.CAST, OpKind.ADDITION):
         return name, 0.0
     other = dict(maker.arguments).get("other", 0.0)
     if not isinstance(other, (int, float)) or dict(maker.arguments).get("alpha", 1) != 1:

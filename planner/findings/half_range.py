@@ -6,17 +6,17 @@ from math import isfinite
 
 from autopar.planner.errors import InputError
 from autopar.planner.graph import MODEL_DTYPE, MODEL_EXTREMES, Graph, Op
+from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
 GREATEST = 65_504
-_FILLS = ("aten.masked_fill.Scalar", "aten.masked_fill_.Scalar", "aten.fill.Scalar", "aten.full.")
 _VALUES = ("value", "fill_value")
 
 
 def check_constants(graph: Graph) -> None:
     """Refuse what fills a tensor of the model's type with a number beyond fp16: torch raises."""
     for op in graph.ops:
-        if op.target.startswith(_FILLS) and _is_narrow(op, graph):
+        if kind_of(op) is OpKind.FILL and _is_narrow(op, graph):
             for key, value in op.arguments:
                 if key in _VALUES and _overflows(value):
                     raise InputError(

@@ -11,15 +11,10 @@ from autopar.planner.findings.row_numbers import counts_rows
 from autopar.planner.findings.steady_buffers import written_buffers
 from autopar.planner.graph import Graph, Op
 from autopar.planner.rules.rule import OpKind
-from autopar.planner.rules.table import kind_of
+from autopar.planner.rules.table import kind_of, takes_statistics
 
-_ALONG = frozenset(
-    {
-        "roll", "flip", "softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp",
-        "sort", "topk", "diff",
-    }
-)  # fmt: skip
-_TAKING = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes"})
+_ALONG = (OpKind.ALONG, OpKind.SOFTMAX, OpKind.SORT)
+_TAKING = (OpKind.PART, OpKind.PARTS)
 
 
 def meeting_rows(graph: Graph) -> Op | None:
@@ -62,14 +57,14 @@ def _counts(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
 
 def _mixes_rows(op: Op, graph: Graph) -> bool:
     """Whether an op works along the rows, or takes some of them by their places."""
-    name = op.target.split(".")[1]
-    if name not in _ALONG | _TAKING:
+    kind = kind_of(op)
+    if kind not in _ALONG + _TAKING:
         return False
     shape, arguments = graph.tensors[op.inputs[0]].shape, dict(op.arguments)
     given = arguments.get("dims", arguments.get("dim"))
     dims = given if isinstance(given, tuple) else (given,)
     sizes = [shape[dim] for dim in dims if isinstance(dim, int) and shape]
-    if name in _TAKING:
+    if kind in _TAKING:
         return BATCH in sizes and graph.tensors[op.outputs[0]].shape != shape
     return any(not size.is_constant for size in sizes)
 
@@ -91,11 +86,7 @@ def _counts_all(op: Op, graph: Graph) -> bool:
 
 def _normalises_alone(op: Op, graph: Graph) -> bool:
     """Whether an op takes statistics of the rows in a module that is no batch norm of torch's."""
-    if (
-        kind_of(op) is not OpKind.BATCH_NORM
-        or not op.argument("training")
-        or not _varying(graph, op.inputs[0])
-    ):
+    if not takes_statistics(op) or not _varying(graph, op.inputs[0]):
         return False
     return op.call not in graph.calls or not graph.calls[op.call].is_batch_norm
 

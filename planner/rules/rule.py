@@ -31,14 +31,35 @@ class OpKind(StrEnum):
     MEAN = "mean"
     ADDITION = "addition"
     SUBTRACTION = "subtraction"
+    MULTIPLICATION = "multiplication"
+    DIVISION = "division"
+    QUOTIENT = "quotient"  # or its remainder, in whole numbers
+    CLAMP = "clamp"  # from below
+    RECURRENT = "recurrent"
+    GROUPED = "grouped"  # products of groups of rows by matrices of their own
+    ALONG = "along"  # works along a dim
+    SORT = "sort"
+    ARGSORT = "argsort"
+    COUNT = "count"  # how often numbers occur
+    VALUES = "values"  # that occur
+    VIEW = "view"
+    COPY = "copy"
     CAST = "cast"  # to another type or device, where it is not of it
     CONTIGUOUS = "contiguous"  # the same in a plain order in memory, where it is not
+    DIAGONAL = "diagonal"  # or what lies on one side of it, or its sum
+    INDEX = "index"
+    WRITE = "write"  # over all of a tensor
+    WRITE_AT = "write at"  # places
+    ADD_AT = "add at"  # places
+    SCATTER = "scatter"  # of a part, into a new tensor
+    FILL = "fill"  # with a plain number
     PART = "part"  # of a tensor
     PARTS = "parts"  # that tile a tensor
     EXPAND = "expand"
     REPEAT = "repeat"
     RANGE = "range"
     NEW = "new"  # of a given shape, in the type of a tensor
+    LIKE = "like"  # a tensor in shape and type
 
     @property
     def is_class_loss(self) -> bool:
@@ -49,6 +70,11 @@ class OpKind(StrEnum):
     def is_loss(self) -> bool:
         """Whether it is a loss, with a reduction."""
         return self.is_class_loss or self is OpKind.LOSS
+
+    @property
+    def keeps_entries(self) -> bool:
+        """Whether the result has the entries of the first input, each once, or casts of them."""
+        return self in (OpKind.VIEW, OpKind.COPY, OpKind.CAST, OpKind.CONTIGUOUS)
 
 
 class Traffic(StrEnum):
@@ -62,6 +88,7 @@ class Traffic(StrEnum):
 class Linear(StrEnum):
     """In which inputs an op is linear, so that a partial sum may pass through it."""
 
+    UNTOLD = "untold"
     NO = "no"
     FIRST = "first"  # in the first, for the others only tell a place, a shape or a type
     JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
@@ -105,7 +132,8 @@ class Rule:
     the type of the first input. `added` is the argument that is added to what the op makes of the
     others: a plain number there makes a linear op affine. `sizes` is the argument that tells the
     sizes of the result, `cuts` are those that tell sizes or places along the argument `dim`.
-    `names` proposes what people call a letter.
+    `written_by` is the op that makes a new tensor with this part of it written anew. `names`
+    proposes what people call a letter.
     """
 
     target: str
@@ -115,16 +143,17 @@ class Rule:
     saves: tuple[Saved, ...] = ()
     kind: OpKind = OpKind.OTHER
     traffic: Traffic = Traffic.ALL
-    linear: Linear = Linear.NO
+    linear: Linear = Linear.UNTOLD
     added: str = "bias"
     sizes: str = ""
     cuts: tuple[str, ...] = ()
+    written_by: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property
     def factors(self) -> tuple[str, ...]:
         """The arguments that a product multiplies: these, and these alone, it keeps."""
-        return tuple(entry.what for entry in self.saves) if self.contracts else ()
+        return tuple(entry.what for entry in self.saves) if len(self.contracts) == 1 else ()
 
     def signature(self, case: Case) -> Signature:
         """Return the op's signature; one that the rule does not fit is opaque."""

@@ -16,8 +16,7 @@ from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.layers import Layer
 from autopar.planner.layouts import WHOLE, Layout, OpLayout
-from autopar.planner.rules.rule import OpKind
-from autopar.planner.rules.table import kind_of
+from autopar.planner.rules.table import takes_statistics
 
 _NOTHING: Mapping[str, Layout] = MappingProxyType({})
 
@@ -112,7 +111,7 @@ def _cost(
 def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
     """Yield how many channels each batch norm that takes statistics has on this rank."""
     for one in ops:
-        if kind_of(one.op) is OpKind.BATCH_NORM and one.op.argument("training"):
+        if takes_statistics(one.op):
             yield flow.pricer.shapes(one.op, one.split).shape(one.op.inputs[0])[1]
 
 
