@@ -17,7 +17,8 @@ from autopar.planner.costs.ops.kept import (
     names_kept,
 )
 from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.graph import Graph, Op, Origin, Parameter, Tensor
+from autopar.planner.costs.ops.traffic import moved_bytes
+from autopar.planner.graph import Graph, Op, Origin, Parameter
 from autopar.planner.precision import (
     FUSED,
     GRADIENT_BYTES,
@@ -132,7 +133,9 @@ class _Annotator:
         rule = rule_of(op.target)
         shapes = LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch)
         differentiable = is_differentiable(op, self.graph)
-        moved = 0 if self.memory.takes_none(op) else self._moved(rule, op)
+        moved = 0
+        if not self.memory.takes_none(op):
+            moved = moved_bytes(op, self.graph, self._bytes)
         return Work(
             forward_flops=forward_flops(rule, shapes),
             backward_flops=backward_flops(rule, shapes),
@@ -141,27 +144,16 @@ class _Annotator:
             saved_bytes=self._made(rule, op, shapes) + self._newly_kept(rule, op),
         )
 
-    def _bytes(self, tensor: Tensor) -> int:
+    def _bytes(self, name: str) -> int:
+        tensor = self.graph.tensors[name]
         return tensor.expected_numel(self.batch) * item_bytes(tensor.dtype, self.precision)
-
-    def _moved(self, rule: Rule, op: Op) -> int:
-        written = sum(self._bytes(self.graph.tensors[out]) for out in op.outputs)
-        if rule.traffic is Traffic.NONE:
-            tensors = self.graph.tensors
-            copied = tensors[op.outputs[0]].storage == op.outputs[0]
-            return 2 * written if copied and "reshape" in op.target else 0
-        if rule.traffic is Traffic.GATHERED:
-            return 2 * written
-        return written + sum(self._bytes(self.graph.tensors[name]) for name in op.inputs)
 
     def _moved_backward(self, rule: Rule, op: Op, moved: int) -> int:
         """The gradient of each result is read, that of each input written, what was kept read."""
-        if moved == 0:
-            return 0
-        grads = [self.graph.tensors[n] for n in op.inputs if self.graph.tensors[n].requires_grad]
-        if rule.traffic is Traffic.GATHERED:
+        if moved == 0 or rule.traffic is Traffic.GATHERED:
             return moved
-        return moved + sum(map(self._bytes, grads))
+        tensors = self.graph.tensors
+        return moved + sum(self._bytes(name) for name in op.inputs if tensors[name].requires_grad)
 
     def _made(self, rule: Rule, op: Op, shapes: LocalShapes) -> int:
         made = made_by(op, rule, graph=self.graph, precision=self.precision, kernels=self.kernels)
@@ -171,5 +163,5 @@ class _Annotator:
         names = names_kept(op, rule, graph=self.graph, kernels=self.kernels)
         new = dict.fromkeys(root for root in map(self.memory.root, names) if root not in self.kept)
         self.kept.update(new)
-        tensors = [self.graph.tensors[root] for root in new]
-        return sum(self._bytes(t) for t in tensors if t.origin in (Origin.OP, Origin.INPUT))
+        origins = (Origin.OP, Origin.INPUT)
+        return sum(self._bytes(root) for root in new if self.graph.tensors[root].origin in origins)

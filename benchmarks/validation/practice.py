@@ -17,12 +17,14 @@ from autopar.planner.costs.kernels.attention import (
 )
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.costs.ops.host import NO_PASSES, Host
-from autopar.planner.costs.ops.kept import ATTENTION, Kept, Made
+from autopar.planner.costs.ops.kept import Kept, Made
 from autopar.planner.costs.ops.pricer import OpCost, Pricer
 from autopar.planner.costs.ops.shapes import OpSplit
 from autopar.planner.graph import Graph, Op
 from autopar.planner.layers import Layers
 from autopar.planner.precision import Precision
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 _LOSS = "aten.cross_entropy_loss.default"
 # Bytes per logit of an fp32 loss on 16-bit logits. Forward: the cast (2 + 4), log_softmax (4 + 4).
@@ -82,7 +84,7 @@ class PracticePricer(Pricer):
         usual = super().cost(op, split)
         if op.target == _LOSS and not self.practice.is_loss_fused:
             return self._loss(op, split, usual)
-        if op.target != ATTENTION or self.practice.attention is Attention.FUSED:
+        if kind_of(op) is not OpKind.ATTENTION or self.practice.attention is Attention.FUSED:
             return usual
         if self.practice.attention is Attention.BIASED:
             return self._biased(op, split, usual)
@@ -93,7 +95,7 @@ class PracticePricer(Pricer):
         kept = super().kept(op)
         if op.target == _LOSS and not self.practice.is_loss_fused:
             return replace(kept, made=(Made(letters=("n", "v"), item_bytes=4),))
-        if op.target != ATTENTION or self.practice.attention is not Attention.UNFUSED:
+        if kind_of(op) is not OpKind.ATTENTION or self.practice.attention is not Attention.UNFUSED:
             return kept
         scores = ("…", "h", "q", "t")
         sizes = (2, 1, 2) if _dropout(op) else (2,)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from autopar.codegen.forward.module_calls import call_line, unnamed_function
-from autopar.codegen.forward.opening.changes import RESULT_SIZES, is_split_random
+from autopar.codegen.forward.opening.changes import is_split_random
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.ops import conversions, special
 from autopar.codegen.forward.ops.operations import Place, base_name, gives_many, printed
@@ -31,14 +31,17 @@ from autopar.planner.extent import Extent
 from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Op, Origin, Value, size
 from autopar.planner.layouts import Layout
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of, rule_of
 
-_RANGES = ("aten.arange.default", "aten.arange.start")
 LOSS_WEIGHTS = "loss_weights"  # the name that a microbatch has for them
 
 
-def _is_from_zero(op: Op) -> bool:
-    """Whether a range counts each number from nothing, so that it is as long as its end says."""
-    return op.target == "aten.arange.default" or op.argument("start") == 0
+def _counts_from_zero(op: Op) -> bool:
+    """Whether an op makes a range that is as long as its end says."""
+    given = dict(op.arguments)
+    is_whole = given.get("start", 0) == 0 and "step" not in given
+    return kind_of(op) is OpKind.RANGE and is_whole
 
 
 class BodyBuilder:
@@ -177,7 +180,7 @@ class BodyBuilder:
 
     def _is_nothing(self, op: Op) -> bool:
         """Whether an op takes all of a dim; what the module itself holds is taken as it says."""
-        if op.target != "aten.slice.Tensor":
+        if kind_of(op) is not OpKind.PART:
             return False
         given, made = (self.graph.tensors[name] for name in (op.inputs[0], op.outputs[0]))
         is_activation = given.origin in (Origin.OP, Origin.INPUT)
@@ -282,15 +285,15 @@ class BodyBuilder:
 
     def _sizes(self, op: Op) -> dict[str, Expression]:
         """Return the arguments of an op that are sizes, read from shapes where that is possible."""
-        name = RESULT_SIZES.get(op.target)
-        if name is not None:
+        name = rule_of(op.target).sizes
+        if name:
             given = op.argument(name)
             assert isinstance(given, tuple)
             return {name: special.result_sizes(op, given, self)}
         found: dict[str, Expression] = {}
         for key, value in op.arguments:
             other = self.split.lengths.argument(op, key)
-            if key == "end" and op.target in _RANGES and _is_from_zero(op):
+            if key == "end" and _counts_from_zero(op):
                 length = self.sizes.of_all(whole_sizes(self.split, op.outputs[0]))[0]
                 found[key] = self.plain_size(value, other) if length is None else length
             elif isinstance(value, Extent) or (value != other and isinstance(value, int)):

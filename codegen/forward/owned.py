@@ -12,9 +12,10 @@ from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.text.expressions import Expression, Form, Held, call, text
 from autopar.codegen.forward.text.identifiers import is_identifier, string
 from autopar.codegen.forward.text.literals import nested
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Call, Op, Origin
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder
@@ -131,7 +132,7 @@ class Owner:
 
     def training(self, op: Op) -> Form:
         """Return whether the module trains, as its code asks it; no loss and no weights do."""
-        is_always = op.target == BATCH_NORM and op.argument("running_mean") is None
+        is_always = kind_of(op) is OpKind.BATCH_NORM and op.argument("running_mean") is None
         return text("True" if op.call == LOSS or is_always else "self.training")
 
     def rate(self, op: Op) -> Form | None:

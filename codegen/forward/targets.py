@@ -8,7 +8,6 @@ from dataclasses import replace
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.losses import bind_batch
 from autopar.codegen.forward.opening.opening import Opening, open_calls
-from autopar.codegen.forward.ops.operations import base_name
 from autopar.codegen.forward.reading.calls import LOSS, CallTree
 from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.text.expressions import (
@@ -26,7 +25,6 @@ from autopar.codegen.forward.text.lines import Line
 from autopar.codegen.forward.text.literals import literal
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.findings.counting import (
-    CLASS_LOSSES,
     counted_by,
     division_of,
     is_told,
@@ -35,16 +33,9 @@ from autopar.planner.findings.counting import (
 from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, is_weighed_division
 from autopar.planner.graph import Graph, Op, Origin
 from autopar.planner.layouts import WHOLE
-
-# Ops that move targets without changing how many of each there are.
-_MOVES = frozenset(
-    {
-        "flatten", "view", "reshape", "contiguous", "transpose", "permute", "unsqueeze", "squeeze",
-        "clone", "t", "to", "_unsafe_view",
-    }
-)  # fmt: skip
-_OF_EACH = frozenset({"ne", "eq", "gt", "ge", "lt", "le", "logical_not", "bitwise_not"})
-_OF_ALL = frozenset({"sum", "count_nonzero"})
+from autopar.planner.rules import shapes
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of, rule_of
 
 
 def valid_targets(split: Split, tree: CallTree) -> str | None:
@@ -65,7 +56,7 @@ def valid_targets(split: Split, tree: CallTree) -> str | None:
     builder = _CountBuilder(opening, frozenset(read))
     unplaced = _unplaced(graph, steps)
     for op in steps:
-        if base_name(op.target) in _MOVES and unplaced.issuperset(op.outputs):
+        if kind_of(op).keeps_entries and unplaced.issuperset(op.outputs):
             builder.alias(op)
         else:
             builder.add(op)
@@ -90,12 +81,11 @@ def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
     steps = tuple(steps)
     unplaced = {name for op in steps for name in (*op.inputs, *op.outputs)}
     for op in reversed(steps):
-        name = base_name(op.target)
+        rule = rule_of(op.target)
         made = next(iter(op.outputs), "")
-        keeps = name in _MOVES or name in _OF_EACH
-        if len(op.inputs) > 1 or not (
-            (keeps and made in unplaced) or (name in _OF_ALL and not graph.tensors[made].shape)
-        ):
+        keeps = rule.kind.keeps_entries or rule.shape is shapes.elementwise
+        is_of_all = rule.kind is OpKind.SUM and not graph.tensors[made].shape
+        if len(op.inputs) > 1 or not ((keeps and made in unplaced) or is_of_all):
             unplaced -= set(op.inputs)
     return unplaced
 
@@ -138,7 +128,7 @@ class _CountBuilder(BodyBuilder):
 
 def _count(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> Expression:
     number, *weights = (builder.value(name, WHOLE) for name in counted)
-    if term.target not in CLASS_LOSSES:
+    if not kind_of(term).is_class_loss:
         counter = builder.graph.tensors[counted[0]]
         is_count = not counter.shape
         return (

@@ -13,6 +13,8 @@ from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.telling.chosen import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
 from autopar.planner.plan.telling.words import unit_word
 from autopar.planner.precision import Precision
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 _HALF_WORDS = "of weights and activations; gradients and optimizer are fp32; --dtype"
 _DTYPE_WORDS = {
@@ -92,7 +94,7 @@ def synchronises_batch_norms(plan: Plan) -> bool:
 
 def has_batch_norm(graph: Graph) -> bool:
     """Whether some op normalises over the batch."""
-    return any(op.target.startswith("aten.batch_norm") for op in graph.ops)
+    return any(kind_of(op) is OpKind.BATCH_NORM for op in graph.ops)
 
 
 def planned(plan: Plan) -> Iterator[Setting]:

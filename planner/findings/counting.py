@@ -10,10 +10,9 @@ from dataclasses import dataclass
 
 from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Graph, Op, Origin, Ref
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
-CLASS_LOSSES = frozenset(
-    f"aten.{name}.default" for name in ("cross_entropy_loss", "nll_loss", "nll_loss_nd")
-)
 _MEAN = 1  # of losses, as ATen counts reductions
 
 
@@ -38,10 +37,10 @@ def counted_by(op: Op, graph: Graph) -> tuple[str, ...]:
     what the mean is over.
     """
     arguments = dict(op.arguments)
-    is_mean = arguments.get("reduction") == _MEAN or op.target.split(".")[1] == "mean"
+    is_mean = arguments.get("reduction") == _MEAN or kind_of(op) is OpKind.MEAN
     if not is_mean:
         return ()
-    if op.target in CLASS_LOSSES:
+    if kind_of(op).is_class_loss:
         target, weight = op.argument("target"), op.argument("weight")
         assert isinstance(target, Ref)
         has_classes = is_class(graph, target)
@@ -58,7 +57,7 @@ def counts_untold(op: Op, graph: Graph) -> bool:
     names = counted_by(op, graph)
     if not names or is_told(graph, names):
         return False
-    if op.target in CLASS_LOSSES and len(names) == 1:
+    if kind_of(op).is_class_loss and len(names) == 1:
         return _ignores(op, graph, names[0])
     return True
 
@@ -85,7 +84,7 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 
     Of a sum over rows (`(x * mask).sum() / mask.sum()`) it makes a mean.
     """
-    if op.target != "aten.div.Tensor" or dict(op.arguments).get("rounding_mode") is not None:
+    if kind_of(op) is not OpKind.DIVISION:
         return None
     above, below = op.argument("self"), op.argument("other")
     is_number = not graph.tensors[op.outputs[0]].shape
@@ -100,7 +99,7 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 def _kept_from_zero(graph: Graph, name: str) -> tuple[str, float]:
     """Return what a number was before it was kept from being zero, and what was added to it."""
     maker = next((op for op in graph.ops if name in op.outputs), None)
-    if maker is None or maker.target.split(".")[1] not in ("clamp", "clamp_min", "to", "add"):
+    if maker is None or kind_of(maker) not in (OpKind.CLAMP, OpKind.CAST, OpKind.ADDITION):
         return name, 0.0
     other = dict(maker.arguments).get("other", 0.0)
     if not isinstance(other, (int, float)) or dict(maker.arguments).get("alpha", 1) != 1:

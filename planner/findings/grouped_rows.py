@@ -11,17 +11,12 @@ from collections.abc import Iterator
 
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Graph, Op
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
-GROUPED = frozenset(  # transformers calls its own where a trace is noticed
-    {"aten._grouped_mm.default", "transformers.grouped_mm_fallback.default"}
-)
 _NATURAL = ""
-_SORTS = frozenset({"sort", "argsort"})
-_COUNTS = frozenset({"histc", "bincount"})
-_STEPS = frozenset(  # from the places of a sort to the rows that lie there
-    {"floor_divide", "div", "remainder", "to", "_to_copy", "unsqueeze", "expand", "expand_as"}
-)
-_EMPTY = frozenset({"empty_like", "zeros_like", "ones_like", "full_like"})  # read no rows
+# From the places of a sort to the rows that lie there.
+_STEPS = (OpKind.DIVISION, OpKind.QUOTIENT, OpKind.EXPAND)
 
 
 def grouped_rows(graph: Graph) -> frozenset[str]:
@@ -37,7 +32,7 @@ class _Reader:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.makers = {out: op.target for op in graph.ops for out in op.outputs}
+        self.makers = {out: kind_of(op) for op in graph.ops for out in op.outputs}
         self.order: dict[str, str] = {}  # tensor → the sort in whose order its rows lie
         self.places: dict[str, str] = {}  # tensor → the sort whose rows it names, in their order
         self.ways_back: dict[str, str] = {}  # tensor → the sort from whose order it leads back
@@ -45,17 +40,17 @@ class _Reader:
         self.mixed: set[str] = set()
 
     def read(self, op: Op) -> None:
-        name = op.target.split(".")[1]
-        if name in _SORTS and self._sorts_groups(op):
+        kind = kind_of(op)
+        if kind in (OpKind.SORT, OpKind.ARGSORT) and self._sorts_groups(op):
             self._sort(op)
-        elif name == "index" and len(op.inputs) == 2:
+        elif kind is OpKind.INDEX and len(op.inputs) == 2:
             self._take(op, *op.inputs)
-        elif name.rstrip("_") in ("index_put", "scatter") and self._inverts(op):
+        elif kind is OpKind.WRITE_AT and self._inverts(op):
             self.ways_back[op.outputs[0]] = self.places[op.inputs[1]]
-        elif name.rstrip("_") in ("index_add", "scatter_add") and self._returns(op):
+        elif kind is OpKind.ADD_AT and self._returns(op):
             return
-        elif name not in _COUNTS | _EMPTY:
-            self._keep(op, name)
+        elif kind not in (OpKind.COUNT, OpKind.LIKE):
+            self._keep(op, kind)
 
     def _sorts_groups(self, op: Op) -> bool:
         given = self.graph.tensors[op.inputs[0]]
@@ -75,7 +70,7 @@ class _Reader:
         """Whether an op writes at the places of a sort the numbers of its rows."""
         if len(op.inputs) != 3 or op.inputs[1] not in self.places:
             return False
-        return self.makers.get(op.inputs[2], "").startswith("aten.arange")
+        return self.makers.get(op.inputs[2]) is OpKind.RANGE
 
     def _returns(self, op: Op) -> bool:
         """Whether an op adds what lies in the order of a sort to the rows that its places name."""
@@ -95,7 +90,7 @@ class _Reader:
         else:
             self._mix(source, index)
 
-    def _keep(self, op: Op, name: str) -> None:
+    def _keep(self, op: Op, kind: OpKind) -> None:
         rowed = [one for one in op.inputs if self._rows(one)]
         orders = {self.order.get(one, _NATURAL) for one in rowed}
         leads_back = any(one in self.ways_back for one in op.inputs)
@@ -108,9 +103,9 @@ class _Reader:
             return
         (order,) = orders
         self.order.update(dict.fromkeys(kept, order))
-        if name in _STEPS and op.inputs[0] in self.places:
+        if (kind.keeps_entries or kind in _STEPS) and op.inputs[0] in self.places:
             self.places.update(dict.fromkeys(kept, order))
-        if op.target in GROUPED:
+        if kind is OpKind.GROUPED:
             self.sorts[op.name] = order
 
     def _rows(self, name: str) -> Extent | None:

@@ -6,17 +6,17 @@ from math import isfinite
 
 from autopar.planner.errors import InputError
 from autopar.planner.graph import MODEL_DTYPE, MODEL_EXTREMES, Graph, Op
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 GREATEST = 65_504
-_FILLS = ("aten.masked_fill.Scalar", "aten.masked_fill_.Scalar", "aten.fill.Scalar", "aten.full.")
 _VALUES = ("value", "fill_value")
-_MEANS_OVER_TARGETS = ("aten.cross_entropy_loss.", "aten.nll_loss")
 
 
 def check_constants(graph: Graph) -> None:
     """Refuse what fills a tensor of the model's type with a number beyond fp16: torch raises."""
     for op in graph.ops:
-        if op.target.startswith(_FILLS) and _is_narrow(op, graph):
+        if kind_of(op) is OpKind.FILL and _is_narrow(op, graph):
             for key, value in op.arguments:
                 if key in _VALUES and _overflows(value):
                     raise InputError(
@@ -32,7 +32,7 @@ def check_means(graph: Graph, *, microbatch: int) -> None:
     torch keeps the number of targets, which it divides by, in the type of the logits.
     """
     for op in graph.ops:
-        if op.target.startswith(_MEANS_OVER_TARGETS) and _is_narrow(op, graph):
+        if kind_of(op).is_class_loss and _is_narrow(op, graph):
             target = op.inputs[1]
             count = graph.tensors[target].numel.at(microbatch)
             if count > GREATEST:

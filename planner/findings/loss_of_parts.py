@@ -14,6 +14,8 @@ from types import MappingProxyType
 from autopar.planner.extent import BATCH, Extent
 from autopar.planner.findings.counting import counts_untold, division_of
 from autopar.planner.graph import Graph, Op, Origin, Ref, Value
+from autopar.planner.rules.rule import Linear, OpKind, Rule
+from autopar.planner.rules.table import kind_of, rule_out_of_place
 
 
 class Follows(StrEnum):
@@ -35,31 +37,9 @@ class LossOfParts:
     op: Op | None = None
 
 
-_ADDING = frozenset({"add", "sub", "rsub", "cat", "stack"})
-_SCALING = frozenset({"mul", "div", "true_divide"})
-_KEEPING = frozenset(
-    {
-        "view", "reshape", "flatten", "squeeze", "unsqueeze", "select", "slice", "index", "gather",
-        "sum", "mean", "neg", "clone", "contiguous", "to", "_to_copy", "type_as", "expand",
-        "detach", "t", "transpose", "permute", "unbind", "split", "split_with_sizes", "chunk",
-        "alias", "diagonal", "tril", "triu", "trace", "fill_diagonal", "copy", "dot", "matmul",
-        "mm", "bmm", "linear", "einsum",
-    }
-)  # fmt: skip
-_TYPED = frozenset({"new_ones", "new_zeros", "new_full", "new_empty"})  # read no numbers
-_ZEROS = frozenset({"zeros", "new_zeros", "zeros_like"})
-_COLLECTED = frozenset(  # values of all rows, however many those are
-    {"bincount", "histc", "unique_dim", "_unique2", "unique_consecutive", "unique_dim_consecutive"}
-)
-_CONTRACTING = frozenset({"sum", "dot", "matmul", "mm", "bmm", "einsum", "count_nonzero"})
-_MEETING = frozenset(
-    {
-        "pow", "square", "sqrt", "rsqrt", "exp", "expm1", "log", "log1p", "log2", "abs", "relu",
-        "reciprocal", "sigmoid", "tanh", "softplus", "clamp", "clamp_min", "amax", "amin", "max",
-        "min", "maximum", "minimum", "logsumexp", "softmax", "log_softmax", "var", "std", "norm",
-        "linalg_vector_norm", "linalg_matrix_norm", "logdet", "linalg_slogdet", "_linalg_slogdet",
-    }
-)  # fmt: skip
+_SCALING = (OpKind.MULTIPLICATION, OpKind.DIVISION)
+_KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
+_COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # of all rows, however many those are
 _REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # as ATen counts them
 
 
@@ -107,9 +87,8 @@ class _Reader:
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
         self.follows: dict[str, Follows] = {}
-        self.zeros = {
-            out for op in graph.ops if op.target.split(".")[1] in _ZEROS for out in op.outputs
-        }  # where a sum begins
+        zeros = (op for op in graph.ops if "zeros" in op.target)
+        self.zeros = {out for op in zeros for out in op.outputs}  # where a sum begins
         for tensor in graph.tensors.values():
             if tensor.origin is not Origin.OP:
                 self.follows[tensor.name] = self._of_shape(tensor.name) or Follows.ALIKE
@@ -118,7 +97,7 @@ class _Reader:
         """Read all ops."""
         for op in self.graph.ops:
             found = None
-            is_collected = op.target.split(".")[1] in _COLLECTED
+            is_collected = kind_of(op) in _COLLECTED
             for name in op.outputs:
                 kind = None if is_collected else self._of_shape(name)
                 if kind is None:
@@ -133,36 +112,38 @@ class _Reader:
         kinds = [self.follows[name] for name in op.inputs]
         if all(kind is Follows.ALIKE for kind in kinds):
             return Follows.ALIKE
-        name = op.target.split(".")[1].rstrip("_")  # what is written in place is made alike
-        if name in _TYPED:
+        rule = rule_out_of_place(op.target)  # what is written in place is made alike
+        if rule.kind is OpKind.NEW:
             return Follows.ALIKE
-        return self._of_rows(op, name) if Follows.ROWS in kinds else self._of_numbers(op, name)
+        return self._of_rows(op, rule) if Follows.ROWS in kinds else self._of_numbers(op, rule)
 
-    def _of_rows(self, op: Op, name: str) -> Follows:
+    def _of_rows(self, op: Op, rule: Rule) -> Follows:
         arguments = dict(op.arguments)
         reduction = arguments.get("reduction")
         if counts_untold(op, self.graph):
             return Follows.NEARLY
         if isinstance(reduction, int):
             return _REDUCTIONS[reduction]
-        if name == "mean":
+        if rule.kind is OpKind.MEAN:
             return Follows.MEAN
-        if name == "histc" and arguments.get("min") != arguments.get("max"):
+        if rule.kind is OpKind.COUNT and arguments.get("min") != arguments.get("max"):
             return Follows.SUM  # within bounds that no row moves
-        if name in _CONTRACTING:
+        adds = isinstance(arguments.get(rule.added), Ref)  # once for each part
+        if rule.kind is OpKind.SUM or (rule.linear is Linear.EACH and not adds):
             return Follows.SUM
-        return self._unknown(op, name)
+        return self._unknown(op, rule)
 
-    def _of_numbers(self, op: Op, name: str) -> Follows:
-        if name in _SCALING:
-            return self._scaled(op, name)
-        if name in _ADDING | _KEEPING:
+    def _of_numbers(self, op: Op, rule: Rule) -> Follows:
+        if rule.kind in _SCALING:
+            return self._scaled(op, rule.kind)
+        is_linear = rule.linear not in (Linear.UNTOLD, Linear.NO)
+        if is_linear or rule.kind.keeps_entries or rule.kind in _KEEPING:
             return self._added(op)
-        return self._unknown(op, name)
+        return self._unknown(op, rule)
 
-    def _unknown(self, op: Op, name: str) -> Follows:
+    def _unknown(self, op: Op, rule: Rule) -> Follows:
         learns = any(self.graph.tensors[out].requires_grad for out in op.outputs)
-        return Follows.MEETS if name in _MEETING and learns else Follows.NEARLY
+        return Follows.MEETS if rule.linear is Linear.NO and learns else Follows.NEARLY
 
     def _added(self, op: Op) -> Follows:
         kinds = {self.follows[name] for name in op.inputs if name not in self.zeros}
@@ -172,10 +153,10 @@ class _Reader:
             return kinds.pop()
         return Follows.MEETS if Follows.SUM in kinds else Follows.NEARLY
 
-    def _scaled(self, op: Op, name: str) -> Follows:
+    def _scaled(self, op: Op, kind: OpKind) -> Follows:
         varying = list(dict.fromkeys(self._varying(op)))
         above, other = op.argument("self"), op.argument("other")
-        is_division = name != "mul"
+        is_division = kind is OpKind.DIVISION
         if len(varying) == 1 and not (is_division and above != Ref(varying[0])):
             return _by_number(self.follows[varying[0]], other, is_division=is_division)
         if is_division and is_weighed_division(op, self.graph, self.follows):

@@ -4,21 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.extent import BATCH
 from autopar.planner.findings.grouped_rows import grouped_rows
 from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, loss_of_parts
 from autopar.planner.findings.row_numbers import counts_rows
 from autopar.planner.findings.steady_buffers import written_buffers
 from autopar.planner.graph import Graph, Op
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of, takes_statistics
 
-_ALONG = frozenset(
-    {
-        "roll", "flip", "softmax", "_softmax", "log_softmax", "cumsum", "cumprod", "logcumsumexp",
-        "sort", "topk", "diff",
-    }
-)  # fmt: skip
-_TAKING = frozenset({"slice", "select", "narrow", "chunk", "split", "split_with_sizes"})
+_ALONG = (OpKind.ALONG, OpKind.SOFTMAX, OpKind.SORT)
+_TAKING = (OpKind.PART, OpKind.PARTS)
 
 
 def meeting_rows(graph: Graph) -> Op | None:
@@ -61,21 +57,21 @@ def _counts(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
 
 def _mixes_rows(op: Op, graph: Graph) -> bool:
     """Whether an op works along the rows, or takes some of them by their places."""
-    name = op.target.split(".")[1]
-    if name not in _ALONG | _TAKING:
+    kind = kind_of(op)
+    if kind not in _ALONG + _TAKING:
         return False
     shape, arguments = graph.tensors[op.inputs[0]].shape, dict(op.arguments)
     given = arguments.get("dims", arguments.get("dim"))
     dims = given if isinstance(given, tuple) else (given,)
     sizes = [shape[dim] for dim in dims if isinstance(dim, int) and shape]
-    if name in _TAKING:
+    if kind in _TAKING:
         return BATCH in sizes and graph.tensors[op.outputs[0]].shape != shape
     return any(not size.is_constant for size in sizes)
 
 
 def _keeps(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
     """Whether an op writes to a buffer what it has of the rows: each rank would have its own."""
-    if op.target == BATCH_NORM:
+    if kind_of(op) is OpKind.BATCH_NORM:
         return False
     return bool(written_buffers(op, graph)) and any(
         of_parts[name] is not Follows.ALIKE for name in op.inputs
@@ -90,7 +86,7 @@ def _counts_all(op: Op, graph: Graph) -> bool:
 
 def _normalises_alone(op: Op, graph: Graph) -> bool:
     """Whether an op takes statistics of the rows in a module that is no batch norm of torch's."""
-    if op.target != BATCH_NORM or not op.argument("training") or not _varying(graph, op.inputs[0]):
+    if not takes_statistics(op) or not _varying(graph, op.inputs[0]):
         return False
     return op.call not in graph.calls or not graph.calls[op.call].is_batch_norm
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeAlias
@@ -14,9 +13,8 @@ from autopar.planner.findings.writing_layers import writing_calls, written
 from autopar.planner.graph import MODULE, Graph, Op, objects
 from autopar.planner.layers import Layer, ancestors
 from autopar.planner.precision import FUSED
-from autopar.planner.rules.table import rule_of
-
-_RECURRENT = re.compile(r"aten\.(lstm|gru|rnn_tanh|rnn_relu)(_cell)?\.")
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -73,7 +71,7 @@ def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindran
 
 def _recurrent(layer: Layer) -> Op | None:
     """Return an op that is several, which make gates in the place of their products."""
-    return next((op for op in layer.ops if _RECURRENT.match(op.target)), None)
+    return next((op for op in layer.ops if kind_of(op) is OpKind.RECURRENT), None)
 
 
 def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Op | None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.graph import Graph, Op
+from autopar.planner.rules.table import takes_statistics
 
 
 def norm_of_rows(graph: Graph) -> Op | None:
@@ -13,7 +13,7 @@ def norm_of_rows(graph: Graph) -> Op | None:
     may be done, before the next one is there.
     """
     for op in graph.ops:
-        if op.target == BATCH_NORM and op.argument("training"):
+        if takes_statistics(op):
             shape = graph.tensors[op.inputs[0]].shape
             if any(not size.is_constant for size in shape):
                 return op

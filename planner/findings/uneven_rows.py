@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.findings.counting import counted_by, is_told
 from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.graph import Graph
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 
 def may_be_uneven(graph: Graph) -> bool:
@@ -16,7 +17,7 @@ def may_be_uneven(graph: Graph) -> bool:
     """
     if graph.fixed_batch is not None or meeting_rows(graph) is not None:
         return False
-    if any(op.target == BATCH_NORM for op in graph.ops):
+    if any(kind_of(op) is OpKind.BATCH_NORM for op in graph.ops):
         return False
     maker = next((op for op in graph.ops if graph.loss in op.outputs), None)
     names = counted_by(maker, graph) if maker is not None else ()

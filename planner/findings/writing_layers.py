@@ -12,7 +12,8 @@ from collections.abc import Iterable, Iterator
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Call, Graph, Op, Origin, refs
 from autopar.planner.layers import ancestors
-from autopar.planner.trace.scatter import SCATTER
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 _OF_A_MATRIX = re.compile(r"aten\.(linear|matmul|einsum|tensordot)\.")
 
@@ -30,7 +31,7 @@ def written(ops: Iterable[Op], graph: Graph) -> Iterator[str]:
     What the graph has as a scatter is a write into a part of a tensor in the code.
     """
     for op in ops:
-        for name in op.inputs[:1] if op.target in SCATTER.values() else op.writes:
+        for name in op.inputs[:1] if kind_of(op) is OpKind.SCATTER else op.writes:
             storage = graph.tensors[name].storage
             if graph.tensors[storage].origin in (Origin.OP, Origin.INPUT):
                 yield storage

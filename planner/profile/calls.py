@@ -11,9 +11,8 @@ from torch import Tensor
 
 from autopar.planner.profile.forms import arguments_of, callable_of, results_of, torch_dtype
 from autopar.planner.profile.probes import OperandForm, Probe
-
-_RESHAPES = ("aten.view.", "aten.reshape.", "aten._unsafe_view.", "aten.expand.")
-_SPLITS = ("aten.split_with_sizes.", "aten.split.sizes")
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import rule_of
 
 
 class CannotCallError(Exception):
@@ -122,13 +121,12 @@ class Call:
 
 def _local_sizes(probe: Probe, arguments: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that are sizes, as they are on one rank."""
-    target, results = probe.op.target, probe.results
-    if target.startswith(_RESHAPES):
-        return {"size" if "size" in arguments else "shape": list(results[0])}
-    if target.startswith(_SPLITS):
-        return {"split_sizes": [shape[arguments["dim"]] for shape in results]}
-    if target.startswith("aten.split.Tensor"):
-        return {"split_size": results[0][arguments["dim"]]}
+    rule = rule_of(probe.op.target)
+    if rule.sizes:
+        return {rule.sizes: list(probe.results[0])}
+    if rule.kind is OpKind.PARTS and rule.cuts:
+        parts, (key,) = [shape[arguments["dim"]] for shape in probe.results], rule.cuts
+        return {key: parts[0] if isinstance(arguments[key], int) else parts}
     return {} if probe.groups is None else {"groups": probe.groups}
 
 

@@ -9,14 +9,12 @@ from math import prod
 from autopar.planner.costs.ops.measurements import OpKey
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
-from autopar.planner.costs.ops.split_loss import CROSS_ENTROPY
 from autopar.planner.graph import Op, Origin, refs
 from autopar.planner.precision import item_bytes
 from autopar.planner.profile.forms import local_strides, strides_of
 from autopar.planner.programs.layouts.strategies import strategies
-
-EMBEDDING = "aten.embedding.default"
-_BAG = "aten.embedding_bag."
+from autopar.planner.rules.rule import OpKind, Traffic
+from autopar.planner.rules.table import kind_of, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -104,9 +102,9 @@ def _moves_nothing(pricer: Pricer, op: Op, split: OpSplit | None) -> bool:
 
 
 def _is_runtime_code(op: Op, pricer: Pricer, split: OpSplit) -> bool:
-    if op.target == CROSS_ENTROPY:
+    if kind_of(op) is OpKind.CROSS_ENTROPY:
         return True
-    if op.target != EMBEDDING:
+    if kind_of(op) is not OpKind.LOOKUP:
         return False
     shapes, table = pricer.shapes(op, split), op.inputs[0]
     return shapes.shape(table)[0] < pricer.graph.tensors[table].shape[0].at(pricer.batch)
@@ -160,14 +158,14 @@ def _operand(
 
 def _below(shapes: LocalShapes) -> int:
     """Return what integers are smaller than, so that every one of them names a place."""
-    op, given = shapes.op, dict(shapes.op.arguments)
-    if op.target.startswith((EMBEDDING, _BAG)):
-        return shapes.shape(op.inputs[0])[0]
-    if op.target in (CROSS_ENTROPY, "aten.nll_loss_nd.default"):
-        return shapes.shape(op.inputs[0])[1 if len(shapes.shape(op.inputs[0])) > 1 else 0]
-    if op.target in ("aten.index.Tensor", "aten.gather.default"):
-        sizes = shapes.shape(op.inputs[0])
-        dim = given.get("dim")
+    rule = rule_of(shapes.op.target)
+    sizes = shapes.shape(shapes.op.inputs[0]) if shapes.op.inputs else ()
+    if rule.kind in (OpKind.LOOKUP, OpKind.BAG):
+        return sizes[0]
+    if rule.kind.is_class_loss:
+        return sizes[1 if len(sizes) > 1 else 0]
+    if rule.traffic is Traffic.GATHERED:
+        dim = dict(shapes.op.arguments).get("dim")
         return sizes[dim] if isinstance(dim, int) else min(sizes, default=1)
     return 2
 

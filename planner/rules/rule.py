@@ -11,6 +11,72 @@ from autopar.planner.rules.shapes import ShapeFunction, opaque
 from autopar.planner.rules.signature import Case, Pattern, Signature
 
 
+class OpKind(StrEnum):
+    """What sort of op it is, where the letters do not tell how it is priced, split or printed."""
+
+    OTHER = ""
+    CONVOLUTION = "convolution"
+    ATTENTION = "attention"
+    LOOKUP = "look-up"  # rows of a table
+    BAG = "bag"  # sums of rows of a table
+    NORM = "norm"
+    BATCH_NORM = "batch norm"
+    SOFTMAX = "softmax"
+    DROPOUT = "dropout"
+    EXPONENTIAL = "exponential"  # takes at least one for each element
+    CROSS_ENTROPY = "cross entropy"
+    CLASS_LOSS = "class loss"  # of given log-probabilities
+    LOSS = "loss"
+    SUM = "sum"
+    MEAN = "mean"
+    ADDITION = "addition"
+    SUBTRACTION = "subtraction"
+    MULTIPLICATION = "multiplication"
+    DIVISION = "division"
+    QUOTIENT = "quotient"  # or its remainder, in whole numbers
+    CLAMP = "clamp"  # from below
+    RECURRENT = "recurrent"
+    GROUPED = "grouped"  # products of groups of rows by matrices of their own
+    ALONG = "along"  # works along a dim
+    SORT = "sort"
+    ARGSORT = "argsort"
+    COUNT = "count"  # how often numbers occur
+    VALUES = "values"  # that occur
+    VIEW = "view"
+    COPY = "copy"
+    CAST = "cast"  # to another type or device, where it is not of it
+    CONTIGUOUS = "contiguous"  # the same in a plain order in memory, where it is not
+    DIAGONAL = "diagonal"  # or what lies on one side of it, or its sum
+    INDEX = "index"
+    WRITE = "write"  # over all of a tensor
+    WRITE_AT = "write at"  # places
+    ADD_AT = "add at"  # places
+    SCATTER = "scatter"  # of a part, into a new tensor
+    FILL = "fill"  # with a plain number
+    PART = "part"  # of a tensor
+    PARTS = "parts"  # that tile a tensor
+    EXPAND = "expand"
+    REPEAT = "repeat"
+    RANGE = "range"
+    NEW = "new"  # of a given shape, in the type of a tensor
+    LIKE = "like"  # a tensor in shape and type
+
+    @property
+    def is_class_loss(self) -> bool:
+        """Whether it is a loss over classes, of which each row has one."""
+        return self in (OpKind.CROSS_ENTROPY, OpKind.CLASS_LOSS)
+
+    @property
+    def is_loss(self) -> bool:
+        """Whether it is a loss, with a reduction."""
+        return self.is_class_loss or self is OpKind.LOSS
+
+    @property
+    def keeps_entries(self) -> bool:
+        """Whether the result has the entries of the first input, each once, or casts of them."""
+        return self in (OpKind.VIEW, OpKind.COPY, OpKind.CAST, OpKind.CONTIGUOUS)
+
+
 class Traffic(StrEnum):
     """What an op moves through memory."""
 
@@ -22,7 +88,9 @@ class Traffic(StrEnum):
 class Linear(StrEnum):
     """In which inputs an op is linear, so that a partial sum may pass through it."""
 
+    UNTOLD = "untold"
     NO = "no"
+    FIRST = "first"  # in the first, for the others only tell a place, a shape or a type
     JOINTLY = "jointly"  # in all inputs together: a sum, a view, a concatenation
     EACH = "each"  # in each input while the others are whole: a product
 
@@ -61,7 +129,11 @@ class Rule:
     LSTM, the FLOPs of a Cholesky factor. `saves` lists what the backward needs: `x if y` is
     the tensor argument x where the argument y needs a gradient, `out` is the result, `f32(a b)`
     is a tensor of that type over these letters, `own(computed)` what `computes` says is kept, in
-    the type of the first input. `names` proposes what people call a letter.
+    the type of the first input. `added` is the argument that is added to what the op makes of the
+    others: a plain number there makes a linear op affine. `sizes` is the argument that tells the
+    sizes of the result, `cuts` are those that tell sizes or places along the argument `dim`.
+    `written_by` is the op that makes a new tensor with this part of it written anew. `names`
+    proposes what people call a letter.
     """
 
     target: str
@@ -69,9 +141,19 @@ class Rule:
     contracts: tuple[str, ...] = ()
     computes: Computing | None = None
     saves: tuple[Saved, ...] = ()
+    kind: OpKind = OpKind.OTHER
     traffic: Traffic = Traffic.ALL
-    linear: Linear = Linear.NO
+    linear: Linear = Linear.UNTOLD
+    added: str = "bias"
+    sizes: str = ""
+    cuts: tuple[str, ...] = ()
+    written_by: str = ""
     names: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def factors(self) -> tuple[str, ...]:
+        """The arguments that a product multiplies: these, and these alone, it keeps."""
+        return tuple(entry.what for entry in self.saves) if len(self.contracts) == 1 else ()
 
     def signature(self, case: Case) -> Signature:
         """Return the op's signature; one that the rule does not fit is opaque."""

@@ -2,7 +2,7 @@
 
 A pattern such as `input … i, weight o i, bias? o -> … o` names each tensor argument and its dims.
 `…` stands for any number of dims, aligned on the right and broadcast; `[d]` is a letter that may
-not be split; `g·c` is a product whose first size is an argument of the op; `?` marks an optional
+not be split; `g·c` is a product whose first size is the argument `groups`; `?` marks an optional
 tensor.
 """
 
@@ -116,14 +116,13 @@ def names_of(*dims: Dim) -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Pattern:
-    """A parsed pattern; `given` tells which argument holds the size of a product's first letter."""
+    """A parsed pattern."""
 
     operands: tuple[tuple[str, bool, tuple[str, ...]], ...]
     results: tuple[tuple[str, ...], ...]
-    given: tuple[tuple[str, str], ...]
 
     @staticmethod
-    def parse(text: str, **given: str) -> Pattern:
+    def parse(text: str) -> Pattern:
         """Parse a pattern of the table."""
         left, _, right = text.partition("->")
         operands = []
@@ -131,11 +130,11 @@ class Pattern:
             name, *tokens = part.split()
             operands.append((name.rstrip("?"), name.endswith("?"), tuple(tokens)))
         results = tuple(tuple(part.split()) for part in right.split(","))
-        return Pattern(tuple(operands), results, tuple(given.items()))
+        return Pattern(tuple(operands), results)
 
     def signature(self, case: Case) -> Signature:
         """Return the signature of one op, or raise ValueError where the pattern does not fit."""
-        reading = _Reading(case, {k: case.number(v, default=1) for k, v in self.given})
+        reading = _Reading(case)
         operands = []
         for name, optional, tokens in self.operands:
             tensor = case.tensor(name)
@@ -162,9 +161,8 @@ class Pattern:
 class _Reading:
     """The letters met so far while a pattern is laid over the shapes of one op."""
 
-    def __init__(self, case: Case, given: dict[str, int]) -> None:
+    def __init__(self, case: Case) -> None:
         self.case = case
-        self.given = given
         self.letters = Letters()
         self.named: dict[str, Dim] = {}
         self.whole: set[str] = set()
@@ -197,7 +195,7 @@ class _Reading:
         if match is None:
             letter = token.strip("[]")
             return self._letter(letter, size, whole=token.startswith("["))
-        outer_size = Extent.of(self.given[match[1]])
+        outer_size = Extent.of(self.case.number("groups", default=1))
         inner_size = size.divided_by(outer_size)
         if inner_size is None:
             raise ValueError(f"{self.case.op.target}: {size} is not divisible by {outer_size}")

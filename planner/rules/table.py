@@ -7,42 +7,23 @@ What is not here is never wrong, only slower: it is split along a recognisable b
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
+from functools import partial
 from types import MappingProxyType
+from typing import Any
 
+from autopar.planner.graph import Op
 from autopar.planner.rules import contractions, cuts
 from autopar.planner.rules import factoring as f
 from autopar.planner.rules import multiplying as m
 from autopar.planner.rules import shapes as s
 from autopar.planner.rules.computation import Computing
-from autopar.planner.rules.rule import Linear, Rule, Saved, Traffic
+from autopar.planner.rules.rule import Linear, OpKind, Rule, Saved, Traffic
 from autopar.planner.rules.shapes import ShapeFunction
 from autopar.planner.rules.signature import Pattern
 
-_NO, _JOINTLY, _EACH = Linear.NO, Linear.JOINTLY, Linear.EACH
-
-
-def _contraction(
-    targets: str,
-    pattern: str | ShapeFunction,
-    *,
-    contracts: str,
-    saves: str,
-    names: str = "",
-    computes: Computing | None = None,
-    **given: str,
-) -> list[Rule]:
-    """Matrix products, convolutions, attention: 2·∏(letters) FLOPs for each group of letters."""
-    shape = Pattern.parse(pattern, **given) if isinstance(pattern, str) else pattern
-    groups = tuple(contracts.split(","))
-    return _lines(
-        targets, shape, saves, linear=_EACH, names=names, contracts=groups, computes=computes
-    )
-
-
-def _computing(targets: str, computes: Computing, saves: str = "*inputs, out") -> list[Rule]:
-    """Ops of which nothing is known but their batch, and what they compute."""
-    return _lines(targets, s.opaque, saves, computes=computes)
+_NO, _FIRST, _JOINTLY, _EACH = Linear.NO, Linear.FIRST, Linear.JOINTLY, Linear.EACH
 
 
 def _lines(
@@ -50,42 +31,47 @@ def _lines(
     shape: Pattern | ShapeFunction | str,
     saves: str = "",
     *,
-    linear: Linear = _NO,
-    traffic: Traffic = Traffic.ALL,
     names: str = "",
-    contracts: tuple[str, ...] = (),
-    computes: Computing | None = None,
+    contracts: str = "",
+    **facts: Any,
 ) -> list[Rule]:
+    """A group of letters in `contracts` is 2·∏(letters) FLOPs; `facts` are further columns."""
     pairs = [pair.partition("=") for pair in names.split()]
     return [
         Rule(
             target=target,
             shape=Pattern.parse(shape) if isinstance(shape, str) else shape,
-            contracts=contracts,
-            computes=computes,
+            contracts=tuple(filter(None, contracts.split(","))),
             saves=Saved.parse_all(saves),
-            traffic=traffic,
-            linear=linear,
             names=MappingProxyType({letter: name for letter, _, name in pairs}),
+            **facts,
         )
         for target in targets.split()
     ]
 
 
-def _moving(targets: str) -> list[Rule]:
-    """Ops that multiply no matrices, and whose dims are not told: priced by the bytes they move."""
-    return _lines(targets, s.opaque, "*inputs, out")
+def _computing(
+    targets: str,
+    computes: Computing,
+    saves: str = "*inputs, out",
+    kind: OpKind = OpKind.OTHER,
+    linear: Linear = Linear.UNTOLD,
+) -> list[Rule]:
+    """Ops of which nothing is known but their batch, and what they compute."""
+    return _lines(targets, s.opaque, saves, computes=computes, kind=kind, linear=linear)
 
 
-def _views(targets: str, shape: ShapeFunction) -> list[Rule]:
-    return _lines(targets, shape, linear=_JOINTLY, traffic=Traffic.NONE)
-
-
-def _elementwise(targets: str, saves: str = "", *, linear: Linear = _NO) -> list[Rule]:
-    return _lines(targets, s.elementwise, saves, linear=linear)
-
-
-_CONV_SAVES = "input if weight, weight if input"
+_contraction = partial(_lines, linear=_EACH)
+_convolution = partial(
+    _contraction,
+    saves="input if weight, weight if input",
+    kind=OpKind.CONVOLUTION,
+    computes=m.convolution,
+)
+_elementwise = partial(_lines, shape=s.elementwise)
+_views = partial(_lines, kind=OpKind.VIEW, linear=_JOINTLY, traffic=Traffic.NONE)
+# Ops that multiply no matrices, and whose dims are not told: priced by the bytes they move.
+_moving = partial(_lines, shape=s.opaque, saves="*inputs, out")
 _NORM_SAVES = "input, weight if input"
 _RECURRENT_SAVES = "input, data, hx, out, own(computed)"
 _CELL_SAVES = "input, hx, own(computed)"
@@ -98,7 +84,7 @@ _RULES = (
     ),
     *_contraction(
         "addmm", contractions.added_product("mat1", "mat2"), contracts="m k n",
-        saves="mat1 if mat2, mat2 if mat1",
+        saves="mat1 if mat2, mat2 if mat1", added="self",
     ),
     *_contraction("mm", "self m k, mat2 k n -> m n", contracts="m k n",
                   saves="self if mat2, mat2 if self"),
@@ -109,6 +95,7 @@ _RULES = (
     *_contraction(
         "baddbmm", contractions.added_product("batch1", "batch2"), contracts="b m k n",
         saves="batch1 if batch2, batch2 if batch1", names="b=heads k=head_dim n=head_dim",
+        added="self",
     ),
     *_contraction(
         "matmul", contractions.matmul, contracts="… m k n",
@@ -117,65 +104,63 @@ _RULES = (
     *_contraction(  # of each group of rows by a matrix of its own
         "_grouped_mm", "self [n] i, mat2 [e] i o, offs? [g] -> n o", contracts="n i o",
         saves="self if mat2, mat2 if self", names="e=experts", computes=m.grouped("self", "mat2"),
+        kind=OpKind.GROUPED,
     ),
     *_lines("outer", "self m, vec2 n -> m n", "self if vec2, vec2 if self", linear=_EACH),
-    *_lines("einsum", contractions.einsum, "tensors",
-            linear=_EACH, contracts=("*",)),
+    *_contraction("einsum", contractions.einsum, contracts="*", saves="tensors"),
     *_lines(
         "scaled_dot_product_attention", contractions.attention,
-        "query, key, value, out, f32(… h q)", linear=_NO, contracts=("… h q t e", "… h q t f"),
-        computes=m.attention,
+        "query, key, value, out, f32(… h q)", contracts="… h q t e,… h q t f",
+        kind=OpKind.ATTENTION, computes=m.attention,
         names="h=heads k=kv_heads g=group e=head_dim f=head_dim q=seq t=seq",
     ),
-    *_contraction(
-        "conv1d conv1d.padding",
-        "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
-        contracts="n g o c p k", saves=_CONV_SAVES, names="c=channels o=channels",
-        computes=m.convolution, g="groups",
+    *_convolution(
+        "conv1d conv1d.padding", "input n g·c [x], weight g·o c [k], bias? g·o -> n g·o [p]",
+        contracts="n g o c p k", names="c=channels o=channels",
     ),
-    *_contraction(
+    *_convolution(
         "conv2d conv2d.padding",
         "input n g·c [y] [x], weight g·o c [j] [k], bias? g·o -> n g·o [p] [q]",
-        contracts="n g o c p q j k", saves=_CONV_SAVES,
+        contracts="n g o c p q j k",
         names="c=channels o=channels y=height x=width p=height q=width",
-        computes=m.convolution, g="groups",
     ),
-    *_contraction(
+    *_convolution(
         "conv3d conv3d.padding", "input n g·c [z] [y] [x], weight g·o c [i] [j] [k], bias? g·o "
-        "-> n g·o [r] [p] [q]", contracts="n g o c r p q i j k", saves=_CONV_SAVES,
-        names="c=channels o=channels", computes=m.convolution, g="groups",
+        "-> n g·o [r] [p] [q]", contracts="n g o c r p q i j k", names="c=channels o=channels",
     ),
-    *_contraction(  # each input is spread over the weights of its channel
+    *_convolution(  # each input is spread over the weights of its channel
         "conv_transpose1d", "input n g·c [x], weight g·c o [k], bias? g·o -> n g·o [p]",
-        contracts="n g o c x k", saves=_CONV_SAVES, names="c=channels o=channels",
-        computes=m.convolution, g="groups",
+        contracts="n g o c x k", names="c=channels o=channels",
     ),
-    *_contraction(
+    *_convolution(
         "conv_transpose2d.input",
         "input n g·c [y] [x], weight g·c o [j] [k], bias? g·o -> n g·o [p] [q]",
-        contracts="n g o c y x j k", saves=_CONV_SAVES,
+        contracts="n g o c y x j k",
         names="c=channels o=channels y=height x=width p=height q=width",
-        computes=m.convolution, g="groups",
     ),
-    *_contraction(
+    *_convolution(
         "conv_transpose3d.input", "input n g·c [z] [y] [x], weight g·c o [i] [j] [k], bias? g·o "
-        "-> n g·o [r] [p] [q]", contracts="n g o c z y x i j k", saves=_CONV_SAVES,
-        names="c=channels o=channels", computes=m.convolution, g="groups",
+        "-> n g·o [r] [p] [q]", contracts="n g o c z y x i j k", names="c=channels o=channels",
     ),
     *_computing("convolution _convolution convolution_overrideable cudnn_convolution "
                 "_slow_conv2d_forward conv_tbc", m.convolution, "input, self, weight"),
     # --- recurrent layers and cells: what is kept are the gates, and the states between steps
-    *_computing("lstm.input lstm.data", m.recurrent(4, kept=6, unfused=1), _RECURRENT_SAVES),
-    *_computing("gru.input gru.data", m.recurrent(3, kept=7, unfused=12), _RECURRENT_SAVES),
+    *_computing("lstm.input lstm.data", m.recurrent(4, kept=6, unfused=1), _RECURRENT_SAVES,
+                kind=OpKind.RECURRENT),
+    *_computing("gru.input gru.data", m.recurrent(3, kept=7, unfused=12), _RECURRENT_SAVES,
+                kind=OpKind.RECURRENT),
     *_computing("rnn_tanh.input rnn_tanh.data rnn_relu.input rnn_relu.data",
-                m.recurrent(1, kept=1, unfused=4), _RECURRENT_SAVES),
-    *_computing("lstm_cell", m.cell(4, kept=6), _CELL_SAVES),
-    *_computing("gru_cell", m.cell(3, kept=5), _CELL_SAVES),
-    *_computing("rnn_tanh_cell rnn_relu_cell", m.cell(1, kept=1), _CELL_SAVES),
+                m.recurrent(1, kept=1, unfused=4), _RECURRENT_SAVES,
+                kind=OpKind.RECURRENT),
+    *_computing("lstm_cell", m.cell(4, kept=6), _CELL_SAVES, kind=OpKind.RECURRENT),
+    *_computing("gru_cell", m.cell(3, kept=5), _CELL_SAVES, kind=OpKind.RECURRENT),
+    *_computing("rnn_tanh_cell rnn_relu_cell", m.cell(1, kept=1), _CELL_SAVES,
+                kind=OpKind.RECURRENT),
     # --- products of other forms
-    *_computing("mv", m.matrices("self", "vec"), "self if vec, vec if self"),
+    *_computing("mv", m.matrices("self", "vec"), "self if vec, vec if self", linear=_EACH),
     *_computing("addmv", m.matrices("mat", "vec"), "mat if vec, vec if mat"),
-    *_computing("dot", m.matrices("self", "tensor"), "self if tensor, tensor if self"),
+    *_computing("dot", m.matrices("self", "tensor"), "self if tensor, tensor if self",
+                linear=_EACH),
     *_computing("vdot linalg_matmul", m.matrices("self", "other"), "self if other, other if self"),
     *_computing("inner", m.rows_by_rows("self", "other"), "self if other, other if self"),
     *_computing("addbmm", m.summed_products, "batch1 if batch2, batch2 if batch1"),
@@ -186,7 +171,7 @@ _RULES = (
     *_computing("cdist _cdist_forward", m.rows_by_rows("x1", "x2")),
     *_computing("_scaled_mm _scaled_mm_v2", m.matrices("self", "mat2")),
     *_computing("transformers.grouped_mm_fallback.default", m.grouped("input", "weight"),
-                "input if weight, weight if input"),
+                "input if weight, weight if input", kind=OpKind.GROUPED),
     *_computing("_scaled_grouped_mm _scaled_grouped_mm_v2", m.grouped("self", "mat2")),
     *_computing("_scaled_dot_product_flash_attention _scaled_dot_product_efficient_attention "
                 "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
@@ -205,7 +190,7 @@ _RULES = (
     *_computing("cholesky_inverse", f.cubic(2 / 3, 4)),
     *_computing("linalg_ldl_factor", f.cubic(1 / 3, 4)),
     *_computing("linalg_lu linalg_lu_factor linalg_lu_factor_ex", f.cubic(2 / 3, 4), "out"),
-    *_computing("det linalg_det slogdet linalg_slogdet logdet", f.cubic(2 / 3, 2)),
+    *_computing("det linalg_det slogdet linalg_slogdet logdet", f.cubic(2 / 3, 2), linear=_NO),
     *_computing("linalg_qr qr", f.factored(lambda m, n: 4 * m * n**2 - 4 / 3 * n**3,
                                            lambda m, n: 6 * m * n**2), "out"),
     *_computing("linalg_householder_product orgqr", f.factored(
@@ -214,7 +199,9 @@ _RULES = (
                 "linalg_pinv.atol_rtol_float",
                 f.factored(lambda m, n: 6 * m * n**2 + 20 * n**3, lambda m, n: 8 * m * n**2)),
     *_computing("linalg_svdvals linalg_cond linalg_matrix_rank linalg_matrix_norm.str_ord",
-                f.factored(lambda m, n: 2 * m * n**2 + 2 * n**3, lambda m, n: 4 * m * n**2)),
+                f.factored(lambda m, n: 2 * m * n**2 + 2 * n**3, lambda m, n: 4 * m * n**2),
+                linear=_NO),
+    *_moving("linalg_matrix_norm", linear=_NO),
     *_computing("linalg_eigh", f.cubic(9, 6), "out"),
     *_computing("linalg_eigvalsh", f.cubic(4 / 3, 4)),
     *_computing("linalg_eig", f.cubic(25, 8), "out"),
@@ -228,95 +215,137 @@ _RULES = (
     *_computing("ctc_loss.IntList ctc_loss.Tensor", f.connectionist),
     # --- look-ups
     *_lines("embedding", contractions.embedding, "indices", traffic=Traffic.GATHERED,
-            names="v=entries d=embed"),
+            kind=OpKind.LOOKUP, names="v=entries d=embed"),
     *_lines("embedding_bag embedding_bag.padding_idx", s.opaque, "indices, offsets, "
             "per_sample_weights, weight if per_sample_weights", traffic=Traffic.GATHERED,
-            computes=m.bags),
+            kind=OpKind.BAG, computes=m.bags),
     # --- norms and softmax
     *_lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
-            _NORM_SAVES + ", f32(…), f32(…)", names="d=embed"),
+            _NORM_SAVES + ", f32(…), f32(…)", kind=OpKind.NORM, names="d=embed"),
     *_lines("rms_norm", "input … [d], weight? d -> … d", _NORM_SAVES + ", f32(…)",
-            names="d=embed"),
+            kind=OpKind.NORM, names="d=embed"),
     *_lines("batch_norm", "input n c […], weight? c, bias? c, running_mean? c, "
             "running_var? c -> n c […]",
-            _NORM_SAVES + ", f32(c), f32(c)", names="c=channels"),
-    *_lines("group_norm instance_norm", s.opaque, _NORM_SAVES),
-    *_lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out"),
+            _NORM_SAVES + ", f32(c), f32(c)", kind=OpKind.BATCH_NORM, names="c=channels"),
+    *_lines("group_norm instance_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM),
+    *_lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out",
+            kind=OpKind.SOFTMAX, linear=_NO),
     *_lines("cross_entropy_loss", contractions.cross_entropy, "self(n v …), target",
-            names="v=classes"),
-    *_lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target"),
-    *_lines("mse_loss smooth_l1_loss l1_loss huber_loss", s.paired, "self, target"),
-    *_lines("binary_cross_entropy_with_logits", s.paired, "self, target"),
+            kind=OpKind.CROSS_ENTROPY, names="v=classes"),
+    *_lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target",
+            kind=OpKind.CLASS_LOSS),
+    *_lines("mse_loss smooth_l1_loss l1_loss huber_loss binary_cross_entropy_with_logits",
+            s.paired, "self, target", kind=OpKind.LOSS),
     # --- elementwise
-    *_elementwise("add.Tensor add_.Tensor sub.Tensor sub_.Tensor rsub.Scalar", linear=_JOINTLY),
-    *_elementwise("add.Scalar sub.Scalar"),
-    *_elementwise("neg clone contiguous", linear=_JOINTLY),
-    *_elementwise("to.dtype to.device to.dtype_layout _to_copy", linear=_JOINTLY),
-    *_lines("to.other type_as", s.of_type, linear=_JOINTLY),
-    *_elementwise("mul.Tensor mul_.Tensor", "self if other, other if self", linear=_EACH),
-    *_elementwise("mul.Scalar", linear=_JOINTLY),
-    *_elementwise("div.Tensor div_.Tensor", "other if self, self if other"),
-    *_elementwise("div.Scalar", linear=_JOINTLY),
-    *_elementwise("gelu silu pow.Tensor_Scalar abs log softplus hardtanh hardswish leaky_relu elu "
-                  "sin cos clamp mish", "self"),
-    *_elementwise("relu relu_ tanh sigmoid exp rsqrt sqrt reciprocal tanh_ sigmoid_", "out"),
-    *_elementwise("pow.Scalar", "out"),
-    *_elementwise("pow.Tensor_Tensor", "self, exponent, out"),
-    *_elementwise("clamp_min clamp_max log_sigmoid square celu selu relu6 hardsigmoid hardshrink "
-                  "softshrink threshold logit expm1 exp2 log2 log10 tan sinh cosh asin acos atan "
-                  "asinh acosh atanh sinc erfc lgamma special_entr nan_to_num", "self"),
+    *_elementwise("add.Tensor add_.Tensor", kind=OpKind.ADDITION, linear=_JOINTLY, added="other"),
+    *_elementwise("sub.Tensor sub_.Tensor", kind=OpKind.SUBTRACTION, linear=_JOINTLY,
+                  added="other"),
+    *_elementwise("rsub.Scalar", linear=_JOINTLY, added="other"),
+    *_elementwise("add.Scalar", kind=OpKind.ADDITION),
+    *_elementwise("sub.Scalar", kind=OpKind.SUBTRACTION),
+    *_elementwise("neg", linear=_JOINTLY),
+    *_elementwise("clone _to_copy", kind=OpKind.COPY, linear=_JOINTLY),
+    *_elementwise("contiguous", kind=OpKind.CONTIGUOUS, linear=_JOINTLY),
+    *_elementwise("to.dtype to.device to.dtype_layout", kind=OpKind.CAST, linear=_JOINTLY),
+    *_lines("to.other type_as", s.of_type, kind=OpKind.CAST, linear=_FIRST),
+    *_elementwise("mul.Tensor mul_.Tensor", saves="self if other, other if self",
+                  kind=OpKind.MULTIPLICATION, linear=_EACH),
+    *_elementwise("mul.Scalar", kind=OpKind.MULTIPLICATION, linear=_JOINTLY),
+    *_elementwise("div.Tensor div_.Tensor", saves="other if self, self if other",
+                  kind=OpKind.DIVISION),
+    *_elementwise("div.Scalar", kind=OpKind.DIVISION, linear=_JOINTLY),
+    *_moving("true_divide.Tensor", kind=OpKind.DIVISION),
+    *_elementwise("floor_divide remainder.Scalar remainder.Tensor", kind=OpKind.QUOTIENT),
+    *_moving("div.Tensor_mode div.Scalar_mode", kind=OpKind.QUOTIENT),
+    *_elementwise("clamp clamp_min", saves="self", kind=OpKind.CLAMP, linear=_NO),
+    *_elementwise("gelu silu log softplus elu sin cos mish", saves="self", kind=OpKind.EXPONENTIAL,
+                  linear=_NO),
+    *_elementwise("tanh sigmoid exp tanh_ sigmoid_", saves="out", kind=OpKind.EXPONENTIAL,
+                  linear=_NO),
+    *_elementwise("erf", kind=OpKind.EXPONENTIAL, linear=_NO),
+    *_elementwise("pow.Tensor_Scalar abs hardtanh hardswish leaky_relu clamp_max log_sigmoid "
+                  "square celu selu relu6 hardsigmoid hardshrink softshrink threshold logit expm1 "
+                  "exp2 log2 log10 tan sinh cosh asin acos atan asinh acosh atanh sinc erfc lgamma "
+                  "special_entr nan_to_num", saves="self", linear=_NO),
+    *_elementwise("relu relu_ rsqrt sqrt reciprocal pow.Scalar", saves="out", linear=_NO),
+    *_elementwise("log1p", linear=_NO),
+    *_elementwise("pow.Tensor_Tensor", saves="self, exponent, out", linear=_NO),
     *_lines("prelu _prelu_kernel", s.opaque, "self, weight"),
-    *_elementwise("atan2 hypot logaddexp logaddexp2 xlogy.Tensor clamp.Tensor clamp_min.Tensor "
-                  "clamp_max.Tensor", "*inputs"),
-    *_elementwise("dropout dropout_ feature_dropout", "bool(*) when fused, noise(*) when unfused"),
-    *_elementwise("where.self", "condition"),
-    *_elementwise("where.ScalarOther where.ScalarSelf where.Scalar", "condition"),
-    *_elementwise("masked_fill.Scalar masked_fill_.Scalar masked_fill.Tensor", "mask"),
-    *_elementwise("maximum minimum min.other max.other", "self, other"),
+    *_elementwise("clamp.Tensor clamp_min.Tensor", saves="*inputs", kind=OpKind.CLAMP, linear=_NO),
+    *_elementwise("atan2 hypot logaddexp logaddexp2 xlogy.Tensor clamp_max.Tensor", saves="*inputs",
+                  linear=_NO),
+    *_elementwise("dropout dropout_ feature_dropout", kind=OpKind.DROPOUT,
+                  saves="bool(*) when fused, noise(*) when unfused"),
+    *_elementwise("where.self", saves="condition"),
+    *_elementwise("where.ScalarOther where.ScalarSelf where.Scalar", saves="condition"),
+    *_elementwise("masked_fill.Scalar masked_fill_.Scalar", saves="mask", kind=OpKind.FILL),
+    *_elementwise("masked_fill.Tensor", saves="mask"),
+    *_elementwise("maximum minimum min.other max.other", saves="self, other", linear=_NO),
     *_elementwise("eq.Tensor eq.Scalar ne.Tensor ne.Scalar lt.Tensor lt.Scalar le.Tensor le.Scalar "
                   "gt.Tensor gt.Scalar ge.Tensor ge.Scalar logical_not logical_and logical_or "
-                  "logical_xor bitwise_not isnan isinf floor ceil round sign floor_divide "
-                  "remainder.Scalar remainder.Tensor erf log1p copy_ fill_ fill_.Scalar detach "
-                  "zeros_like ones_like full_like rand_like randn_like "
-                  "empty_like bernoulli bernoulli_.float"),
+                  "logical_xor bitwise_not isnan isinf floor ceil round sign fill_.Scalar "
+                  "rand_like randn_like bernoulli bernoulli_.float"),
+    *_elementwise("detach", kind=OpKind.VIEW),
+    *_elementwise("copy_", kind=OpKind.WRITE),
+    *_elementwise("zeros_like ones_like full_like empty_like", kind=OpKind.LIKE),
+    *_moving("fill.Scalar", kind=OpKind.FILL),
     *_elementwise("__and__.Tensor __and__.Scalar bitwise_and.Tensor bitwise_and.Scalar "
                   "__or__.Tensor __or__.Scalar bitwise_or.Tensor bitwise_or.Scalar "
                   "__xor__.Tensor __xor__.Scalar bitwise_xor.Tensor bitwise_xor.Scalar "
                   "__iand__.Tensor __iand__.Scalar __ior__.Tensor __ior__.Scalar "
                   "__ixor__.Tensor __ixor__.Scalar __lshift__.Scalar __rshift__.Scalar"),
     # --- views
-    *_views("view _unsafe_view unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints "
-            "unflatten.int", s.reshape),
-    *_lines("reshape", s.reshape, linear=_JOINTLY, traffic=Traffic.NONE),
+    *_views("view _unsafe_view", s.reshape, sizes="size"),
+    *_views("unsqueeze squeeze squeeze.dim squeeze.dims flatten.using_ints", s.reshape),
+    *_views("unflatten.int", s.reshape, cuts=("sizes",)),
+    *_views("reshape", s.reshape, kind=OpKind.CONTIGUOUS, sizes="shape"),
     *_views("transpose.int transpose_", s.permuted(s.transpose_order)),
     *_views("permute", s.permuted(s.permute_order)),
     *_views("t numpy_T", s.permuted(s.reversed_order)),
     *_views("mT", s.permuted(s.matrix_order)),
-    *_views("expand broadcast_to", s.expanded),
-    *_views("expand_as", s.expanded_as),
-    *_views("broadcast_tensors", s.broadcast),
-    *_views("chunk split.Tensor split.sizes split_with_sizes tensor_split.sections", cuts.split),
-    *_views("slice.Tensor narrow", cuts.sliced),
-    *_views("select.int unbind.int", cuts.selected),
+    *_views("expand broadcast_to", s.expanded, kind=OpKind.EXPAND, sizes="size"),
+    *_views("expand_as", s.expanded_as, kind=OpKind.EXPAND, linear=_FIRST),
+    *_views("broadcast_tensors", s.broadcast, kind=OpKind.OTHER),
+    *_views("chunk tensor_split.sections", cuts.split, kind=OpKind.PARTS),
+    *_views("split.Tensor split.sizes", cuts.split, kind=OpKind.PARTS, cuts=("split_size",)),
+    *_views("split_with_sizes", cuts.split, kind=OpKind.PARTS, cuts=("split_sizes",)),
+    *_lines("tensor_split.indices tensor_split.tensor_indices_or_sections", s.opaque,
+            "*inputs, out", kind=OpKind.PARTS),
+    *_views("slice.Tensor", cuts.sliced, kind=OpKind.PART, cuts=("start", "end"),
+            written_by="aten.slice_scatter.default"),
+    *_views("narrow", cuts.sliced, kind=OpKind.PART, cuts=("start", "length")),
+    *_views("select.int", cuts.selected, kind=OpKind.PART,
+            written_by="aten.select_scatter.default"),
+    *_views("unbind.int", cuts.selected, kind=OpKind.PART),
     # --- moving data
     *_lines("cat", cuts.cat, linear=_JOINTLY),
     *_lines("stack", cuts.stack, linear=_JOINTLY),
-    *_lines("repeat", s.repeated, linear=_JOINTLY),
-    *_lines("repeat_interleave.self_int", s.interleaved, linear=_JOINTLY),
-    *_lines("pad constant_pad_nd", cuts.padded, linear=_JOINTLY),
-    *_lines("slice_scatter select_scatter", cuts.scattered, linear=_JOINTLY),
-    *_lines("index.Tensor", cuts.indexed, "indices", traffic=Traffic.GATHERED, linear=_JOINTLY),
-    *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_JOINTLY),
+    *_lines("repeat", s.repeated, kind=OpKind.REPEAT, linear=_JOINTLY),
+    *_lines("repeat_interleave.self_int", s.interleaved, kind=OpKind.REPEAT, linear=_JOINTLY),
+    *_lines("pad constant_pad_nd", cuts.padded, linear=_JOINTLY, added="value"),
+    *_lines("slice_scatter select_scatter", cuts.scattered, kind=OpKind.SCATTER,
+            linear=_JOINTLY),
+    *_lines("index.Tensor", cuts.indexed, "indices", kind=OpKind.INDEX, traffic=Traffic.GATHERED,
+            linear=_FIRST),
+    *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_FIRST),
     *_lines("im2col col2im", s.opaque),
-    *_lines("index_add index_add_ index_copy index_copy_ index_fill.int_Scalar index_select "
-            "scatter.src scatter.value scatter_.src scatter_.value scatter_add scatter_add_ "
-            "index_put index_put_ masked_select masked_scatter masked_scatter_",
-            s.opaque, "index, indices, mask"),
-    *_moving("scatter_reduce.two scatter_reduce_.two take_along_dim one_hot nonzero where "
-             "unfold diagonal diag_embed tril_ triu_ rot90 pixel_shuffle pixel_unshuffle "
-             "channel_shuffle hstack vstack concat concatenate repeat_interleave.Tensor real imag "
-             "view_as_real view_as_complex complex polar resolve_conj histc bincount searchsorted "
-             "bucketize unique_dim _unique2 cumprod cummax logcumsumexp kthvalue median.dim mode"),
+    *_lines("index_add index_add_ scatter_add scatter_add_", s.opaque, "index",
+            kind=OpKind.ADD_AT),
+    *_lines("index_put index_put_ scatter.src scatter.value scatter_.src scatter_.value", s.opaque,
+            "index, indices", kind=OpKind.WRITE_AT),
+    *_lines("index_copy index_copy_ index_fill.int_Scalar index_select masked_select "
+            "masked_scatter masked_scatter_", s.opaque, "index, mask"),
+    *_moving("scatter_reduce.two scatter_reduce_.two take_along_dim one_hot nonzero where unfold "
+             "diag_embed rot90 pixel_shuffle pixel_unshuffle channel_shuffle hstack vstack concat "
+             "concatenate repeat_interleave.Tensor real imag view_as_real view_as_complex complex "
+             "polar resolve_conj searchsorted.Tensor bucketize.Tensor cummax kthvalue median.dim "
+             "mode"),
+    *_moving("diagonal tril_ triu_ trace fill_diagonal_", kind=OpKind.DIAGONAL),
+    *_moving("histc bincount", kind=OpKind.COUNT),
+    *_moving("unique_dim _unique2 unique_consecutive unique_dim_consecutive", kind=OpKind.VALUES),
+    *_moving("cumprod logcumsumexp", kind=OpKind.ALONG),
+    *_moving("sort.stable", kind=OpKind.SORT),
+    *_moving("argsort.stable", kind=OpKind.ARGSORT),
     *_moving("max_pool1d max_pool3d max_pool1d_with_indices max_pool2d_with_indices avg_pool3d "
              "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
              "upsample_nearest1d.vec upsample_nearest3d.vec upsample_linear1d.vec "
@@ -324,15 +353,19 @@ _RULES = (
              "affine_grid_generator rrelu glu cosine_similarity pairwise_distance "
              "kl_div binary_cross_entropy normal_functional addcmul addcdiv lerp.Tensor "
              "lerp.Scalar kron linalg_cross"),
-    *_lines("roll flip", s.over("dims"), linear=_JOINTLY),
+    *_lines("roll flip", s.over("dims"), kind=OpKind.ALONG, linear=_JOINTLY),
     # --- reductions
-    *_lines("sum sum.dim_IntList mean mean.dim", s.reduced(partial=True), linear=_JOINTLY),
+    *_lines("sum sum.dim_IntList", s.reduced(partial=True), kind=OpKind.SUM, linear=_JOINTLY),
+    *_lines("mean mean.dim", s.reduced(partial=True), kind=OpKind.MEAN, linear=_JOINTLY),
+    *_moving("count_nonzero count_nonzero.dim_IntList", kind=OpKind.SUM),
     *_lines("amax amin argmax argmin max.dim min.dim max min any all any.dim all.dim",
-            s.reduced(partial=False)),
+            s.reduced(partial=False), linear=_NO),
     *_lines("linalg_vector_norm norm.Scalar norm.ScalarOpt_dim logsumexp prod prod.dim_int std "
             "std.dim std.correction var var.dim var.correction", s.reduced(partial=False),
-            "self, out"),
-    *_lines("cumsum sort topk argsort diff", s.over("dim")),
+            "self, out", linear=_NO),
+    *_lines("cumsum topk diff", s.over("dim"), kind=OpKind.ALONG),
+    *_lines("sort", s.over("dim"), kind=OpKind.SORT),
+    *_lines("argsort", s.over("dim"), kind=OpKind.ARGSORT),
     # --- pooling and resizing
     *_lines("max_pool2d", "self n c [y] [x] -> n c [p] [q]", "self, i64(n c p q)"),
     *_lines("avg_pool2d adaptive_avg_pool2d", "self n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
@@ -340,8 +373,11 @@ _RULES = (
     *_lines("upsample_bilinear2d.vec upsample_nearest2d.vec upsample_bicubic2d.vec",
             "input n c [y] [x] -> n c [p] [q]", linear=_JOINTLY),
     # --- made from nothing
-    *_lines("arange arange.start arange.start_step zeros ones full empty rand randn new_ones "
-            "new_zeros new_full new_empty scalar_tensor linspace eye tril triu", s.made),
+    *_lines("arange arange.start arange.start_step", s.made, kind=OpKind.RANGE),
+    *_lines("new_ones new_zeros new_full new_empty", s.made, kind=OpKind.NEW),
+    *_lines("tril triu", s.made, kind=OpKind.DIAGONAL),
+    *_lines("full", s.made, kind=OpKind.FILL),
+    *_lines("zeros ones rand randn scalar_tensor linspace eye", s.made),
 )  # fmt: skip
 
 
@@ -360,6 +396,21 @@ _UNKNOWN = Rule(target="", shape=s.opaque, saves=Saved.parse_all("*inputs, out")
 def rule_of(target: str) -> Rule:
     """Return the rule of an op; an op that has none gets the one that knows only the batch."""
     return TABLE.get(target, _UNKNOWN)
+
+
+def rule_out_of_place(target: str) -> Rule:
+    """Return the rule of an op; one that writes in place has that of the op that does not."""
+    return TABLE.get(target) or rule_of(re.sub(r"_(?=\.)", "", target))
+
+
+def kind_of(op: Op) -> OpKind:
+    """Return what sort of op it is."""
+    return rule_of(op.target).kind
+
+
+def takes_statistics(op: Op) -> bool:
+    """Whether an op is a batch norm that normalises by the statistics of the rows it is given."""
+    return kind_of(op) is OpKind.BATCH_NORM and bool(op.argument("training"))
 
 
 def has_rule(target: str) -> bool:

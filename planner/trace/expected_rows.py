@@ -12,10 +12,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from autopar.planner.graph import Graph, Op, refs
-
-_VIEWS = frozenset({"permute", "transpose", "squeeze", "unsqueeze", "view", "reshape", "t", "to",
-                    "contiguous", "clone", "_to_copy", "bool", "detach", "alias"})  # fmt: skip
+from autopar.planner.graph import Graph, Op
+from autopar.planner.rules.table import kind_of
 
 
 def with_expected_rows(graph: Graph) -> Graph:
@@ -78,6 +76,6 @@ def _class_of(
 def _behind_views(name: str, makers: Mapping[str, Op]) -> Op | None:
     """Return the op that made a tensor, views of it and casts left aside."""
     op = makers.get(name)
-    while op is not None and op.target.split(".")[1] in _VIEWS and len(list(refs(op.arguments))):
+    while op is not None and kind_of(op).keeps_entries:
         op = makers.get(op.inputs[0])
     return op

@@ -13,13 +13,8 @@ from dataclasses import replace
 from types import MappingProxyType
 
 from autopar.planner.graph import Call, Graph, Op, Origin, Ref, Tensor, Value
+from autopar.planner.rules.table import rule_of
 
-SCATTER = MappingProxyType(
-    {
-        "aten.slice.Tensor": "aten.slice_scatter.default",
-        "aten.select.int": "aten.select_scatter.default",
-    }
-)
 _COPY = "aten.copy_.default"
 
 
@@ -149,7 +144,7 @@ class _Scattering:
         name = f"{op.name}_in_{base}"
         given = [(key, value) for key, value in cut.arguments if not isinstance(value, Ref)]
         arguments = (("self", Ref(self._name(base))), ("src", Ref(source)), *given)
-        target = SCATTER[cut.target]
+        target = rule_of(cut.target).written_by
         self._append(op, name, target=target, arguments=arguments, like=self.tensors[base])
         return name
 
@@ -223,4 +218,4 @@ def _spans(graph: Graph) -> _Spans:
 
 def views_of(graph: Graph) -> Mapping[str, Op]:
     """Return the ops that show a part of a tensor, by the names of the views."""
-    return {op.outputs[0]: op for op in graph.ops if op.target in SCATTER}
+    return {op.outputs[0]: op for op in graph.ops if rule_of(op.target).written_by}

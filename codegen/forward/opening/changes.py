@@ -9,32 +9,10 @@ from autopar.planner.axes.terms import Dim, Leaf
 from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Op, Origin, Value
 from autopar.planner.layouts import Kind, Layout
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of, rule_of
 
-# The argument that holds sizes of the result, and those that hold sizes along a dim of the input.
-RESULT_SIZES = {
-    "aten.view.default": "size",
-    "aten._unsafe_view.default": "size",
-    "aten.reshape.default": "shape",
-    "aten.expand.default": "size",
-    "aten.broadcast_to.default": "size",
-}
-REPEATS = frozenset({"aten.repeat.default", "aten.repeat_interleave.self_int"})
-PART_SIZES = frozenset(
-    {
-        "aten.split.Tensor", "aten.split.sizes", "aten.split_with_sizes.default",
-        "aten.slice.Tensor", "aten.narrow.default", "aten.index.Tensor", "aten.unflatten.int",
-    }
-)  # fmt: skip
-VOCABULARY = frozenset({"aten.embedding.default"})
-LOSSES = frozenset({"aten.cross_entropy_loss.default"})
-CONVOLUTIONS = frozenset(
-    {
-        "aten.conv1d.default", "aten.conv2d.default", "aten.conv3d.default",
-        "aten.conv1d.padding", "aten.conv2d.padding", "aten.conv3d.padding",
-        "aten.conv_transpose1d.default", "aten.conv_transpose2d.input",
-        "aten.conv_transpose3d.input",
-    }
-)  # fmt: skip
+_VOCABULARY_DIMS = {OpKind.LOOKUP: 0, OpKind.CROSS_ENTROPY: 1}  # of the first input
 
 
 def argument(op: Op, name: str) -> Value:
@@ -67,13 +45,8 @@ def is_changed(op: Op, split: Split) -> bool:
 
 def is_vocabulary_split(op: Op, split: Split) -> bool:
     """Whether an embedding, or a loss, is split along the vocabulary."""
-    if op.target in VOCABULARY:
-        weight = split.need(op, 0)
-        return is_split(weight) and weight.dim == 0
-    if op.target in LOSSES:
-        logits = split.need(op, 0)
-        return is_split(logits) and logits.dim == 1
-    return False
+    dim = _VOCABULARY_DIMS.get(kind_of(op))
+    return dim is not None and is_split(split.need(op, 0)) and split.need(op, 0).dim == dim
 
 
 def has_local_groups(op: Op, split: Split) -> bool:
@@ -81,12 +54,12 @@ def has_local_groups(op: Op, split: Split) -> bool:
     channels = split.need(op, 0) if op.inputs else None
     if channels is None or not is_split(channels) or channels.dim != 1:
         return False
-    if op.target == "aten.group_norm.default":
+    if argument(op, "num_groups") is not None:
         return True
     # Channels may be split inside of every group instead: then a rank has as many groups.
     groups = split.axes.ops[op.name].signature.letters.get("g")
     is_of_groups = isinstance(groups, Leaf) and split.ops[op.name].letter == groups.name
-    return op.target in CONVOLUTIONS and is_of_groups
+    return kind_of(op) is OpKind.CONVOLUTION and is_of_groups
 
 
 def is_told_own_rows(op: Op, split: Split) -> bool:
@@ -104,11 +77,11 @@ def is_of_rows(layout: Layout, split: Split) -> bool:
 
 def _told_size(op: Op, split: Split) -> Value:
     """Return the size along the split dim that an op is told, None where it is told none."""
-    if op.target in REPEATS:
+    if kind_of(op) is OpKind.REPEAT:
         return _told_repeats(op, split)
-    if op.target not in RESULT_SIZES:
+    if not (told := rule_of(op.target).sizes):
         return None
-    sizes, layout = argument(op, RESULT_SIZES[op.target]), split.made(op.outputs[0])
+    sizes, layout = argument(op, told), split.made(op.outputs[0])
     if not is_split(layout) or not isinstance(sizes, tuple) or sizes[layout.dim] == -1:
         return None
     return sizes[layout.dim]
@@ -122,9 +95,10 @@ def _told_repeats(op: Op, split: Split) -> Value:
 
 
 def _has_local_size(op: Op, split: Split) -> bool:
-    if op.target in RESULT_SIZES or op.target in REPEATS:
+    rule = rule_of(op.target)
+    if rule.sizes or rule.kind is OpKind.REPEAT:
         return _told_size(op, split) is not None and not is_told_own_rows(op, split)
-    if op.target in PART_SIZES:
+    if rule.cuts:
         layout, dim = split.need(op, 0), argument(op, "dim")
         rank = len(split.graph.tensors[op.inputs[0]].shape)
         return is_split(layout) and isinstance(dim, int) and dim % rank == layout.dim
@@ -133,9 +107,10 @@ def _has_local_size(op: Op, split: Split) -> bool:
 
 def whole_sizes(op: Op, split: Split) -> Iterator[Dim]:
     """Yield the dims whose sizes an op is told, and of which a rank has all."""
-    if op.target not in RESULT_SIZES and op.inputs and not op.target.startswith("aten.new_"):
+    rule = rule_of(op.target)
+    if not rule.sizes and op.inputs and rule.kind is not OpKind.NEW:
         return
-    sizes = argument(op, RESULT_SIZES.get(op.target, ""))
+    sizes = argument(op, rule.sizes)
     layout = split.made(op.outputs[0])
     for number, dim in enumerate(split.axes.dims[op.outputs[0]]):
         is_told = not isinstance(sizes, tuple) or sizes[number] != -1  # or made anew

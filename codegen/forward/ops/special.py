@@ -25,17 +25,18 @@ from autopar.planner.errors import InputError
 from autopar.planner.extent import ONE, Extent
 from autopar.planner.graph import Op, Ref, Value, size
 from autopar.planner.layouts import PARTIAL, Kind, Layout
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of, rule_of
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder
-
-_PART_LISTS = frozenset({"aten.split.sizes", "aten.split_with_sizes.default", "aten.split.Tensor"})
 
 
 def rewritten(op: Op, body: BodyBuilder) -> Form | None:
     """Return an op as it is written under its split, None where the usual way is right."""
     split = body.split
-    if op.target in _PART_LISTS and _are_alike(op, body):
+    rule = rule_of(op.target)
+    if rule.kind is OpKind.PARTS and rule.cuts and _are_alike(op, body):
         dim = literal(_number(op.argument("dim")))
         count = literal(len(op.outputs))
         return method(body.inputs(op)[0], "chunk", count, keywords=(("dim", dim),))
@@ -49,7 +50,7 @@ def rewritten(op: Op, body: BodyBuilder) -> Form | None:
         operands = [body.value(name, split.need(op, i), op) for i, name in enumerate(op.inputs[:2])]
         return call("F.linear", *operands)
     if changes.is_vocabulary_split(op, split):
-        return _embedding(op, body) if op.target in changes.VOCABULARY else _loss(op, body)
+        return _embedding(op, body) if rule.kind is OpKind.LOOKUP else _loss(op, body)
     return None
 
 
@@ -119,7 +120,7 @@ def result_sizes(op: Op, given: tuple[Value, ...], body: BodyBuilder) -> Form:
     """Return the sizes that a view is given: -1 as in the model, the others read from shapes."""
     layout = body.split.made(op.outputs[0])
     sizes = wanted(body.split, op.outputs[0], layout)
-    is_view = op.target not in ("aten.expand.default", "aten.broadcast_to.default")
+    is_view = kind_of(op) is not OpKind.EXPAND
     may_guess = is_view and -1 not in given
     shown: list[Expression] = []
     asked = [None if value == -1 else size for value, size in zip(given, sizes, strict=False)]
@@ -169,13 +170,13 @@ def local_arguments(op: Op, body: BodyBuilder) -> dict[str, Expression]:
     """Return the arguments of an op that count something of which a rank has only a part."""
     split = body.split
     if changes.has_local_groups(op, split):
-        key = "num_groups" if op.target == "aten.group_norm.default" else "groups"
+        key = "groups" if kind_of(op) is OpKind.CONVOLUTION else "num_groups"
         return {key: _local_groups(op, _number(op.argument(key)), body)}
     layout = split.need(op, 0) if op.inputs else None
     dim = changes.argument(op, "dim")
-    if op.target in changes.REPEATS:
+    if kind_of(op) is OpKind.REPEAT:
         return _local_repeats(op, body)
-    if op.target not in changes.PART_SIZES or layout is None or layout.kind is not Kind.SPLIT:
+    if not rule_of(op.target).cuts or layout is None or layout.kind is not Kind.SPLIT:
         return {}
     rank = len(split.graph.tensors[op.inputs[0]].shape)
     if not isinstance(dim, int) or dim % rank != layout.dim:
@@ -197,26 +198,23 @@ def _local_groups(op: Op, groups: int, body: BodyBuilder) -> Expression:
 
 
 def _local_cut(op: Op, layout: Layout, body: BodyBuilder) -> dict[str, Expression]:
-    split = body.split
+    split, rule = body.split, rule_of(op.target)
 
     def size_of_output(tensor: str) -> Expression:
         size = wanted(split, tensor, split.made(tensor))[layout.dim]
         return _computed(size, body)
 
-    match op.target:
-        case "aten.split.Tensor":
-            return {"split_size": size_of_output(op.outputs[0])}
-        case "aten.split.sizes" | "aten.split_with_sizes.default":
-            key = "split_sizes" if op.target.endswith("default") else "split_size"
-            return {key: joined(tuple(map(size_of_output, op.outputs)))}
-        case "aten.unflatten.int":
-            return {"sizes": _unflattened(op, body)}
-        case _:
-            return {
-                key: _local_bound(op, key, layout, body)
-                for key in ("start", "end", "length")
-                if isinstance(changes.argument(op, key), int) and op.argument(key) not in (0,)
-            }
+    if rule.kind is OpKind.PART:
+        return {
+            key: _local_bound(op, key, layout, body)
+            for key in rule.cuts
+            if isinstance(op.argument(key), int) and op.argument(key) != 0
+        }
+    (key,) = rule.cuts
+    if rule.kind is not OpKind.PARTS:
+        return {key: _unflattened(op, body)}
+    sizes = tuple(map(size_of_output, op.outputs))
+    return {key: joined(sizes) if isinstance(op.argument(key), tuple) else sizes[0]}
 
 
 def _local_repeats(op: Op, body: BodyBuilder) -> dict[str, Expression]:

@@ -17,7 +17,6 @@ from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import Collective, called_seconds
 
-BATCH_NORM = "aten.batch_norm.default"
 _ELEMENT_BYTES = 4  # statistics travel in fp32
 # Of runtime/data_parallel/batch_norm.py, beside what a local norm takes.
 _FORWARD_OPS, _BACKWARD_OPS = 22, 15

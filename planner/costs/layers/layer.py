@@ -7,7 +7,7 @@ from types import MappingProxyType
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.conversions import DISPATCHES
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM, Statistics
+from autopar.planner.costs.collectives.norm_statistics import Statistics
 from autopar.planner.costs.layers.flow import Conversion, LayerFlow, PlacedOp, layer_flow
 from autopar.planner.costs.layers.memory import LayerMemory, layer_memory
 from autopar.planner.costs.layers.parameters import Held, layer_parameters
@@ -16,6 +16,7 @@ from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.layers import Layer
 from autopar.planner.layouts import WHOLE, Layout, OpLayout
+from autopar.planner.rules.table import takes_statistics
 
 _NOTHING: Mapping[str, Layout] = MappingProxyType({})
 
@@ -110,7 +111,7 @@ def _cost(
 def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
     """Yield how many channels each batch norm that takes statistics has on this rank."""
     for one in ops:
-        if one.op.target == BATCH_NORM and one.op.argument("training"):
+        if takes_statistics(one.op):
             yield flow.pricer.shapes(one.op, one.split).shape(one.op.inputs[0])[1]
 
 

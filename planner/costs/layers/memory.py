@@ -12,12 +12,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.costs.layers.flow import LayerFlow, PlacedOp
-from autopar.planner.costs.ops.split_loss import CROSS_ENTROPY, splits_classes
+from autopar.planner.costs.ops.split_loss import splits_classes
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.graph import Origin
 from autopar.planner.layouts import Kind, Layout
-from autopar.planner.rules.rule import Traffic
-from autopar.planner.rules.table import rule_of
+from autopar.planner.rules.rule import OpKind, Traffic
+from autopar.planner.rules.table import kind_of, rule_of
 
 Place = tuple[str, str]  # the root's name; the axis of its split, or ""
 
@@ -138,7 +138,7 @@ def _working(flow: LayerFlow, one: PlacedOp) -> int:
         for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
         if tensors[name].requires_grad and tensors[name].origin is Origin.OP
     )
-    if one.op.target == CROSS_ENTROPY:
+    if kind_of(one.op) is OpKind.CROSS_ENTROPY:
         gradients += _log_probability_bytes(flow, one)
     return results + gradients
 

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.planner.costs.ops.products import products_of
+from autopar.planner.costs.ops.products import factors_of, products_of
 from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.graph import Graph, Op, refs
+from autopar.planner.graph import Graph, Op
 from autopar.planner.rules.computation import Computation
 from autopar.planner.rules.rule import Rule
-
-_SELF_IS_FACTOR = frozenset({"aten.matmul.default", "aten.mm.default", "aten.bmm.default",
-                             "aten.outer.default"})  # fmt: skip
 
 
 def forward_flops(rule: Rule, shapes: LocalShapes) -> int:
@@ -36,7 +33,7 @@ def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
         )
     if len(rule.contracts) > 1:
         return int(forward_flops(rule, shapes) * 2.5)
-    return forward_flops(rule, shapes) * _with_gradient(_factors(op), op, graph)
+    return forward_flops(rule, shapes) * _with_gradient(factors_of(op), op, graph)
 
 
 def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
@@ -54,9 +51,3 @@ def computation_of(rule: Rule, shapes: LocalShapes) -> Computation | None:
 def _with_gradient(names: tuple[str, ...], op: Op, graph: Graph) -> int:
     """Count the factors that need a gradient; what the op made itself does as its result does."""
     return sum(graph.tensors[name or op.outputs[0]].requires_grad for name in names)
-
-
-def _factors(op: Op) -> tuple[str, ...]:
-    """Return the two tensors that a contraction multiplies (not a bias)."""
-    return tuple(n for key, value in op.arguments if key not in ("bias", "self") or
-                 op.target in _SELF_IS_FACTOR for n in refs(value))  # fmt: skip

@@ -8,10 +8,9 @@ from dataclasses import dataclass
 from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
 from autopar.planner.graph import MODEL_DTYPE, Graph, Op, refs
 from autopar.planner.precision import ITEM_BYTES, Kernels, Precision, item_bytes
-from autopar.planner.rules.rule import Rule, Saved
-from autopar.planner.rules.table import rule_of
+from autopar.planner.rules.rule import OpKind, Rule, Saved
+from autopar.planner.rules.table import kind_of, rule_of
 
-ATTENTION = "aten.scaled_dot_product_attention.default"
 _COMPUTED = ("computed",)  # what the op's line says of its computation
 
 
@@ -21,7 +20,7 @@ class Memory:
     def __init__(self, graph: Graph, precision: Precision) -> None:
         self._graph = graph
         self._precision = precision
-        attended = {op.outputs[0] for op in graph.ops if op.target == ATTENTION}
+        attended = {op.outputs[0] for op in graph.ops if kind_of(op) is OpKind.ATTENTION}
         self._same = {
             op.outputs[0]: op.inputs[0] for op in graph.ops if self._is_same(op, attended)
         }
@@ -42,12 +41,13 @@ class Memory:
 
         Flash kernels lay their result out with the heads inside, so that joining them is a view.
         """
-        if op.target.startswith(("aten.to.", "aten.type_as.")):
-            return self._keeps_type(op)
-        if op.target == "aten.dropout.default":
-            return op.argument("p") == 0 or op.argument("train") is False
-        if op.target in ("aten.reshape.default", "aten.contiguous.default"):
-            return self._graph.tensors[op.inputs[0]].storage in attended
+        match kind_of(op):
+            case OpKind.CAST:
+                return self._keeps_type(op)
+            case OpKind.DROPOUT:
+                return op.argument("p") == 0 or op.argument("train") is False
+            case OpKind.CONTIGUOUS:
+                return self._graph.tensors[op.inputs[0]].storage in attended
         return False
 
     def _keeps_type(self, op: Op) -> bool:

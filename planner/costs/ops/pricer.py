@@ -28,14 +28,15 @@ from autopar.planner.costs.ops.kept import Kept, is_differentiable, made_by, nam
 from autopar.planner.costs.ops.measurements import Measurements, OpKey, Timing, op_key
 from autopar.planner.costs.ops.seconds import op_seconds
 from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
-from autopar.planner.costs.ops.split_loss import CROSS_ENTROPY, split_loss_seconds
+from autopar.planner.costs.ops.split_loss import split_loss_seconds
 from autopar.planner.costs.ops.tensor_sizes import TensorSizes
 from autopar.planner.crossing import Residence, residence
 from autopar.planner.graph import Graph, Op, Origin, Parameter
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.layouts import Layout, conversion
 from autopar.planner.precision import Kernels, Precision, item_bytes
-from autopar.planner.rules.table import rule_of
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of, rule_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -128,7 +129,7 @@ class Pricer:
 
     def inside_seconds(self, op: Op, split: OpSplit | None, shape: GroupShape) -> float:
         """Return the forward seconds of collectives that are part of an op: a split loss."""
-        if split is None or op.target != CROSS_ENTROPY:
+        if split is None or kind_of(op) is not OpKind.CROSS_ENTROPY:
             return 0.0
         return split_loss_seconds(self.shapes(op, split), shape)
 

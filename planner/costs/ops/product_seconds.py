@@ -42,8 +42,7 @@ def computed_seconds(case: OpCase) -> Seconds:
 
 def bias_seconds(case: OpCase) -> Seconds:
     """The sum of the result's gradient over all rows."""
-    named = {"aten.addmm.default": "self", "aten.baddbmm.default": "self"}
-    name = next(refs(case.argument(named.get(case.op.target, "bias"))), None)
+    name = next(refs(case.argument(case.rule.added)), None)
     if name is None or not case.needs_gradient(name):
         return Seconds(forward=0.0)
     moved = case.bytes(case.result) + case.bytes(name)

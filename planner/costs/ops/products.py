@@ -4,25 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
-from types import MappingProxyType
 
 from autopar.planner.axes.terms import Dim, leaves
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.graph import Op, refs
 from autopar.planner.rules.computation import Product
-
-FACTORS: Mapping[str, tuple[str, ...]] = MappingProxyType(
-    {
-        "aten.linear.default": ("input", "weight"),
-        "aten.addmm.default": ("mat1", "mat2"),
-        "aten.mm.default": ("self", "mat2"),
-        "aten.bmm.default": ("self", "mat2"),
-        "aten.baddbmm.default": ("batch1", "batch2"),
-        "aten.matmul.default": ("self", "other"),
-        "aten.einsum.default": ("tensors",),
-        "aten._grouped_mm.default": ("self", "mat2"),
-    }
-)
+from autopar.planner.rules.table import rule_of
 
 
 def products_of(op: Op, shapes: LocalShapes) -> Iterator[Product]:
@@ -48,7 +35,7 @@ def products_of(op: Op, shapes: LocalShapes) -> Iterator[Product]:
 def factors_of(op: Op) -> tuple[str, ...]:
     """Return the tensors that a contraction multiplies (not a bias)."""
     given = dict(op.arguments)
-    return tuple(name for key in FACTORS[op.target] for name in refs(given.get(key)))
+    return tuple(name for key in rule_of(op.target).factors for name in refs(given.get(key)))
 
 
 def _by_shapes(op: Op, names: tuple[str, ...], shapes: LocalShapes) -> Product:

@@ -11,24 +11,26 @@ from types import MappingProxyType
 from autopar.planner.costs.kernels import attention, conv
 from autopar.planner.costs.kernels import elementwise as kernels
 from autopar.planner.costs.ops.case import OpCase, Seconds
-from autopar.planner.costs.ops.kept import ATTENTION
 from autopar.planner.costs.ops.product_seconds import (
     bias_seconds,
     computed_seconds,
     contraction_seconds,
 )
-from autopar.planner.costs.ops.products import FACTORS
 from autopar.planner.costs.ops.traffic import traffic_seconds
 from autopar.planner.graph import refs
+from autopar.planner.rules.rule import OpKind
 
 Formula = Callable[[OpCase], Seconds]
+KernelSeconds = Callable[..., float]
 
 
 def op_seconds(case: OpCase) -> Seconds:
     """Return the device seconds of one op."""
-    formula = _FORMULAS.get(case.op.target)
+    formula = _FORMULAS.get(case.rule.kind)
     if formula is not None:
         return formula(case)
+    if case.rule.contracts:
+        return contraction_seconds(case)
     return computed_seconds(case) if case.rule.computes is not None else traffic_seconds(case)
 
 
@@ -111,13 +113,22 @@ def _convolution_shape(case: OpCase, source: str, weight: str) -> conv.Convoluti
     )
 
 
-def _norm(case: OpCase) -> Seconds:
-    elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
-    backward = kernels.norm_backward_seconds(elements, element_bytes=size, rates=case.memory)
-    return Seconds(
-        forward=kernels.norm_forward_seconds(elements, element_bytes=size, rates=case.memory),
-        input_gradient=backward if case.needs_gradient(case.result) else 0.0,
-    )
+def _per_element(forward: KernelSeconds, backward: KernelSeconds) -> Formula:
+    """One kernel in each pass, of which the result's elements tell how long it takes."""
+
+    def formula(case: OpCase) -> Seconds:
+        elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
+        gradient = backward(elements, element_bytes=size, rates=case.memory)
+        return Seconds(
+            forward=forward(elements, element_bytes=size, rates=case.memory),
+            input_gradient=gradient if case.needs_gradient(case.result) else 0.0,
+        )
+
+    return formula
+
+
+_norm = _per_element(kernels.norm_forward_seconds, kernels.norm_backward_seconds)
+_dropout = _per_element(kernels.dropout_forward_seconds, kernels.dropout_backward_seconds)
 
 
 def _batch_norm(case: OpCase) -> Seconds:
@@ -133,15 +144,6 @@ def _softmax(case: OpCase) -> Seconds:
     backward = kernels.softmax_backward_seconds(elements, element_bytes=size, rates=case.memory)
     return Seconds(
         forward=kernels.softmax_forward_seconds(elements, element_bytes=size, rates=case.memory),
-        input_gradient=backward if case.needs_gradient(case.result) else 0.0,
-    )
-
-
-def _dropout(case: OpCase) -> Seconds:
-    elements, size = case.shapes.numel(case.result), case.element_bytes(case.result)
-    backward = kernels.dropout_backward_seconds(elements, element_bytes=size, rates=case.memory)
-    return Seconds(
-        forward=kernels.dropout_forward_seconds(elements, element_bytes=size, rates=case.memory),
         input_gradient=backward if case.needs_gradient(case.result) else 0.0,
     )
 
@@ -183,30 +185,16 @@ def _cross_entropy(case: OpCase) -> Seconds:
     )
 
 
-_TARGETS: tuple[tuple[Formula, str], ...] = (
-    (contraction_seconds, " ".join(FACTORS)),
-    (_attention, ATTENTION),
-    (
-        _convolution,
-        "aten.conv1d.default aten.conv2d.default aten.conv3d.default "
-        "aten.conv1d.padding aten.conv2d.padding aten.conv3d.padding "
-        "aten.conv_transpose1d.default aten.conv_transpose2d.input "
-        "aten.conv_transpose3d.input",
-    ),
-    (
-        _norm,
-        "aten.layer_norm.default aten.rms_norm.default aten.group_norm.default "
-        "aten.instance_norm.default",
-    ),
-    (_batch_norm, "aten.batch_norm.default"),
-    (_softmax, "aten.softmax.int aten.log_softmax.int aten._softmax.default"),
-    (_dropout, "aten.dropout.default aten.dropout_.default aten.feature_dropout.default"),
-    (
-        _embedding,
-        "aten.embedding.default aten.embedding_bag.default aten.embedding_bag.padding_idx",
-    ),
-    (_cross_entropy, "aten.cross_entropy_loss.default"),
-)
-_FORMULAS: Mapping[str, Formula] = MappingProxyType(
-    {target: formula for formula, targets in _TARGETS for target in targets.split()}
+_FORMULAS: Mapping[OpKind, Formula] = MappingProxyType(
+    {
+        OpKind.ATTENTION: _attention,
+        OpKind.CONVOLUTION: _convolution,
+        OpKind.NORM: _norm,
+        OpKind.BATCH_NORM: _batch_norm,
+        OpKind.SOFTMAX: _softmax,
+        OpKind.DROPOUT: _dropout,
+        OpKind.LOOKUP: _embedding,
+        OpKind.BAG: _embedding,
+        OpKind.CROSS_ENTROPY: _cross_entropy,
+    }
 )

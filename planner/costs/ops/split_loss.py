@@ -6,8 +6,9 @@ from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import Collective, called_seconds
 from autopar.planner.costs.ops.shapes import LocalShapes
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
-CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 _ROW_BYTES = 4  # of the fp32 figure that each row of logits has
 
 
@@ -28,7 +29,7 @@ def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
 
 def splits_classes(shapes: LocalShapes) -> bool:
     """Whether an op is a loss of whose classes each rank has a part."""
-    if shapes.op.target != CROSS_ENTROPY or shapes.split is None:
+    if kind_of(shapes.op) is not OpKind.CROSS_ENTROPY or shapes.split is None:
         return False
     logits = shapes.graph.tensors[shapes.op.inputs[0]]
     return shapes.letters(("v",)) != logits.shape[1].at(shapes.batch)

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.costs.ops.case import OpCase, Seconds
-from autopar.planner.rules.rule import Linear, Traffic
-
-_SPLITS = ("aten.chunk.", "aten.split.", "aten.split_with_sizes.", "aten.tensor_split.")
-_PARTS = ("aten.slice.", "aten.select.", "aten.narrow.", "aten.unbind.")
-_EXPANDS = ("aten.expand.", "aten.expand_as.", "aten.broadcast_to.")
-_SUMS = ("aten.add.", "aten.add_.", "aten.sub.", "aten.sub_.")
-_EXPONENTIALS = frozenset(
-    f"aten.{name}.default"
-    for name in ("gelu", "silu", "tanh", "sigmoid", "exp", "softplus", "mish", "elu", "erf",
-                 "tanh_", "sigmoid_", "log", "sin", "cos")
-)  # fmt: skip
+from autopar.planner.graph import Graph, Op
+from autopar.planner.rules.rule import Linear, OpKind, Traffic
+from autopar.planner.rules.table import rule_of
 
 
 def traffic_seconds(case: OpCase) -> Seconds:
@@ -36,14 +30,20 @@ def traffic_seconds(case: OpCase) -> Seconds:
 
 
 def forward_bytes(case: OpCase) -> int:
-    """Return what the forward reads and writes; a gather reads as much of a table as it writes."""
-    written = sum(map(case.bytes, case.op.outputs))
-    if case.rule.traffic is Traffic.NONE:
-        copied = case.graph.tensors[case.result].storage == case.result
-        return 2 * written if copied and "reshape" in case.op.target else 0
-    if case.rule.traffic is Traffic.GATHERED:
-        return 2 * written
-    return written + sum(map(case.bytes, case.op.inputs))
+    """Return what the forward reads and writes."""
+    return moved_bytes(case.op, case.graph, case.bytes)
+
+
+def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
+    """Return what an op reads and writes of tensors of these sizes.
+
+    A gather reads as much of a table as it writes.
+    """
+    rule, written = rule_of(op.target), sum(map(size, op.outputs))
+    if rule.traffic is Traffic.NONE:
+        copied = graph.tensors[op.outputs[0]].storage == op.outputs[0]
+        return 2 * written if copied and rule.kind is OpKind.CONTIGUOUS else 0
+    return written + (written if rule.traffic is Traffic.GATHERED else sum(map(size, op.inputs)))
 
 
 def backward_bytes(case: OpCase) -> int:
@@ -55,23 +55,23 @@ def backward_bytes(case: OpCase) -> int:
     """
     results = sum(map(case.bytes, case.op.outputs))
     inputs = sum(case.bytes(name) for name in case.op.inputs if case.needs_gradient(name))
-    target = case.op.target
-    if target.startswith(_SUMS):
+    kind = case.rule.kind
+    if kind in (OpKind.ADDITION, OpKind.SUBTRACTION):
         size = case.shapes.numel(case.result)
         shrunk = [n for n in case.op.inputs if case.needs_gradient(n)
                   and case.shapes.numel(n) < size]  # fmt: skip
         return sum(results + case.bytes(name) for name in shrunk)
-    if target.startswith(_SPLITS):
+    if kind is OpKind.PARTS:
         return 2 * inputs
-    if target.startswith(_PARTS):
+    if kind is OpKind.PART:
         return inputs + 2 * results if results < inputs else 0
-    if target.startswith(_EXPANDS):
+    if kind is OpKind.EXPAND:
         return results + inputs if inputs < results else 0
     if case.rule.traffic is Traffic.NONE:
         return forward_bytes(case)
     if case.rule.traffic is Traffic.GATHERED:
         return inputs + 2 * results
-    if case.rule.linear is Linear.JOINTLY:
+    if case.rule.linear in (Linear.FIRST, Linear.JOINTLY):
         return results + inputs
     return forward_bytes(case) + inputs
 
@@ -80,7 +80,7 @@ def _kernel(case: OpCase, moved: int) -> float:
     if not moved:
         return 0.0
     seconds = memory_seconds(moved, rates=case.memory)
-    if case.op.target not in _EXPONENTIALS:
+    if case.rule.kind is not OpKind.EXPONENTIAL:
         return seconds
     rate = case.memory.exponentials_per_second
     return max(seconds, case.memory.launch_seconds + case.shapes.numel(case.result) / rate)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from math import prod
 
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.errors import InfeasibleError
 from autopar.planner.graph import Graph, Op
 from autopar.planner.plan.declared.constraints import Constraints
+from autopar.planner.rules.table import takes_statistics
 
 
 def least_rows(graph: Graph, *, data: int) -> int:
@@ -41,7 +41,7 @@ def check_lone_rows(constraints: Constraints, graph: Graph) -> None:
 def _norm_of_rows(graph: Graph) -> Op | None:
     """Return the first batch norm in training that has one number for each row and channel."""
     for op in graph.ops:
-        if op.target == BATCH_NORM and op.argument("training"):
+        if takes_statistics(op):
             rows, _, *rest = graph.tensors[op.inputs[0]].shape
             if not rows.is_constant and prod(size.at(1) for size in (rows, *rest)) == 1:
                 return op

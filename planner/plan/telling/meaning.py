@@ -7,6 +7,8 @@ from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.findings.statistics import norm_of_rows
 from autopar.planner.graph import Graph, Op
 from autopar.planner.plan.plan import Plan
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import kind_of
 
 
 def meaning_notes(plan: Plan) -> tuple[str, ...]:
@@ -69,7 +71,7 @@ def nearly_a_mean(graph: Graph) -> Op | None:
 
 def is_nearly(op: Op) -> str:
     """Say that an op makes the loss a mean over rows only nearly."""
-    if op.target == "aten.mul.Tensor":
+    if kind_of(op) is OpKind.MULTIPLICATION:
         return (
             f"{named(op)} multiplies two means over rows, as balancing losses of experts do "
             "(Megatron has one for each microbatch)"

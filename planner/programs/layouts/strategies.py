@@ -22,36 +22,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.costs.collectives.norm_statistics import BATCH_NORM
 from autopar.planner.graph import Graph, Op, Origin, Ref, refs
 from autopar.planner.layers import ancestors
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, Layout, OpLayout
 from autopar.planner.programs.layouts.letters import Candidate, candidates, occurrences
 from autopar.planner.rules import shapes
-from autopar.planner.rules.rule import Linear
+from autopar.planner.rules.rule import Linear, OpKind
 from autopar.planner.rules.table import has_rule, rule_of
 
-_CROSS_ENTROPY = "aten.cross_entropy_loss.default"
 _SUM_REDUCTION = 2
-_LOSSES = frozenset({
-    _CROSS_ENTROPY, "aten.nll_loss.default", "aten.nll_loss_nd.default", "aten.mse_loss.default",
-    "aten.smooth_l1_loss.default", "aten.l1_loss.default", "aten.huber_loss.default",
-    "aten.binary_cross_entropy_with_logits.default",
-})  # fmt: skip
-# Ops that sum over a letter that no result has; a mean does not: its parts would be means.
-_SUMS = frozenset({"aten.sum.default", "aten.sum.dim_IntList", "aten.embedding.default"})
-# The arguments in which an op is linear, where these are not all its tensors.
-_LINEAR_IN = {
-    "aten.index.Tensor": ("self",), "aten.gather.default": ("self",), "aten.pad.default": ("self",),
-    "aten.type_as.default": ("self",), "aten.expand_as.default": ("self",),
-    "aten.to.other": ("self",),
-}  # fmt: skip
-_ADDITIONS = frozenset({
-    "aten.add.Tensor", "aten.add_.Tensor", "aten.sub.Tensor", "aten.sub_.Tensor",
-    "aten.rsub.Scalar",
-})  # fmt: skip
-# What a bilinear op adds to its product.
-_ADDED = {"aten.addmm.default": "self", "aten.baddbmm.default": "self"}
 
 
 def strategies(
@@ -87,7 +66,7 @@ class _Strategies:
         """Whether nothing is known of the op, or it writes where others read."""
         if not has_rule(self.op.target) or self.rule.shape is shapes.made:
             return True
-        if self.op.writes and self.op.target != BATCH_NORM:
+        if self.op.writes and self.rule.kind is not OpKind.BATCH_NORM:
             return True
         return self.signature.is_opaque
 
@@ -106,11 +85,12 @@ class _Strategies:
 
     def partial(self) -> Iterator[OpLayout]:
         """Partial sums that pass through."""
-        if not all(map(self._is_float, self.op.outputs)) or self.op.target in _LOSSES:
+        if not all(map(self._is_float, self.op.outputs)) or self.rule.kind.is_loss:
             return
-        if self.rule.linear is Linear.JOINTLY and not self._is_affine():
-            linear = set(_LINEAR_IN.get(self.op.target, self.arguments))
-            yield from self._passing({i for i, a in enumerate(self.arguments) if a in linear})
+        if self.rule.linear is Linear.FIRST:
+            yield from self._passing({0})
+        elif self.rule.linear is Linear.JOINTLY and not self._is_affine():
+            yield from self._passing(set(range(len(self.arguments))))
         elif self.rule.linear is Linear.EACH:
             added = {i for i in range(len(self.arguments)) if self._is_added(i)}
             for i in range(len(self.arguments)):
@@ -125,10 +105,8 @@ class _Strategies:
 
     def _is_affine(self) -> bool:
         """A sum with a plain number, or a padding with one, is not linear."""
-        given = dict(self.op.arguments)
-        if self.op.target in _ADDITIONS:
-            return not isinstance(given.get("other"), Ref)
-        return bool(given.get("value")) and "pad" in self.op.target
+        number = dict(self.op.arguments).get(self.rule.added)
+        return bool(number) and not isinstance(number, Ref)
 
     # --- split
 
@@ -137,7 +115,7 @@ class _Strategies:
         for candidate in candidates(
             self.op, self.graph, self.axes, degree=self.degree, batch=self.batch
         ):
-            if self.op.target in _LOSSES:
+            if self.rule.kind.is_loss:
                 yield from self._split_loss(candidate)
             elif not self._is_refused(candidate):
                 yield from self._split_along(candidate)
@@ -145,10 +123,10 @@ class _Strategies:
     def _is_refused(self, candidate: Candidate) -> bool:
         """Letters that the rule leaves open, but this op's arguments do not."""
         given, named = dict(self.op.arguments), self.signature.letters
-        if self.op.target == BATCH_NORM:
+        if self.rule.kind is OpKind.BATCH_NORM:
             # each rank would see the statistics of its own rows
             return bool(given.get("training")) and candidate.includes(named.get("n"))
-        if "scaled_dot_product_attention" in self.op.target:
+        if self.rule.kind is OpKind.ATTENTION:
             # a causal mask would have to know which rows the rank has
             return bool(given.get("is_causal")) and candidate.includes(named.get("q"))
         return False
@@ -179,7 +157,7 @@ class _Strategies:
         A mean over rows is not split: its parts are means over unequal numbers of valid targets.
         """
         given = dict(self.op.arguments)
-        if self.op.target != _CROSS_ENTROPY or given.get("weight") is not None:
+        if self.rule.kind is not OpKind.CROSS_ENTROPY or given.get("weight") is not None:
             return
         logits = occurrences(self.op.inputs, self.signature.operands, candidate)
         if candidate.includes(self.signature.letters.get("v")):
@@ -194,11 +172,12 @@ class _Strategies:
     # --- what the op is
 
     def _sums(self) -> bool:
-        return bool(self.rule.contracts) or self.op.target in _SUMS | _LOSSES
+        """Whether it sums over a letter that no result has. The parts of a mean would be means."""
+        kind = self.rule.kind
+        return bool(self.rule.contracts) or kind.is_loss or kind in (OpKind.SUM, OpKind.LOOKUP)
 
     def _is_added(self, place: int) -> bool:
-        argument = self.arguments[place]
-        return argument == "bias" or _ADDED.get(self.op.target) == argument
+        return self.arguments[place] == self.rule.added
 
     def _is_parameter(self, place: int) -> bool:
         return self.graph.tensors[self.op.inputs[place]].origin is Origin.PARAMETER

@@ -6,9 +6,10 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.planner.errors import TraceError
-from autopar.planner.findings.counting import CLASS_LOSSES, is_class
+from autopar.planner.findings.counting import is_class
 from autopar.planner.graph import MODEL_DTYPE, Graph, Op, Ref
 from autopar.planner.precision import Precision
+from autopar.planner.rules.table import kind_of
 
 _PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
 _NORMS = ("layer_norm", "group_norm")
@@ -108,7 +109,7 @@ def _check_product(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
 
 def _check_pair(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
     target, keys = dict(op.arguments).get("target"), _PAIRS[_name(op)]
-    if op.target in CLASS_LOSSES and isinstance(target, Ref) and not is_class(graph, target):
+    if kind_of(op).is_class_loss and isinstance(target, Ref) and not is_class(graph, target):
         return
     given = [one for one in map(op.argument, keys) if isinstance(one, Ref)]
     types = [graph.tensors[one.tensor].dtype for one in given]
@@ -123,7 +124,7 @@ def _check_pair(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
 
 def _check_classes(op: Op, graph: Graph) -> None:
     target = dict(op.arguments).get("target")
-    if op.target in CLASS_LOSSES and isinstance(target, Ref) and is_class(graph, target):
+    if kind_of(op).is_class_loss and isinstance(target, Ref) and is_class(graph, target):
         dtype = graph.tensors[target.tensor].dtype
         if dtype not in ("int64", "uint8"):
             raise UnlikeTypesError(
