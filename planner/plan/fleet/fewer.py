@@ -19,6 +19,7 @@ from autopar.planner.plan.solving.costing import Prices, Subject
 
 _MOST_COUNTS = 4  # that are looked at
 _MOST_NODES = 100  # of the search on one of them
+_LEAST_SAVED = 0.1  # of the devices: less is within what predictions are off by
 _SHARE_OF_PEAK = 0.9  # that no training is above
 
 Entry = Node[Item] | Found[Candidate] | Unproved
@@ -29,8 +30,8 @@ def fewer_as_fast(
 ) -> Fewer | None:
     """Return the fastest of fewer devices whose step is at most the plan's with its tolerance.
 
-    Half as many devices and so on are looked at, powers of two, and a node less; those whose step
-    cannot be so short are left out by the bounds of the search.
+    Half as many devices and so on are looked at, powers of two, and a node less where there are
+    few; those whose step cannot be so short are left out by the bounds of the search.
     """
     constraints = completed(training.constraints, cluster, training.graph)
     exact = replace(training, constraints=replace(constraints, tolerance=0.0))
@@ -56,7 +57,8 @@ def _counts(cluster: Cluster, plan: Plan, within: float) -> Iterator[int]:
     wanted = {2**power for power in powers} | {cluster.size // 2**power for power in powers} | {1}
     if len(cluster.nodes) > 1:
         wanted.add(every[-2])
-    wanted = {count for count in wanted if count in every[:-1]}
+    most = (1 - _LEAST_SAVED) * cluster.size
+    wanted = {count for count in wanted if count in every[:-1] and count <= most}
     yield from sorted((count for count in wanted if count >= least), reverse=True)[:_MOST_COUNTS]
 
 
