@@ -226,8 +226,9 @@ def fill_folder(folder: Path, plan: Path, script: Path, nodes: Nodes, command: s
     text = json.dumps(surroundings(command), indent=2) + "\n"
     write_whole(folder / f"environment{suffix}.json", text, what="the environment of the run")
     if nodes.rank == 0:
-        shutil.copy2(plan, folder / PLAN_NAME)
-        shutil.copy2(script, folder / script.name)
+        for one, name in ((plan, PLAN_NAME), (script, script.name)):
+            if one.resolve() != (folder / name).resolve():  # a plan that was made for this run
+                shutil.copy2(one, folder / name)
 
 
 def surroundings(command: str) -> dict[str, Any]:

@@ -10,14 +10,12 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.commands.emit import PLAN
 from autopar.console import results, tell_note
 from autopar.launching import Ended, launch, torchrun_text
 from autopar.number_options import whole
+from autopar.planned_again import Trained, made_ahead, planned_again
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
-from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.run_folder import (
@@ -69,6 +67,10 @@ def run(
             "them. Else begin anew.",
         ),
     ] = None,
+    gpus: Annotated[
+        int | None,
+        whole("--gpus", least=1, text="Devices that are there; planned again if PLAN has others."),
+    ] = None,
     max_restarts: Annotated[
         int, whole("--max-restarts", least=0, text="How often to start again after a failure.")
     ] = 0,
@@ -102,21 +104,21 @@ def run(
 
     Prints the torchrun command, and keeps plan, script, logs, metrics, environment, checkpoints and
     weights in a folder. Exits with 0 when it is done, 75 when a signal stopped it and a checkpoint
-    was written, 7 when it failed.
+    was written, 7 when it failed. With --gpus N it goes on with fewer or more devices.
 
     Example: autopar run out --max-restarts 3 -- --steps 1000
     """
     given = tuple(arguments or ())
-    beside = plan if plan.is_dir() else plan.parent
-    content = read_plan(plan)
-    path = beside / SCRIPT_NAME if script is None else script
-    if not path.is_file():
-        raise InputError(f"there is no script {path}", fix=f"autopar emit {plan} writes it")
     nodes = _nodes(nnodes, node_rank, master_addr, master_port, name)
-    _check_devices(content, nodes)
-    place = (beside / RUNS if runs is None else runs).resolve()
-    folder = place / run_name(content, place, name)
-    start = start_of(content, place, folder, resume, nodes)
+    chosen = _chosen(plan, script, gpus, nodes)
+    place = ((plan if plan.is_dir() else plan.parent) / RUNS if runs is None else runs).resolve()
+    folder = place / run_name(chosen.plan, place, name)
+    start = start_of(chosen.plan, place, folder, resume, nodes)
+    if gpus not in (None, chosen.plan.arrangement.ranks):
+        chosen = planned_again(chosen, gpus, folder)
+    content, path = chosen.plan, chosen.script
+    _make(folder, start, nodes)
+    chosen.write()
     command = torchrun_arguments(
         path,
         folder,
@@ -126,14 +128,13 @@ def run(
         arguments=script_arguments(path, folder, start, given),
     )
     text = torchrun_text(command)
-    _make(folder, start, nodes)
-    fill_folder(folder, beside / PLAN_NAME if plan.is_dir() else plan, path, nodes, text)
+    fill_folder(folder, chosen.file, path, nodes, text)
     keeps = keeps_in_run(settings_in(path.read_text(encoding="utf-8")), given)
     metrics = Path(value_given("--metrics", given) or folder / METRICS).resolve()
     record = _record(content, folder, start if keeps else None, metrics, text)
     file_name = f"node-{nodes.rank}.json" if nodes.rank else RECORD
     write_record(folder, record, name=file_name)
-    _tell_start(folder, start if keeps else None, resume, text)
+    _tell_start(folder, start if keeps else None, resume, text, chosen=chosen if gpus else None)
     seen = metrics.stat().st_size if metrics.is_file() else 0
     ended = launch(command)
     state = ended_as(ended, metrics, seen)
@@ -163,8 +164,34 @@ def _nodes(count: int, rank: int | None, address: str | None, port: int, name: s
     return Nodes(count=count, rank=rank, address=address, port=port)
 
 
-def _check_devices(plan: Plan, nodes: Nodes) -> None:
-    ranks = plan.arrangement.ranks
+def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> Trained:
+    """Return the plan that is given, or one that was made ahead for these devices."""
+    found = Trained.read(plan)
+    if script is not None:
+        found = replace(found, script=script)
+    if not found.script.is_file():
+        raise InputError(f"there is no script {found.script}", fix=f"autopar emit {plan} writes it")
+    ranks = found.plan.arrangement.ranks
+    devices = ranks if gpus is None else gpus
+    _check_devices(devices, nodes)
+    if devices == ranks:
+        return found
+    if script is not None:
+        raise InputError(
+            f"--script is for the {ranks} devices of the plan, and --gpus says {devices}",
+            fix="leave one of them out",
+        )
+    ahead = made_ahead(found, devices)
+    if ahead is None and nodes.count > 1:
+        raise InputError(
+            f"the plan is for {ranks} devices, and several machines would each plan again",
+            fix=f"plan once: autopar plan … --gpus {devices} --nodes {nodes.count} -o FOLDER; then "
+            "autopar run FOLDER, with --runs and --name as before",
+        )
+    return found if ahead is None else ahead
+
+
+def _check_devices(ranks: int, nodes: Nodes) -> None:
     if ranks % nodes.count:
         raise InputError(f"{ranks} ranks are not shared out evenly over {nodes.count} machines")
     import torch  # here alone: it takes seconds
@@ -172,8 +199,10 @@ def _check_devices(plan: Plan, nodes: Nodes) -> None:
     here, needed = torch.cuda.device_count(), ranks // nodes.count
     if torch.cuda.is_available() and here < needed:
         raise DevicesError(
-            f"the plan needs {needed} devices of this machine, and {here} are there",
-            fix="--nnodes N shares them out over machines; `autopar plan` plans for fewer",
+            f"{needed} devices of this machine are needed, and {here} "
+            f"{'is' if here == 1 else 'are'} there",
+            fix=f"--gpus {here * nodes.count} goes on with those, planned again; --nnodes N shares "
+            "them out over machines",
         )
 
 
@@ -210,8 +239,12 @@ def _record(
     )
 
 
-def _tell_start(folder: Path, start: Start | None, resume: str | None, command: str) -> None:
+def _tell_start(
+    folder: Path, start: Start | None, resume: str | None, command: str, *, chosen: Trained | None
+) -> None:
     print(f"run: {folder}")
+    if chosen is not None:
+        print(f"plan: {chosen.file} ({arrangement_words(chosen.plan.arrangement)})")
     if start is not None and start.goes_on_from is not None:
         print(f"goes on from {start.goes_on_from}; checkpoints: {start.checkpoints}")
     elif start is not None and resume == "auto":

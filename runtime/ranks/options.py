@@ -4,11 +4,20 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 
 from autopar.runtime.ranks.refusal import OptionParser, from_one, from_zero, norm
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StartingWeights:
+    """The files that a training starts from, and the names that they may lack."""
+
+    files: Path
+    may_lack: tuple[str, ...] = ()  # in which * stands for any characters
 
 
 def read_options(
@@ -36,6 +45,13 @@ def read_options(
     add("--clip", type=norm, default=clip, help="largest gradient norm")
     add("--seed", type=int, default=seed, help="of all that is drawn")
     add("--weights", type=Path, help="the .safetensors to start from")
+    add(
+        "--allow-missing",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help='parameters that --weights may lack, as "head.*": they start as they are constructed',
+    )
     half = "float16" if dtype == "float16" else "bfloat16"  # float16 needs a loss that is scaled
     add("--dtype", choices=(half, "float32", "float64"), default=dtype, help="to compute in")
     add("--log-every", type=from_one, default=log_every, help="steps to a line")
@@ -49,4 +65,9 @@ def read_options(
     add("--resume", help="auto (the newest whole checkpoint), a folder step-N, or never")
     options = parser.parse_args(argv)
     options.dtype = getattr(torch, options.dtype)
+    may_lack = tuple(options.allow_missing)
+    if options.weights is not None:
+        options.weights = StartingWeights(files=options.weights, may_lack=may_lack)
+    elif may_lack:
+        parser.error("--allow-missing says what --weights may lack, and there are no --weights")
     return options

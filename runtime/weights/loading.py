@@ -1,7 +1,6 @@
 """Gives the parts of a model their weights: from files, or as the constructor makes them."""
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 from torch import nn
@@ -9,9 +8,10 @@ from torch import nn
 from autopar.runtime.model.layer_names import named
 from autopar.runtime.model.parts import names_of
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.options import StartingWeights
 from autopar.runtime.tensor.shards import Split
 from autopar.runtime.weights.initial_weights import Recipe
-from autopar.runtime.weights.safetensors_weights import load_safetensors, note_unused
+from autopar.runtime.weights.safetensors_weights import load_safetensors, note_left, note_unused
 
 NOTHING_SPLIT: Mapping[str, Split] = MappingProxyType({})
 
@@ -19,18 +19,28 @@ NOTHING_SPLIT: Mapping[str, Split] = MappingProxyType({})
 def load_weights(
     parts: Sequence[nn.Module],
     recipe: Recipe,
-    files: Path | None,
+    weights: StartingWeights | None,
     mesh: Mesh,
     *,
     splits: Mapping[str, Split] = NOTHING_SPLIT,
 ) -> None:
     """Give parameters and buffers on meta their numbers, on each rank those that it holds.
 
-    They are from safetensors where these are given. Names in `splits` may have stars.
+    They are from safetensors where these are given and have them. Names in `splits` may have stars.
     """
-    note_unused(files, recipe.shapes, mesh)
+    if weights is not None:
+        note_unused(weights.files, recipe.shapes, mesh)
+    left: list[str] = []
     for part in parts:
         own = named(splits, names_of(part))
-        if files is not None:
-            load_safetensors(part, files, own, mesh.tensor, device=mesh.device)
+        if weights is not None:
+            left += load_safetensors(
+                part,
+                weights.files,
+                own,
+                mesh.tensor,
+                device=mesh.device,
+                may_lack=weights.may_lack,
+            )
         recipe.materialise(part, own, mesh.tensor, mesh.device)
+    note_left(left, mesh)

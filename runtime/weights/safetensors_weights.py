@@ -1,8 +1,9 @@
 """Turns safetensors, a file or a folder of them, into this rank's parameters, slice by slice."""
 
 import sys
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from fnmatch import fnmatchcase
 from pathlib import Path
 from typing import Any
 
@@ -26,41 +27,84 @@ def load_safetensors(
     *,
     device: torch.device,
     dtype: torch.dtype | None = None,
-) -> None:
+    may_lack: Sequence[str] = (),
+) -> list[str]:
     """Give a model on meta this rank's part of every parameter that it has in the files.
 
-    Buffers come from the files where they are there; the rest is left to Recipe.materialise.
+    Buffers come from the files where they are there; the rest is left to Recipe.materialise. The
+    names of parameters that the files lack, or have in another shape, are returned: `may_lack`
+    allows that.
     """
-    aliases = group_aliases(places(model))
+    aliases, left = group_aliases(places(model)), list[str]()
     with ExitStack() as files:
         stored = dict(_open(folder, files))
-        _check_all_there(model, aliases, stored, folder)
-        for group in aliases:
+        spared = [_is_spared(model, group, may_lack) for group in aliases]
+        _check_all_there(
+            model,
+            [group for group, is_spared in zip(aliases, spared, strict=True) if not is_spared],
+            stored,
+            folder,
+        )
+        for group, is_spared in zip(aliases, spared, strict=True):
             name = _stored_name(model, group, stored)
-            if name is not None:
-                source = stored[name].get_slice(name)
-                shape = tuple(source.get_shape())
-                try:
-                    fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
-                except ShapeError as error:
-                    refuse(
-                        f"weights of {folder} do not fit: {error}",
-                        fix="give those of a model of these sizes, or plan with theirs (--arg …)",
-                    )
+            if name is None:
+                left += [group[0].name] if isinstance(group[0].tensor, nn.Parameter) else []
+                continue
+            source = stored[name].get_slice(name)
+            shape = tuple(source.get_shape())
+            try:
+                fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
+            except ShapeError as error:
+                if is_spared:
+                    left.append(group[0].name)
+                    continue
+                refuse(
+                    f"weights of {folder} do not fit: {error}",
+                    fix="give those of a model of these sizes, or plan with theirs (--arg …); "
+                    f"{_allowing(group[0].name)}",
+                )
+    return left
 
 
-def note_unused(folder: Path | None, names: Collection[str], mesh: Mesh) -> None:
+def _is_spared(model: nn.Module, group: list[Place], may_lack: Sequence[str]) -> bool:
+    """Whether a tensor need not be in the files, by one of its names."""
+    names = [name for place in group for name in tied_names(model, place.name)]
+    return any(fnmatchcase(name, pattern) for name in names for pattern in may_lack)
+
+
+def _allowing(name: str) -> str:
+    """Say how a script is told that files may lack a parameter."""
+    module, dot, _ = name.rpartition(".")
+    pattern = f"{module}.*" if dot else name
+    return f'--allow-missing "{pattern}" has it start as it is constructed'
+
+
+def note_left(names: Sequence[str], mesh: Mesh) -> None:
+    """Say on the first rank of each pipeline stage what starts as it is constructed."""
+    if names and mesh.data.rank == mesh.tensor.rank == 0:
+        print(
+            f"note: {len(names)} weights are not from --weights, but as they are constructed: "
+            f"{_shown(names)}",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _shown(names: Sequence[str]) -> str:
+    return ", ".join(names[:_MOST_TOLD]) + (" …" if len(names) > _MOST_TOLD else "")
+
+
+def note_unused(folder: Path, names: Collection[str], mesh: Mesh) -> None:
     """Say on the first rank which tensors in the files, if any, are none of the whole model's."""
-    if folder is None or mesh.rank != 0:
+    if mesh.rank != 0:
         return
     with ExitStack() as files:
         stored = sorted(dict(_open(folder, files)))
     unused = [name for name in stored if name not in names]
     if unused:
-        shown = ", ".join(unused[:_MOST_TOLD]) + (" …" if len(unused) > _MOST_TOLD else "")
         print(
             f"note: {len(unused)} of the {len(stored)} tensors in {folder} are none of the "
-            f"model's, and are not used: {shown}",
+            f"model's, and are not used: {_shown(unused)}",
             file=sys.stderr,
             flush=True,
         )
@@ -107,9 +151,8 @@ def _check_all_there(
         if isinstance(group[0].tensor, nn.Parameter) and _stored_name(model, group, stored) is None
     ]
     if missing:
-        shown = ", ".join(missing[:_MOST_TOLD]) + (" …" if len(missing) > _MOST_TOLD else "")
         has = ", ".join(sorted(stored)[:_MOST_TOLD])
         refuse(
-            f"{folder} lacks {len(missing)} parameters: {shown}; it has {has} …",
-            fix="give weights of this model, under its names",
+            f"{folder} lacks {len(missing)} parameters: {_shown(missing)}; it has {has} …",
+            fix=f"give weights of this model, under its names; {_allowing(missing[0])}",
         )

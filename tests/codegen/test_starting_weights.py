@@ -9,12 +9,13 @@ from unittest.mock import patch
 import pytest
 import safetensors
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.comparison import RankTrained, assembled
 from autopar.codegen.proof.script_rank import run_script
+from autopar.runtime.weights.initial_weights import build
 from tests.cells import cells
 from tests.codegen.kinds import plan_of
 from tests.planner.subjects import zoo_file
@@ -67,6 +68,11 @@ class _Slice:
         return read
 
 
+def start_without(path: str, folder: str) -> RankTrained:
+    words = ("--weights", folder, "--allow-missing", "h.1.*", "--allow-missing", "ln_f.*")
+    return run_script(path, [*STANDING, *words])
+
+
 def start_from(path: str, folder: str) -> tuple[RankTrained, int]:
     counting = Counting()
     with patch.object(safetensors, "safe_open", counting):
@@ -111,3 +117,24 @@ def test_ranks_that_share_the_model_read_about_half_of_it(kind: str, tmp_path: P
     script = write_script(plan_of(kind), tmp_path / "out")
     for _, read_bytes in run_on_ranks(start_from, 2, str(script), str(tmp_path)):
         assert read_bytes < 0.7 * whole_bytes
+
+
+@pytest.mark.parametrize("kind", cells(("zero3", "tp", "pp"), ("tp", "pp")))
+def test_weights_that_may_be_missing_start_as_under_the_seed_in_every_plan(
+    kind: str, tmp_path: Path
+) -> None:
+    weights = saved_weights(tmp_path)
+    for file in tmp_path.glob("*.safetensors"):
+        kept = {name: one for name, one in load_file(file).items() if not name.startswith("h.1.")}
+        unlike = {name: torch.zeros(3) for name in kept if name.startswith("ln_f.")}
+        save_file(kept | unlike, file)
+    plan = plan_of(kind)
+    script = write_script(plan, tmp_path / "out")
+    ranks = run_on_ranks(
+        start_without, plan.arrangement.ranks, str(script), str(tmp_path), timeout_seconds=120.0
+    )
+    fresh = dict(build(zoo_file("gpt2.py", "layers=4").build_model, seed=0).named_parameters())
+    for name, value in assembled(trained.parameters for trained in ranks).items():
+        if name in weights:
+            source = fresh if name.startswith(("h.1.", "ln_f.")) else weights
+            assert torch.equal(value, source[name].double()), name

@@ -79,7 +79,50 @@ def test_missing_names_are_told_together(
     _save(tmp_path, {"fused.weight": weights["fused.weight"]})
     with pytest.raises(SystemExit):
         load_safetensors(record(_Model, seed=0)[0], tmp_path, {}, Axis(0, 1, None), device=CPU)
-    assert "lacks 2 parameters: embedding.weight, fused.bias" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "lacks 2 parameters: embedding.weight, fused.bias" in told
+    assert '--allow-missing "embedding.*"' in told
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_may_be_missing_starts_as_under_the_seed_on_every_rank(
+    tmp_path: Path, rank: int, is_there: bool
+) -> None:
+    weights, axis = _weights(), Axis(rank, 2, None)
+    if is_there:  # in shapes of another model
+        weights |= {"fused.weight": torch.zeros(8, 4), "fused.bias": torch.zeros(8)}
+    else:
+        weights = {"embedding.weight": weights["embedding.weight"]}
+    _save(tmp_path, weights)
+    splits = {"fused.weight": FUSED, "fused.bias": FUSED}
+    whole = record(_Model, seed=3)
+    whole[1].materialise(whole[0], {}, Axis(0, 1, None), CPU)
+    model, recipe = record(_Model, seed=3)
+    left = load_safetensors(model, tmp_path, splits, axis, device=CPU, may_lack=["fused.*"])
+    recipe.materialise(model, splits, axis, CPU)
+    assert left == ["fused.weight", "fused.bias"]
+    for name in left:
+        expected = local_part(whole[0].get_parameter(name).detach(), FUSED, axis)
+        assert torch.equal(model.get_parameter(name), expected)
+    assert torch.equal(model.get_parameter("head.weight"), weights["embedding.weight"])
+
+
+def test_a_pattern_spares_no_others_and_takes_what_is_there(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    weights, alone = _weights(), Axis(0, 1, None)
+    del weights["fused.bias"]
+    _save(tmp_path, weights)
+    for pattern in ("head.*", "fused", "*.Bias"):
+        model = record(_Model, seed=0)[0]
+        with pytest.raises(SystemExit):
+            load_safetensors(model, tmp_path, {}, alone, device=CPU, may_lack=[pattern])
+        assert "lacks 1 parameters: fused.bias" in capsys.readouterr().err
+    model = record(_Model, seed=0)[0]
+    found = load_safetensors(model, tmp_path, {}, alone, device=CPU, may_lack=["head.*", "*.bias"])
+    assert found == ["fused.bias"]
+    assert torch.equal(model.get_parameter("head.weight"), weights["embedding.weight"])
 
 
 def test_tensors_that_the_model_has_not_are_named_once_and_those_under_any_name_of_it_are_not(
@@ -110,7 +153,9 @@ def test_a_wrong_shape_and_an_empty_folder_are_refused(
     _save(tmp_path, _weights() | {"fused.bias": torch.zeros(7)})
     with pytest.raises(SystemExit):
         load_safetensors(model, tmp_path, {}, Axis(0, 1, None), device=CPU)
-    assert "fused.bias is (6,) here and (7,) in its source" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "fused.bias is (6,) here and (7,) in its source" in told
+    assert '--allow-missing "fused.*"' in told
 
 
 def test_what_is_no_file_of_weights_is_refused(

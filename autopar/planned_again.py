@@ -1,0 +1,107 @@
+"""Turns a plan into that of the same training on another number of devices, with its script."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
+from autopar.codegen.script.checksum import is_unchanged
+from autopar.codegen.subject import check_unchanged, model_spec
+from autopar.console import tell_note
+from autopar.planner.destination import write_whole
+from autopar.planner.errors import InputError
+from autopar.planner.given import read_given
+from autopar.planner.model.model_file import model_path
+from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.resized import one_machine, resized_constraints
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Trained:
+    """A plan to train by, and where it lies with its script."""
+
+    plan: Plan
+    file: Path
+    script: Path
+    text: str | None = None  # of a script that is not written yet, nor is its plan
+
+    @classmethod
+    def read(cls, path: Path) -> Trained:
+        """Return the plan in a file, or in plan.json of a folder, with the script beside it."""
+        file = path / FILE_NAME if path.is_dir() else path
+        return cls(plan=read_plan(file), file=file, script=file.parent / SCRIPT_NAME)
+
+    def write(self) -> None:
+        """Write plan and script, where they were made just now."""
+        if self.text is not None:
+            write_plan(self.plan, self.file)
+            write_whole(self.script, self.text, what="the script")
+
+
+def made_ahead(trained: Trained, devices: int) -> Trained | None:
+    """Return the plan of the same training for so many devices that was made ahead, if any was.
+
+    Its folder is named as the plan's with their number behind: `out-4` beside `out`.
+    """
+    folder = _ahead(trained, devices)
+    if not ((folder / FILE_NAME).is_file() and (folder / SCRIPT_NAME).is_file()):
+        return None
+    found = Trained.read(folder)
+    facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
+    unlike = [word for word, fact in needed.items() if facts[word] != fact]
+    if unlike:
+        tell_note(f"the plan in {folder} is not taken: it has another {', another '.join(unlike)}")
+        return None
+    return found
+
+
+def _ahead(trained: Trained, devices: int) -> Path:
+    folder = trained.file.parent.resolve()
+    return folder.parent / f"{folder.name}-{devices}"
+
+
+def _facts(plan: Plan) -> dict[str, object]:
+    """Return what sets trainings apart, by the words for it."""
+    return {
+        "model": (plan.model.source_hash, plan.model.arguments),
+        "global batch": plan.arrangement.global_batch,
+        "precision": plan.arrangement.precision,
+        "number of devices": plan.arrangement.ranks,
+    }
+
+
+def planned_again(trained: Trained, devices: int, folder: Path) -> Trained:
+    """Return the best plan of the same training on one machine of so many devices.
+
+    It and its script are to be written into `folder`.
+    """
+    from autopar.planning import Request, make_plans, scripted  # here alone: it takes seconds
+
+    plan, beside = trained.plan, trained.file.parent
+    if not is_unchanged(read_given(trained.script, what="the script")):
+        raise InputError(
+            f"the script was changed by hand, and one for {devices} devices would not be",
+            where=str(trained.script),
+            fix=f"plan into {_ahead(trained, devices)} (autopar plan … --gpus {devices} -o) and "
+            "change the script there: it is taken then",
+        )
+    spec = model_spec(plan, beside)
+    check_unchanged(plan, model_path(spec))
+    resized = resized_constraints(plan, devices)
+    if resized.dropped:
+        told = ", ".join(map(str, resized.dropped))
+        tell_note(f"not demanded of a plan for --gpus {devices}: {told}")
+    request = Request(
+        model=spec,
+        arguments=tuple(f"{name}={value}" for name, value in plan.model.arguments),
+        clusters=(one_machine(plan, devices),),
+        constraints=resized.constraints,
+    )
+    these_alone = partial(make_plans, looks_at_fewer=False)
+    made, text = scripted(request, folder / SCRIPT_NAME, plans=these_alone)
+    # Runs of one model are found by its name as it was given.
+    found = replace(made.plan, model=replace(made.plan.model, spec=plan.model.spec))
+    return Trained(plan=found, file=folder / FILE_NAME, script=folder / SCRIPT_NAME, text=text)

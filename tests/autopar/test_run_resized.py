@@ -1,0 +1,195 @@
+"""`autopar run --gpus N`: a training goes on with other devices than were planned for."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from autopar.codegen.emit import write_script
+from autopar.launching import Ended
+from autopar.planner.plan.declared.settings import declare
+from autopar.planner.plan.files.document import read_plan, write_plan
+from autopar.planner.plan.plan import Plan
+from autopar.run_metrics import lines_of
+from tests.autopar.commands import Ran, run
+from tests.codegen.plans import pinned_plan
+
+Run = Callable[..., Ran]
+AUTOPAR = (sys.executable, "-m", "autopar")
+
+
+def written(plan: Plan, folder: Path) -> Path:
+    """Leave a plan and its script in a folder."""
+    folder.mkdir(parents=True)
+    write_plan(plan, folder / "plan.json")
+    write_script(plan, folder)
+    return folder
+
+
+def for_devices(devices: int, **settings: object) -> Plan:
+    """Return a plan that only splits rows, with its pins declared as by --pin."""
+    plan = pinned_plan("mnist.py", (), data=devices, microbatch=4, global_batch=8)
+    pins = {"pins.dp": devices, "pins.microbatch": 4} | settings
+    declared = (declare(place, one, origin="--pin", where="") for place, one in pins.items())
+    return replace(plan, constraints=tuple(declared))
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """The folder of a plan for two devices and its script."""
+    return written(for_devices(2), tmp_path / "out")
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
+    """Write down the torchrun commands in place of running them."""
+    commands: list[list[str]] = []
+
+    def launch(command: list[str]) -> Ended:
+        commands.append(command)
+        return Ended(code=0, is_signalled=False, leftovers=0)
+
+    monkeypatch.setattr("autopar.commands.run.launch", launch)
+    return commands
+
+
+@pytest.fixture
+def autopar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
+    """Return the command line as a function."""
+    return lambda *words: run(monkeypatch, capsys, *words)
+
+
+def test_a_plan_for_these_devices_is_made_and_left_in_the_folder_of_the_run(
+    folder: Path, autopar: Run, started: list[list[str]]
+) -> None:
+    ran = autopar("run", str(folder), "--gpus", "1", "--name", "mine")
+    assert ran.code == 0, ran.err
+    place = folder / "runs" / "mine"
+    made, before = read_plan(place), read_plan(folder)
+    assert made.arrangement.ranks == 1
+    assert made.arrangement.global_batch == before.arrangement.global_batch
+    assert (made.model.spec, made.arrangement.precision) == (
+        before.model.spec,
+        before.arrangement.precision,
+    )
+    assert [one.text for one in made.constraints if one.origin == "--pin"] == ["microbatch=4"]
+    assert "not demanded of a plan for --gpus 1: dp=2 (--pin)" in ran.err
+    assert f"plan: {place / 'plan.json'} (one device" in ran.out
+    (command,) = started
+    assert str(place / "train.py") in command
+    assert command[command.index("--nproc-per-node") + 1] == "1"
+
+
+@pytest.mark.parametrize("devices", ["2", "1"])
+def test_nothing_is_planned_where_a_plan_for_these_devices_is_there(
+    devices: str,
+    folder: Path,
+    autopar: Run,
+    started: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    written(for_devices(1), folder.with_name("out-1"))
+    monkeypatch.setattr("autopar.commands.run.planned_again", lambda *_: pytest.fail("planned"))
+    ran = autopar("run", str(folder), "--gpus", devices, "--name", "mine")
+    assert ran.code == 0, ran.err
+    taken = folder if devices == "2" else folder.with_name("out-1")
+    assert str(taken / "train.py") in started[0]
+    copied = read_plan(folder / "runs" / "mine")
+    assert copied.arrangement.ranks == int(devices)
+
+
+def test_a_plan_of_another_training_is_not_taken(
+    folder: Path, autopar: Run, started: list[list[str]]
+) -> None:
+    other = pinned_plan("mnist.py", ("size=512",), microbatch=4, global_batch=16)
+    written(other, folder.with_name("out-1"))
+    ran = autopar("run", str(folder), "--gpus", "1", "--name", "mine")
+    assert ran.code == 0, ran.err
+    assert "is not taken: it has another model, another global batch" in ran.err
+    assert str(folder / "runs" / "mine" / "train.py") in started[0]
+
+
+def test_a_script_that_was_changed_by_hand_is_not_lost_without_a_word(
+    folder: Path, autopar: Run, started: list[list[str]]
+) -> None:
+    script = folder / "train.py"
+    script.write_text(script.read_text().replace("STEPS = 100", "STEPS = 200"))
+    ran = autopar("run", str(folder), "--gpus", "1")
+    assert ran.code == 2
+    assert "the script was changed by hand" in ran.err
+    assert str(folder.with_name("out-1")) in ran.err
+    assert not (folder / "runs").exists()
+    assert autopar("run", str(folder), "--gpus", "2").code == 0
+    assert len(started) == 1
+
+
+ALONE = ("--node-rank", "0", "--master-addr", "host", "--name", "mine")
+
+
+@pytest.mark.parametrize(
+    ("words", "code", "told"),
+    [
+        (("--gpus", "0"), 2, "not a count"),
+        (("--gpus", "1", "--script", "train.py"), 2, "--script is for the 2 devices of the plan"),
+        (("--gpus", "4", "--nnodes", "2", *ALONE), 2, "--gpus 4 --nodes 2 -o FOLDER"),
+        (("--gpus", "3"), 3, "a global batch of 8 (the plan)"),
+    ],
+)
+def test_what_cannot_be_is_told_before_anything_is_made(
+    words: tuple[str, ...],
+    code: int,
+    told: str,
+    tmp_path: Path,
+    autopar: Run,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    plan = for_devices(2, **{"limits.pp": 1, "limits.tp": 1})
+    folder = written(plan, tmp_path / "out")
+    monkeypatch.chdir(folder)
+    ran = autopar("run", str(folder), *words)
+    assert ran.code == code, ran.err
+    assert told in ran.err
+    assert not (folder / "runs").exists()
+
+
+def test_a_machine_with_fewer_devices_says_how_to_go_on(
+    folder: Path, autopar: Run, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    ran = autopar("run", str(folder))
+    assert ran.code == 6
+    assert "2 devices of this machine are needed, and 1 is there" in ran.err
+    assert "--gpus 1" in ran.err
+    assert not started
+
+
+@pytest.mark.slow
+def test_losses_go_on_where_a_device_is_gone_as_if_it_were_there(folder: Path) -> None:
+    def trained(name: str, steps: int, *words: str) -> list[float]:
+        exact = ("--dtype", "float64", "--log-every", "1", "--lr", "0.01", "--steps", str(steps))
+        ran = subprocess.run(
+            [*AUTOPAR, "run", str(folder), "--name", name, *words, "--", *exact],
+            env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        assert ran.returncode == 0, ran.stderr[-3000:]
+        lines = lines_of(folder / "runs" / name / "metrics.jsonl")
+        return [one["loss"] for one in lines if "event" not in one]
+
+    expected = trained("whole", 5)
+    losses = trained("two", 2) + trained("one", 4, "--gpus", "1", "--resume", "auto")
+    losses += trained("four", 5, "--gpus", "4", "--resume", "auto")  # and more of them
+    assert len(losses) == len(expected) == 5
+    assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-9
+    assert read_plan(folder / "runs" / "four").arrangement.ranks == 4

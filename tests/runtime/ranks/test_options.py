@@ -1,0 +1,29 @@
+"""What the options of a script mean together."""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.runtime.ranks.options import StartingWeights, read_options
+
+
+def read(*words: str) -> Namespace:
+    settings: dict[str, Any] = {
+        "steps": 1, "clip": 1.0, "seed": 0, "dtype": "float32", "log_every": 1, "export": "none",
+        "checkpoint": "none", "checkpoint_every": 10, "keep": 3,
+    }  # fmt: skip
+    return read_options(words, **settings)
+
+
+def test_weights_come_with_what_they_may_lack(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read().weights is None
+    assert read("--weights", "a").weights == StartingWeights(files=Path("a"))
+    found = read("--weights", "a", "--allow-missing", "head.*", "--allow-missing", "b").weights
+    assert found == StartingWeights(files=Path("a"), may_lack=("head.*", "b"))
+    with pytest.raises(SystemExit, match="2"):
+        read("--allow-missing", "head.*")
+    assert "there are no --weights" in capsys.readouterr().err
