@@ -29,7 +29,8 @@ def check_constants(graph: Graph) -> None:
 def check_means(graph: Graph, *, microbatch: int) -> None:
     """Refuse a loss over more targets than fp16 can count: torch makes its gradient zero.
 
-    torch keeps the number of targets, which it divides by, in the type of the logits.
+    torch keeps the number of targets, which it divides by, in the type of the logits. Those of a
+    loss function are float32; a loss that the model returns may have them in fp16.
     """
     for op in graph.ops:
         if kind_of(op).is_class_loss and _is_narrow(op, graph):
