@@ -9,9 +9,9 @@ from pathlib import Path
 from autopar.codegen.emit import emit
 from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.console import tell_note
-from autopar.dataset_notes import check_dataset
 from autopar.machine_options import Machines, clusters_of
-from autopar.plan_notes import (
+from autopar.notes.dataset_notes import check_dataset
+from autopar.notes.plan_notes import (
     note_devices,
     note_objects_kept,
     note_own_choices,
@@ -19,6 +19,7 @@ from autopar.plan_notes import (
     note_profile,
     note_unpriced,
 )
+from autopar.notes.row_notes import note_rows
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.findings.half_range import check_constants, check_means
@@ -44,7 +45,6 @@ from autopar.planner.profile.file import read_measurements
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.trace import trace_for_rows
 from autopar.progress import reported
-from autopar.row_notes import note_rows
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

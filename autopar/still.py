@@ -20,7 +20,7 @@ _PHASES: Mapping[tuple[str, str], str] = MappingProxyType(
         ("autopar.planner.layers", "find_layers"): "finding the layers",
         ("autopar.planner.plan.search.search", "search"): "searching for the best plan",
         ("autopar.codegen.emit", "emit"): "writing the script",
-        ("autopar.launching", "launch"): "",  # the script tells its steps itself
+        ("autopar.runs.launching", "launch"): "",  # the script tells its steps itself
     }
 )
 _FIRST_SECONDS = 5.0  # imports; other phases take longer as a rule

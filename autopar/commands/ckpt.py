@@ -9,12 +9,18 @@ from typing import Annotated, Any
 
 import typer
 
-from autopar.checkpoint_difference import difference
-from autopar.checkpoint_pages import difference_page, list_page, verified_page
-from autopar.checkpoint_weights import export_weights
+from autopar.checkpoints.checkpoint_difference import difference
+from autopar.checkpoints.checkpoint_weights import export_weights
+from autopar.checkpoints.kept_checkpoints import (
+    Kept,
+    kept_in,
+    left_in,
+    verified_in,
+    whole_checkpoint,
+)
 from autopar.command_line import Command, Group
 from autopar.console import progress, results, tell_note
-from autopar.kept_checkpoints import Kept, kept_in, left_in, verified_in, whole_checkpoint
+from autopar.pages.checkpoint_pages import difference_page, list_page, verified_page
 from autopar.planner.errors import ExitCode
 
 FOLDER = Annotated[

@@ -9,8 +9,8 @@ from typing import Annotated
 
 import typer
 
-from autopar.comparison_page import comparison_page
 from autopar.console import results
+from autopar.pages.comparison_page import comparison_page
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.parts import parts_of
 from autopar.planner.plan.telling.comparison import compare

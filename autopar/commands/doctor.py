@@ -16,11 +16,11 @@ import typer
 
 import autopar
 from autopar.console import results
+from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.programs.solver import Solved, default_solver, new_program, solve
 from autopar.runtime.pipeline.torch_stage import PIPELINED_TORCH
-from autopar.tables import plain_table
 
 LEAST_PYTHON = (3, 11)
 LEAST_TORCH = (2, 11)

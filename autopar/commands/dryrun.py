@@ -13,9 +13,9 @@ from autopar.codegen.subject import with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.console import progress, results
 from autopar.number_options import whole
+from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.plan.files.document import read_plan
-from autopar.tables import plain_table
 
 
 def dryrun(

@@ -12,9 +12,10 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from autopar.analysis_page import analysis_page
 from autopar.console import results
-from autopar.explanation_page import (
+from autopar.number_options import whole
+from autopar.pages.analysis_page import analysis_page
+from autopar.pages.explanation_page import (
     communication_table,
     explanation_page,
     layout_parts,
@@ -22,7 +23,6 @@ from autopar.explanation_page import (
     stage_table,
     why_not_page,
 )
-from autopar.number_options import whole
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.constraints import Constraints, constraints_of
@@ -35,9 +35,9 @@ from autopar.planner.plan.telling.explanation import Explanation, explain
 from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.file import read_measurements
 from autopar.progress import reported
-from autopar.run_analysis import Analysis, analyze
-from autopar.run_metrics import lines_of
-from autopar.run_record import read_record
+from autopar.runs.run_analysis import Analysis, analyze
+from autopar.runs.run_metrics import lines_of
+from autopar.runs.run_record import read_record
 
 
 def explain_plan(

@@ -12,8 +12,8 @@ import typer
 from autopar.commands.plan_options import ARG, DEVICE, MODEL
 from autopar.console import progress, results
 from autopar.graph_files import check_destination, write_graph
-from autopar.inspection_page import ops_table, page
 from autopar.number_options import whole
+from autopar.pages.inspection_page import ops_table, page
 from autopar.planner.annotated import annotated_graph, annotated_ops
 from autopar.planner.cluster.choose import device_for
 from autopar.planner.findings.optimizer_probe import optimizer_traits

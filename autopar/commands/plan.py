@@ -9,10 +9,10 @@ from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.emit import refuse_overwriting, write_text
 from autopar.commands import plan_options as options
 from autopar.console import results
-from autopar.curve_page import curve_json, curve_page, work_text
 from autopar.machine_options import Machines
-from autopar.plan_notes import note_fewer
-from autopar.plan_page import plan_page
+from autopar.notes.plan_notes import note_fewer
+from autopar.pages.curve_page import curve_json, curve_page, work_text
+from autopar.pages.plan_page import plan_page
 from autopar.planner.destination import refuse_named_as_file, refuse_replacing
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, summary, write_plan

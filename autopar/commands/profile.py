@@ -12,6 +12,7 @@ import typer
 from autopar.commands.plan_options import ARG, MODEL
 from autopar.console import results
 from autopar.number_options import seconds, whole
+from autopar.pages.profile_page import profile_page, profile_summary
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.destination import check_writable
 from autopar.planner.errors import InputError
@@ -25,7 +26,6 @@ from autopar.planner.profile.profile import Request, place_at_hand
 from autopar.planner.profile.profile import profile as measure_ops
 from autopar.planner.profile.text import content_hash
 from autopar.planner.trace import trace
-from autopar.profile_page import profile_page, profile_summary
 from autopar.progress import reported
 from autopar.training_calls import training_call
 

@@ -12,13 +12,13 @@ import typer
 
 from autopar.commands.emit import PLAN
 from autopar.console import results, tell_note
-from autopar.launching import Ended, launch, torchrun_text
 from autopar.number_options import whole
-from autopar.planned_again import Trained, made_ahead, planned_again
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.run_folder import (
+from autopar.runs.launching import Ended, launch, torchrun_text
+from autopar.runs.planned_again import Trained, made_ahead, planned_again
+from autopar.runs.run_folder import (
     LOGS,
     RUNS,
     Nodes,
@@ -33,8 +33,8 @@ from autopar.run_folder import (
     torchrun_arguments,
     value_given,
 )
-from autopar.run_metrics import last_event, last_step, lines_of
-from autopar.run_record import (
+from autopar.runs.run_metrics import last_event, last_step, lines_of
+from autopar.runs.run_record import (
     EXIT_CODES,
     METRICS,
     RECORD,

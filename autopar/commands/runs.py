@@ -9,14 +9,14 @@ from typing import Annotated, Any
 import typer
 from rich.text import Text
 
-from autopar.checkpoint_pages import time_text
 from autopar.console import results
+from autopar.pages.checkpoint_pages import time_text
+from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import seconds_text
 from autopar.planner.errors import InputError
-from autopar.run_folder import RUNS
-from autopar.run_metrics import last_lines, last_step
-from autopar.run_record import RunRecord, as_data, read_record, runs_in
-from autopar.tables import plain_table
+from autopar.runs.run_folder import RUNS
+from autopar.runs.run_metrics import last_lines, last_step
+from autopar.runs.run_record import RunRecord, as_data, read_record, runs_in
 
 
 def runs(

@@ -20,14 +20,14 @@ from autopar.codegen.subject import subject_of, with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.commands.plan_options import ARG
 from autopar.console import progress, results, tell_note
+from autopar.notes.row_notes import note_parts_apart
 from autopar.number_options import difference, whole
+from autopar.pages.tables import plain_table
 from autopar.planner.errors import ExitCode
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.row_notes import note_parts_apart
 from autopar.smaller_plan import smaller_plan
-from autopar.tables import plain_table
 
 TOLERANCE = 1e-9  # in float64, after several steps of AdamW
 MANY_FLOPS = 2e12  # a step of more takes minutes

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from autopar.plan_page import plan_page
+from autopar.pages.plan_page import plan_page
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InfeasibleError, TimeLimitError
 from autopar.planner.plan.files.document import read_plan, write_plan

@@ -16,11 +16,11 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.commands.run import ended_as
-from autopar.launching import ENVIRONMENT, Ended
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.run_folder import (
+from autopar.runs.launching import ENVIRONMENT, Ended
+from autopar.runs.run_folder import (
     Nodes,
     RunningError,
     copy_checkpoint,
@@ -28,8 +28,8 @@ from autopar.run_folder import (
     script_arguments,
     start_of,
 )
-from autopar.run_metrics import last_step, lines_of
-from autopar.run_record import (
+from autopar.runs.run_metrics import last_step, lines_of
+from autopar.runs.run_record import (
     RunRecord,
     RunState,
     own_process,

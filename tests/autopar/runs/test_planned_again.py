@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from autopar.codegen.emit import write_script
-from autopar.launching import Ended
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.run_metrics import lines_of
+from autopar.runs.launching import Ended
+from autopar.runs.run_metrics import lines_of
 from tests.autopar.commands import Ran, run
 from tests.codegen.plans import pinned_plan
 

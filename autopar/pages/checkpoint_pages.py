@@ -11,10 +11,10 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from autopar.checkpoint_difference import CheckpointDifference, TensorDifference
-from autopar.kept_checkpoints import Kept
+from autopar.checkpoints.checkpoint_difference import CheckpointDifference, TensorDifference
+from autopar.checkpoints.kept_checkpoints import Kept
+from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bytes_text
-from autopar.tables import plain_table
 
 _MOST_TOLD = 8  # of the tensors of one kind that differ most
 

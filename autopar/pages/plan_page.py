@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.pages.tables import plain_table, rate_text
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.plan import Plan
@@ -24,7 +25,6 @@ from autopar.planner.plan.telling.words import (
     unit_word,
     units_per_second,
 )
-from autopar.tables import plain_table, rate_text
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,6 +8,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.pages.tables import plain_table, rate_text
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.plan.fleet.choosing import Choice, time_text, usd_text
 from autopar.planner.plan.fleet.curve import Curve, Point
@@ -18,7 +19,6 @@ from autopar.planner.plan.telling.words import (
     sharding_words,
     unit_word,
 )
-from autopar.tables import plain_table, rate_text
 
 _KNEE = (
     "the knee: up to there a step that is 1 % shorter costs less than 1 % more{beyond}. "

@@ -8,8 +8,8 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.pages.tables import figure_text, plain_table
 from autopar.planner.plan.telling.comparison import Change, Comparison, Figure
-from autopar.tables import figure_text, plain_table
 
 
 def comparison_page(comparison: Comparison, names: tuple[str, str]) -> Iterator[RenderableType]:

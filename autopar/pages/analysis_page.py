@@ -7,10 +7,10 @@ from collections.abc import Iterator
 from rich.console import RenderableType
 from rich.text import Text
 
+from autopar.pages.tables import figure_text, plain_table
 from autopar.planner.cluster.units import seconds_text
 from autopar.planner.plan.plan import Plan
-from autopar.run_analysis import Analysis, Figure
-from autopar.tables import figure_text, plain_table
+from autopar.runs.run_analysis import Analysis, Figure
 
 
 def analysis_page(plan: Plan, found: Analysis) -> Iterator[RenderableType]:

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from autopar.plan_notes import note_plan, note_unpriced
+from autopar.notes.plan_notes import note_plan, note_unpriced
+from autopar.notes.row_notes import note_rows
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.plan.declared.constraints import USUAL_MEMORY, Constraints
 from autopar.planner.trace import trace
-from autopar.row_notes import note_rows
 from tests.codegen.kinds import plan_of
 from tests.planner.rules.multiplying_models import function
 from tests.planner.trace.test_expected_rows import WAYS, graph_of

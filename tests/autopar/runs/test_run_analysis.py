@@ -12,7 +12,7 @@ import pytest
 
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.run_analysis import Analysis, Figure, analyze
+from autopar.runs.run_analysis import Analysis, Figure, analyze
 from tests.autopar.commands import run
 from tests.codegen.plans import pinned_plan
 

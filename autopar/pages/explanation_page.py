@@ -9,6 +9,7 @@ from rich.console import RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from autopar.pages.tables import bar, plain_table
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.explanation import Explanation, term_percents
@@ -16,7 +17,6 @@ from autopar.planner.plan.telling.percents import added_up
 from autopar.planner.plan.telling.split_lines import ClassLayouts
 from autopar.planner.plan.telling.words import arrangement_words, recompute_words
 from autopar.planner.plan.why_not import WhyNot
-from autopar.tables import bar, plain_table
 
 
 def explanation_page(plan: Plan, explanation: Explanation) -> Iterator[RenderableType]:

@@ -9,10 +9,10 @@ from dataclasses import asdict
 from rich.console import RenderableType
 from rich.table import Table
 
+from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bandwidth_text, seconds_text
 from autopar.planner.profile.measured import MeasuredFile, MeasuredOp
 from autopar.planner.profile.rounds import LeftOut
-from autopar.tables import plain_table
 
 _MOST_OPS = 12
 

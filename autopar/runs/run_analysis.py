@@ -15,7 +15,7 @@ FAR = 0.25  # of the prediction
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Figure:
-    """What was predicted, and what was measured; `unit` as autopar.tables has them."""
+    """What was predicted, and what was measured; `unit` as autopar.pages.tables has them."""
 
     name: str
     unit: str

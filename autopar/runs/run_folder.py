@@ -22,7 +22,7 @@ from autopar.planner.destination import write_whole
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.plan import Plan
-from autopar.run_record import METRICS, read_record, runs_in
+from autopar.runs.run_record import METRICS, read_record, runs_in
 from autopar.runtime.keeping.finding import AUTO, NEVER, checkpoints_in
 from autopar.runtime.keeping.manifest import NAME as MANIFEST
 

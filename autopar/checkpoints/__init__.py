@@ -1,0 +1,1 @@
+"""Checkpoints looked at without a training: listed, compared, exported."""

@@ -1,0 +1,1 @@
+"""What commands tell on stderr beside their page."""

@@ -1,0 +1,1 @@
+"""What commands print, one table or page a file."""
