@@ -42,21 +42,17 @@ def planned(kind: str, way: str) -> Plan:
 
 
 STAND = {
-    ("U-Net", "dp"),
     ("U-Net", "pp whole"),
     ("LSTM", "tp"),
     ("GAN", "dp tp"),
     ("DLRM", "tp"),
     ("DiT", "pp"),
     ("two towers", "dp whole"),
-    ("two towers", "dp"),
     ("masked experts", "dp"),
     ("Mixtral", "tp"),
-    ("Mixtral", "dp"),
     ("LoRA", "pp"),
     ("captioner", "tp"),
     ("nanoGPT", "dp tp"),
-    ("Qwen3", "pp"),
 }
 
 

@@ -21,6 +21,7 @@ from autopar.codegen.proof.verification import (
 )
 from autopar.codegen.standalone import write_standalone
 from autopar.planner.plan.plan import Plan
+from tests.cells import cells
 from tests.codegen.kinds import plan_of
 
 
@@ -41,7 +42,7 @@ def started(script: Path, processes: int, folder: Path, *arguments: str) -> list
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["ddp", "pp"])
+@pytest.mark.parametrize("kind", cells(["ddp", "pp"], ["pp"]))
 def test_a_script_trains_under_torchrun_from_any_folder(kind: str, tmp_path: Path) -> None:
     script = write_script(plan_of(kind), tmp_path / "out")
     losses = started(script, 2, tmp_path, "--steps", "8", "--data", "synthetic", "--lr", "0.01")
