@@ -71,8 +71,20 @@ ONCE_WRONG = {
 }
 
 
-# The largest: their faults are of a kind that a smaller cell, or a test of one file, has as well.
+# The slowest: their faults are of a kind that a smaller cell, or a test of one file, has as well.
 LARGE = {
+    ("Llama", "tp 2"),
+    ("Mixtral (grouped)", "dp 2"),
+    ("LiLT", "pp 2"),
+    ("BERT (several labels)", "pp 2"),
+    ("Wav2Vec2 (CTC)", "dp 2"),
+    ("ResNet", "dp bf16 2"),
+    ("ResNet", "tp 2"),
+    ("left behind", "pp 2"),
+    ("own choices", "tp 2"),
+    ("OPT", "full pp 2"),
+    ("fourier", "tp 2"),
+    ("steady buffers", "dp 2"),
     ("DeepSeek-V3", "tp 2"),
     ("Llama 4", "tp 2"),
     ("LiLT", "full pp 2"),
