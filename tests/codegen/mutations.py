@@ -52,9 +52,10 @@ class Edit:
 
 
 _SEEDING = "    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank\n"
-_CLIP = "    clip_by_global_norm([model], clip, mesh, split=SPLITS)\n"
-_CLIP_WHOLE = "    clip_by_global_norm([model], clip, mesh)\n"
+_CLIP = "    norm = clip_by_global_norm([model], clip, mesh, split=SPLITS)\n"
+_CLIP_WHOLE = "    norm = clip_by_global_norm([model], clip, mesh)\n"
 _STEP = "    optimizer.step()\n"
+_LOG = "            losses.append(progress.log(step, loss, norm))\n"
 _SCALED = "scale_loss(loss_of(model, batch), scale)"
 
 # What any of these does to a training, verification has to find.
@@ -144,14 +145,13 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
         "ZeRO-1": (
             Edit("no scale of a microbatch's loss", _SCALED, "loss_of(model, batch)"),
             Edit("averaged with the first microbatch", "number == MICROBATCHES", "number == 1"),
-            Edit("gradients are not clipped", _CLIP_WHOLE),
+            Edit("gradients are not clipped", _CLIP_WHOLE, "    norm = torch.zeros(())\n"),
             Edit("clipped at twice the norm", "clip, mesh", "2 * clip, mesh"),
             Edit("no schedule of the rate", "        scheduler.step()\n"),
-            Edit("every rank has an order of its own",
-                 "mesh, microbatch=MICROBATCH, seed=seed,",
-                 "mesh, microbatch=MICROBATCH, seed=seed + mesh.data.rank,"),
-            Edit("weights of another seed", "record(new_model, seed=seed)",
-                 "record(new_model, seed=seed + 1)"),
+            Edit("every rank has an order of its own", "    data = read_batches(",
+                 "    options.seed += mesh.data.rank\n    data = read_batches("),
+            Edit("weights of another seed", "record(new_model, seed=seed",
+                 "record(new_model, seed=seed + 1"),
         ),
         "dp, batch norm": (
             Edit("statistics of each rank alone", "sync_batch_norm=SYNC_BATCH_NORM",
@@ -172,7 +172,7 @@ HARMLESS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
             Edit("a docstring", '"""Train gpt2', '"""My own: train gpt2'),
         ),
         "pp": (
-            Edit("no log", "            progress.log(step, losses[-1])\n"),
+            Edit("another line of log", _LOG, _LOG + "            print(step)\n"),
             Edit("a print", _SEEDING, _SEEDING + "    print(model.parts)\n"),
         ),
         "ZeRO-1": (
