@@ -20,7 +20,8 @@ from tests.codegen.plans import pinned_plan
 
 Job = tuple[Path, int, int]  # a script, the rank and how many there are
 
-VARIED = ("zero1", "zero3", "vocab", "zero_bubble_v", "all")
+# Not a zero bubble: the thread of a split backward on a pretended device aborts the process.
+VARIED = ("zero1", "zero3", "vocab", "pp", "all")
 
 
 def dry_runs(jobs: Sequence[Job]) -> list[dict[str, Any]]:
