@@ -28,7 +28,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "Pipeline Stage Tie TiedWeights build_schedule stage_at stage_indices"
         ),
         "autopar.runtime.ranks": (
-            "Axis Mesh note_changes note_device read_options refuse_changes seed_all start stop"
+            "Axis Mesh note_changes read_options refuse_changes seed_all start stop"
         ),
         "autopar.runtime.recompute": "recompute update_once",
         "autopar.runtime.tensor": "Split shard_parameters",

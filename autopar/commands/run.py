@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -50,6 +49,12 @@ class DevicesError(AutoparError):
     """This machine has fewer devices than the plan needs of it."""
 
     exit_code = ExitCode.MISMATCH
+
+
+class TrainingFailedError(AutoparError):
+    """A rank has failed, and no restart was left."""
+
+    exit_code = ExitCode.TRAINING_FAILED
 
 
 def run(
@@ -275,10 +280,6 @@ def _tell_end(state: RunState, ended: Ended, folder: Path, metrics: Path, seen: 
         results().print(f"stopped by a signal {last}, and nothing was kept", soft_wrap=True)
     else:
         why = f": {lines[-1].get('why')}" if last_event(lines) == Event.STOPPED else ""
-        _tell_failure(f"the training failed {last}{why}", folder)
-
-
-def _tell_failure(found: str, folder: Path) -> None:
-    lines: Sequence[str] = (f"error: {found}", f"  at: {folder / LOGS} has what each rank printed")
-    for line in lines:
-        typer.echo(line, err=True)
+        raise TrainingFailedError(
+            f"the training failed {last}{why}", where=f"{folder / LOGS} has what each rank printed"
+        )

@@ -47,7 +47,6 @@ class ScriptView:
     scaling: Source  # of the losses of a pipeline
     clipping: Source
     waits_for_last: Source  # microbatch: a remark that says what does
-    for_gpus: bool
     prints_forwards: bool  # of the model's classes
     has_dataset: bool
     reading: Source  # the call that yields microbatches

@@ -77,11 +77,6 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
         yield Setting("SYNC_BATCH_NORM", literal(True), meaning)
 
 
-def is_for_gpus(plan: Plan) -> bool:
-    """Whether the plan is for GPUs, though its script runs on CPUs as well."""
-    return plan.machines.backend != "gloo"
-
-
 def scales_loss(plan: Plan) -> bool:
     """Whether gradients would be too small for their type: fp16 ends at 6e-8."""
     return plan.arrangement.precision is Precision.FP16
@@ -116,16 +111,18 @@ def planned(plan: Plan) -> Iterator[Setting]:
         per_rank = "of consecutive layers each"
         yield Setting("STAGES_PER_RANK", literal(arranged.stages_per_rank), per_rank)
     yield from _units(plan.model, arranged)
-    predicted = plan.prediction
-    figures = (plan.machines.device, round_to(predicted.step_seconds), round_to(predicted.mfu))
-    yield Setting("PREDICTED", literal(figures), "device, seconds of a step, MFU")
-    if is_for_gpus(plan):
-        yield Setting("DEVICE", literal(plan.machines.device), "that the plan is for")
+    yield Setting("PREDICTED", literal(_predicted(plan)), "device, seconds of a step, MFU")
 
 
-def round_to(figure: float, digits: int = 4) -> float:
-    """Return a figure with as many digits as are predicted at all."""
-    return float(f"{figure:.{digits}g}")
+def _predicted(plan: Plan) -> tuple[str, float, float]:
+    """Return what a training is compared with, in no more digits than are predicted at all.
+
+    CPUs are "cpu", however a cluster file calls them: on one, only their plans are compared.
+    """
+    device = plan.machines.device if plan.machines.backend != "gloo" else "cpu"
+    figures = plan.prediction.step_seconds, plan.prediction.mfu
+    step_seconds, mfu = (float(f"{figure:.4g}") for figure in figures)
+    return device, step_seconds, mfu
 
 
 def _each(rows: tuple[int, ...]) -> Source:

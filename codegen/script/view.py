@@ -30,7 +30,6 @@ from autopar.codegen.script.parameter_tables import once, parameter_tables, unre
 from autopar.codegen.script.prose import docstring
 from autopar.codegen.script.script_view import ScriptView
 from autopar.codegen.script.settings_lines import (
-    is_for_gpus,
     lines,
     planned,
     scales_loss,
@@ -98,7 +97,6 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         scaling=Source(", scale=loss_scale.value" if scales_loss(plan) else ""),
         clipping=_clipping(plan, has_splits=bool(parameters.splits), has_ties=bool(stages.ties)),
         waits_for_last=Source(_waits_for_last(plan.arrangement)),
-        for_gpus=is_for_gpus(plan),
         prints_forwards=bool(opened.classes or opened.stages or opened.loss),
         has_dataset=plan.model.has_dataset,
         reading=_reading(plan, subject),

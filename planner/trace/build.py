@@ -47,7 +47,7 @@ class Step(nn.Module):
             where = f"{type(self.model).__name__}.forward, and {self.path} has no function `loss`"
             return checked_loss(outputs, where=where, fix=_NO_LOSS)
         where = f"loss of {self.path}"
-        loss = self.loss(in_float32(outputs), in_float32(batch))
+        loss = self.loss(_in_float32(outputs), _in_float32(batch))
         if isinstance(loss, (Mapping, tuple, list)):  # scripts take what it returns as it is
             raise InputError(
                 f"loss returned {_kind(loss)}", where=where, expected=_LOSS, fix="return it alone"
@@ -213,7 +213,7 @@ def _has_float64(batch: Mapping[str, Any]) -> bool:
 _LOSS = "a scalar tensor with gradient"
 
 
-def in_float32(values: Any) -> Any:
+def _in_float32(values: Any) -> Any:
     """Return the outputs of a model as its loss takes them: no sum or mean fits 16 bits."""
     return tree_map_only(torch.Tensor, _wide, values)
 

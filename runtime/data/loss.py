@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.data.batches import Batch
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.transport import summed
 
@@ -132,7 +133,7 @@ def in_float32(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    return tensor.float() if tensor.dtype in (torch.bfloat16, torch.float16) else tensor
+    return tensor.float() if tensor.dtype in HALF_DTYPES else tensor
 
 
 def loss_in(outputs: Any) -> Tensor:

@@ -38,6 +38,7 @@ from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, write
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Event, Metrics
+from autopar.runtime.ranks.model_source import note_device
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import give_up
 from autopar.runtime.weights.initial_weights import Recipe
@@ -97,6 +98,7 @@ class Keeper:
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
         """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
+        note_device(planned[0], self._mesh)
         return Progress(
             self._options,
             self._mesh,

@@ -4,7 +4,7 @@ Scripts import from here; files import from each other.
 """
 
 from autopar.runtime.ranks.mesh import Axis, Mesh, start, stop
-from autopar.runtime.ranks.model_source import note_changes, note_device, refuse_changes
+from autopar.runtime.ranks.model_source import note_changes, refuse_changes
 from autopar.runtime.ranks.options import read_options
 from autopar.runtime.ranks.randomness import seed_all, split_randomness
 
@@ -12,7 +12,6 @@ __all__ = [
     "Axis",
     "Mesh",
     "note_changes",
-    "note_device",
     "read_options",
     "refuse_changes",
     "seed_all",

@@ -58,7 +58,8 @@ def _changed(model_file: ModuleType, names: Iterable[str], digest: str) -> tuple
 
 def note_device(planned: str, mesh: Mesh) -> None:
     """Say on the first rank that a script which was planned for GPUs runs on a CPU."""
-    if mesh.rank == 0 and mesh.device.type == "cpu" and not mesh.is_dry_run:
+    is_elsewhere = planned != "cpu" and mesh.device.type == "cpu"
+    if is_elsewhere and mesh.rank == 0 and not mesh.is_dry_run:
         print(
             f"note: the plan is for {planned}, and this is a CPU: its losses are those of the "
             "plan, its times and memory are not",

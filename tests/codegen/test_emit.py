@@ -26,7 +26,7 @@ from tests.codegen.plans import pinned_plan, plan_for
 
 ROOT = Path(__file__).parents[2]
 MODEL_FUNCTIONS = ("split_loss", "valid_targets", "crossing")  # printed as classes are
-LINES_WITHOUT_OPENED = 255  # 15 of them keep what is trained
+LINES_WITHOUT_OPENED = 247  # 15 of them keep what is trained
 
 
 def data_parallel() -> Plan:
@@ -192,6 +192,13 @@ def test_a_script_for_unequal_nodes_says_how_to_start_it() -> None:
     assert "Run it on each of 3 nodes" in script
     assert "torchrun --nnodes 3 --nproc-per-node DEVICES --node-rank NODE" in script
     assert "8 on all together" in script
+
+
+@pytest.mark.parametrize(("kind", "device"), [("ddp", "cpu"), ("all_zero1", "own name")])
+def test_a_cpu_is_one_by_whatever_name(kind: str, device: str, tmp_path: Path) -> None:
+    plan = plan_of(kind)
+    named = replace(plan, machines=replace(plan.machines, device="own name"))
+    assert f'PREDICTED = ("{device}", ' in emit(named, destination=tmp_path / "train.py")
 
 
 def test_emission_is_quick(tmp_path: Path) -> None:

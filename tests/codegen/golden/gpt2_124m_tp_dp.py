@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: f1ef169bfbd351e9.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a7697041b06d4f8d.
 
 from __future__ import annotations
 
@@ -60,7 +60,6 @@ from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm, sum_
 from autopar.runtime.ranks import (
     Axis,
     Mesh,
-    note_device,
     read_options,
     refuse_changes,
     seed_all,
@@ -118,7 +117,6 @@ BUCKET_BYTES = 100 * 2**20  # gradients that travel together, beside the backwar
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 1024  # 1,024 of each row
 PREDICTED = ("h100-sxm", 0.03443, 0.2101)  # device, seconds of a step, MFU
-DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("gpt2.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "c02da646044de0c5"  # of their text
 
@@ -280,7 +278,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
-    note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)

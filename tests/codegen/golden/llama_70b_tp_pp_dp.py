@@ -28,7 +28,7 @@ Why this plan: of 15 ways to arrange the training none is faster by over 0.02%; 
 its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.86 s (+3.1%): +991.1 ms recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: fc6aba16594fb28a.
+# Written by autopar 0.1.0, which never overwrites changes by hand: dba5ef1a09d6e9c6.
 
 from __future__ import annotations
 
@@ -58,16 +58,7 @@ from autopar.runtime.model import (
 )
 from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm, sum_replicated
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
-from autopar.runtime.ranks import (
-    Axis,
-    Mesh,
-    note_device,
-    read_options,
-    refuse_changes,
-    seed_all,
-    start,
-    stop,
-)
+from autopar.runtime.ranks import Axis, Mesh, read_options, refuse_changes, seed_all, start, stop
 from autopar.runtime.recompute import recompute
 from autopar.runtime.tensor import (
     Split,
@@ -120,7 +111,6 @@ STAGES_PER_RANK = 1  # of consecutive layers each
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 128 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 of each row
 PREDICTED = ("h100-sxm", 18.29, 0.4458)  # device, seconds of a step, MFU
-DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
 
@@ -342,7 +332,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
-    note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)

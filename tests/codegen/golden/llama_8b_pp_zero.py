@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a14d2c371f3ec071.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 5351e4a1624a1c66.
 
 from __future__ import annotations
 
@@ -47,15 +47,7 @@ from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import Crossing, StagePart, numbered, submodules
 from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
-from autopar.runtime.ranks import (
-    Mesh,
-    note_device,
-    read_options,
-    refuse_changes,
-    seed_all,
-    start,
-    stop,
-)
+from autopar.runtime.ranks import Mesh, read_options, refuse_changes, seed_all, start, stop
 from autopar.runtime.recompute import recompute
 from autopar.runtime.weights import Recipe, load_weights, record
 
@@ -99,7 +91,6 @@ STAGES_PER_RANK = 1  # of consecutive layers each
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 64 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 8192  # 8,192 of each row
 PREDICTED = ("h100-sxm", 7.253, 0.5487)  # device, seconds of a step, MFU
-DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("llama.py", "sizes.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "38c89f3bc2d2ae5a"  # of their text
 
@@ -213,7 +204,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
-    note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)

@@ -26,7 +26,7 @@ Memory of the fullest device: 6.32 GiB of 67.2 GiB (9%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: f3f36a27c7e307ba.
+# Written by autopar 0.1.0, which never overwrites changes by hand: d5f4229d3fb4888a.
 
 from __future__ import annotations
 
@@ -53,15 +53,7 @@ from autopar.runtime.data import (
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm
-from autopar.runtime.ranks import (
-    Mesh,
-    note_changes,
-    note_device,
-    read_options,
-    seed_all,
-    start,
-    stop,
-)
+from autopar.runtime.ranks import Mesh, note_changes, read_options, seed_all, start, stop
 from autopar.runtime.weights import Recipe, load_weights, record
 
 # where the model file is, seen from here: to be changed when either moves
@@ -103,7 +95,6 @@ BUCKET_BYTES = 25 * 2**20  # gradients that travel together, beside the backward
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 512 rows of a step
 SAMPLES_PER_STEP = GLOBAL_BATCH  # a row is one
 PREDICTED = ("h100-sxm", 0.01948, 0.08072)  # device, seconds of a step, MFU
-DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("image_data.py", "resnet.py", "sizes.py")  # that were planned
 MODEL_DIGEST = "3ad148f107d2127f"  # of their text
 
@@ -178,7 +169,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
     note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
-    note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)

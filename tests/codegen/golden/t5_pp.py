@@ -23,7 +23,7 @@ Memory of the fullest device: 11.7 GiB of 67.2 GiB (17%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 9460a3fee3cfc370.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a98d3923a1ecb9ed.
 
 from __future__ import annotations
 
@@ -53,15 +53,7 @@ from autopar.runtime.pipeline import (
     stage_at,
     stage_indices,
 )
-from autopar.runtime.ranks import (
-    Mesh,
-    note_device,
-    read_options,
-    refuse_changes,
-    seed_all,
-    start,
-    stop,
-)
+from autopar.runtime.ranks import Mesh, read_options, refuse_changes, seed_all, start, stop
 from autopar.runtime.weights import Recipe, load_weights, record
 
 # where the model file is, seen from here: to be changed when either moves
@@ -103,7 +95,6 @@ STAGES_PER_RANK = 1  # of consecutive layers each
 GLOBAL_BATCH = MICROBATCH * MICROBATCHES * DATA  # 32 rows of a step
 TOKENS_PER_STEP = GLOBAL_BATCH * 512  # 512 of each row
 PREDICTED = ("h100-sxm", 0.04004, 0.1746)  # device, seconds of a step, MFU
-DEVICE = "h100-sxm"  # that the plan is for
 MODEL_FILES = ("sizes.py", "span_data.py", "t5.py", "token_data.py")  # that were planned
 MODEL_DIGEST = "6054049c17faec02"  # of their text
 
@@ -210,7 +201,6 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     options = parse_args(argv)
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
-    note_device(DEVICE, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
     # Where there is a checkpoint, the training goes on from it.
     keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
