@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from autopar.planner.costs.prediction import Arrangement, Prediction, Recompute
@@ -12,8 +12,8 @@ from autopar.planner.plan.plan import Stage
 from autopar.planner.plan.solving.costing import Costing
 from autopar.planner.plan.solving.questions import Demands, Questions, inside_of
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
-from autopar.planner.programs.stages.choice import EXACT, choose_stages
-from autopar.planner.programs.stages.chooser import Effort
+from autopar.planner.programs.stages.choice import EXACT, QUICK, answered
+from autopar.planner.programs.stages.chooser import Chooser, Effort
 from autopar.planner.programs.stages.modes import PricedCut
 from autopar.planner.programs.stages.question import StageQuestion
 from autopar.planner.programs.stages.smallest import smallest_stages
@@ -55,6 +55,7 @@ class Judge:
 
     questions: Questions
     model_flops: int
+    _choosers: dict[tuple[Arrangement, int], Chooser] = field(default_factory=dict, init=False)
 
     def under(self, demands: Demands) -> Judge:
         """Return the judge under other demands."""
@@ -92,14 +93,24 @@ class Judge:
             if least(number) >= known or self._wastes_ranks(arrangement, number):
                 bound = min(bound, max(known, least(number)))
                 continue
-            question = self.questions.asked(arrangement, number)
-            answer = choose_stages(question, cutoff_seconds=known, effort=effort)
+            chooser = self._chooser(arrangement, number)
+            chooser.ask(known, effort)
+            answer = answered(chooser)
+            if answer.is_final:
+                del self._choosers[arrangement, number]
             report += answer.report
             is_final = is_final and answer.is_final
             bound = min(bound, answer.bound_seconds)
             if answer.best is not None and answer.best.seconds < found_seconds:
-                best = self._candidate(question, number, answer.best)
+                best = self._candidate(chooser.question, number, answer.best)
         return Answer(candidate=best, bound_seconds=bound, report=report, is_final=is_final)
+
+    def _chooser(self, arrangement: Arrangement, number: int) -> Chooser:
+        """Return what has looked at an arrangement in one of the layouts, or will do so."""
+        key = arrangement, number
+        if key not in self._choosers:
+            self._choosers[key] = Chooser(self.questions.asked(arrangement, number), QUICK)
+        return self._choosers[key]
 
     def _in_turn(self, arrangement: Arrangement, least: Callable[[int], float]) -> Iterator[int]:
         """Yield the layout solutions: the fastest, then the others if they are asked for."""

@@ -18,7 +18,7 @@ import numpy as np
 from autopar.planner.programs.stages.borders import even_cut, least_seconds, nearest_cut
 from autopar.planner.programs.stages.chooser import Chooser, Effort, StageAnswer
 from autopar.planner.programs.stages.columns import Column
-from autopar.planner.programs.stages.divisible import Divided, Divisible
+from autopar.planner.programs.stages.divisible import Divided
 from autopar.planner.programs.stages.floors import Floors, floors_of
 from autopar.planner.programs.stages.question import StageQuestion
 
@@ -33,7 +33,14 @@ def choose_stages(
     question: StageQuestion, *, cutoff_seconds: float = math.inf, effort: Effort = EXACT
 ) -> StageAnswer:
     """Return the best cut of the layers into stages, with its modes, and the bound."""
-    chooser = Chooser(question, cutoff_seconds, effort)
+    chooser = Chooser(question, effort)
+    chooser.ask(cutoff_seconds, effort)
+    return answered(chooser)
+
+
+def answered(chooser: Chooser) -> StageAnswer:
+    """Return the answer to what a chooser is asked."""
+    question = chooser.question
     if any(first > last for first, last in question.windows):
         return chooser.answer(math.inf)
     if question.shape.stages == 1:
@@ -87,7 +94,7 @@ def _of_parts(chooser: Chooser) -> StageAnswer:
 
 def _divided(chooser: Chooser) -> Divided:
     """Return what no cut beats where layers are divisible."""
-    return Divisible(chooser.question, chooser.columns.transfers).solve(
+    return chooser.divisible.solve(
         enough_seconds=chooser.aim - chooser.once,
         time_limit_seconds=chooser.effort.program_seconds,
         hasty=not chooser.effort.moves,

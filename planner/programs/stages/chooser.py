@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from autopar.planner.costs.schedules.paths import Chain, chains_of, longest_chains
 from autopar.planner.costs.steps.rank_groups import norm_seconds
@@ -17,6 +18,7 @@ from autopar.planner.costs.steps.step import tied_seconds
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
 from autopar.planner.programs.stages.borders import moved_cuts
 from autopar.planner.programs.stages.columns import Column, Columns
+from autopar.planner.programs.stages.divisible import Divisible
 from autopar.planner.programs.stages.modes import CutAnswer, Floor, PricedCut, Pricer
 from autopar.planner.programs.stages.program import StageProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
@@ -51,10 +53,10 @@ class StageAnswer:
 
 
 class Chooser:
-    """One question on its way to an answer."""
+    """One question on its way to an answer; asked again, it goes on from what it has found."""
 
-    def __init__(self, question: StageQuestion, cutoff_seconds: float, effort: Effort) -> None:
-        self.question, self.effort, self.cutoff = question, effort, cutoff_seconds
+    def __init__(self, question: StageQuestion, effort: Effort) -> None:
+        self.question, self.effort, self.cutoff = question, effort, math.inf
         self.columns = Columns(question)
         self.best: PricedCut | None = None
         self.report = NOTHING_SOLVED
@@ -66,6 +68,15 @@ class Chooser:
         self.chains = chains_of(question.arrangement.schedule, question.shape)
         self._pricer = Pricer(self.columns)
         self._priced: dict[Cut, CutAnswer] = {}
+
+    def ask(self, cutoff_seconds: float, effort: Effort) -> None:
+        """Look from here on for what is below a cutoff, with another effort."""
+        self.cutoff, self.effort, self.report = cutoff_seconds, effort, NOTHING_SOLVED
+
+    @cached_property
+    def divisible(self) -> Divisible:
+        """The program of divisible layers."""
+        return Divisible(self.question, self.columns.transfers)
 
     @property
     def top(self) -> float:

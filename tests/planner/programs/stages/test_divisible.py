@@ -22,7 +22,7 @@ ROOMS = (2.0, 0.8, 0.6)
 
 
 def bound_of(case: StageCase) -> float:
-    chooser = Chooser(case.question, math.inf, EXACT)
+    chooser = Chooser(case.question, EXACT)
     program = Divisible(case.question, chooser.columns.transfers)
     divided = program.solve(enough_seconds=math.inf, time_limit_seconds=10.0)
     return divided.bound_seconds + chooser.once
