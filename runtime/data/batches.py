@@ -124,11 +124,11 @@ def dataset_batches(
         with told("build_dataset() of the model file"):
             dataset = new_dataset()
         collate = built_collate(new_collate) if new_collate is not None else None
-    each = _each_rank(microbatch, mesh.data)
-    share = _share(each[mesh.data.rank], rows_over)
+    each = each_rank(microbatch, mesh.data)
+    share = share_of(each[mesh.data.rank], rows_over)
     rows = _OwnRows(
         dataset=dataset,
-        example=_example(example_batch, each[mesh.data.rank], seed),
+        example=example_of(example_batch, each[mesh.data.rank], seed),
         mesh=mesh,
         block=sum(each),
         of_rank=_of_rank(each, mesh.data),
@@ -216,10 +216,10 @@ def synthetic_batches(
     write to it.
     """
     microbatches, microbatch = rows
-    each = _each_rank(microbatch, mesh.data)
+    each = each_rank(microbatch, mesh.data)
     block = sum(each)
-    share = _part(_of_rank(each, mesh.data), _share(each[mesh.data.rank], rows_over))
-    whole = _example(example_batch, microbatches * block, seed)
+    share = _part(_of_rank(each, mesh.data), share_of(each[mesh.data.rank], rows_over))
+    whole = example_of(example_batch, microbatches * block, seed)
     tensors = {key: value.contiguous() for key, value in whole.items()}  # as loaders lay rows out
     own = [
         {key: value[start : start + block][share] for key, value in tensors.items()}
@@ -241,7 +241,7 @@ def gathered_rows(batch: Batch, own: Collection[str], axis: Axis, *, rows: int) 
     }
 
 
-def _each_rank(rows: Rows, data: Axis) -> Sequence[int]:
+def each_rank(rows: Rows, data: Axis) -> Sequence[int]:
     """Return the rows of a microbatch of each data rank."""
     return [rows] * data.size if isinstance(rows, int) else rows
 
@@ -257,12 +257,12 @@ def _part(rows: slice, share: slice) -> slice:
     return slice(rows.start + share.start, rows.start + share.stop)
 
 
-def _share(rows: int, axis: Axis) -> slice:
+def share_of(rows: int, axis: Axis) -> slice:
     """Return which of so many rows this rank of an axis has."""
     return slice(*cut(((rows, 1),), axis.size).ranges[axis.rank][0])
 
 
-def _example(example_batch: Example, rows: int, seed: int) -> Batch:
+def example_of(example_batch: Example, rows: int, seed: int) -> Batch:
     """Return the tensors of an example batch."""
     with seeded(seed):
         whole = example_batch(rows)

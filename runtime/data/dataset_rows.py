@@ -99,7 +99,7 @@ def _reads_at_once(dataset: Any) -> bool:
 
 
 def rows_like(
-    dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh, *, at_once: int, seed: int
+    dataset: Dataset[Any], example: Mapping[str, Tensor], mesh: Mesh, *, at_once: int = 0, seed: int
 ) -> Rows:
     """Return the rows of a dataset with the keys of an example batch.
 
@@ -130,7 +130,7 @@ def tell(notes: Iterable[str], mesh: Mesh) -> None:
         print(f"note: {note}", file=sys.stderr, flush=True)
 
 
-def is_streamed(dataset: Any) -> bool:
+def is_streamed(dataset: Any, *, maker: str = "build_dataset") -> bool:
     """Whether a dataset is read from its beginning to its end; leaves where it is no dataset."""
     name = f"the dataset ({type(dataset).__name__})"
     if isinstance(dataset, DataLoader):
@@ -148,7 +148,7 @@ def is_streamed(dataset: Any) -> bool:
             refuse(f"{name} has no length", fix="give it __len__, or __iter__: ranks take rows")
         return True
     if len(dataset) == 0:
-        refuse(f"{name} is empty", fix="look where build_dataset reads from")
+        refuse(f"{name} is empty", fix=f"look where {maker} reads from")
     return False
 
 

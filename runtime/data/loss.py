@@ -46,7 +46,7 @@ def weighed_ahead(
     """
     steps, read = 1, list(islice(data, microbatches))
     while read:
-        counts = torch.stack([valid_targets(_Exact(batch)) for batch in read]).to(mesh.device)
+        counts = torch.stack([valid_targets(Exact(batch)) for batch in read]).to(mesh.device)
         shares = _shares(counts, added, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
         coming: list[Batch] = []
@@ -75,7 +75,7 @@ def weighed_terms_ahead(
         yield {**batch, "loss_weights": shares * microbatches}
 
 
-class _Exact(Mapping[str, Any]):
+class Exact(Mapping[str, Any]):
     """A batch whose fractions are in float64, as soon as they are asked for: weights add up."""
 
     def __init__(self, batch: Batch) -> None:
@@ -99,13 +99,13 @@ def _shares(
     """Divide the counts of whole steps' microbatches by the mean over the ranks of a step's sum."""
     by_step = counts.view(-1, microbatches, *counts.shape[1:])
     own = by_step.sum(1, keepdim=True)
-    total = _with(own if axis.size == 1 else summed(own, axis), added)
+    total = with_added(own if axis.size == 1 else summed(own, axis), added)
     total = total.masked_fill(total == 0, 1)  # counts may be weights, and all less than one
-    shares = _with(by_step, added) * axis.size / total
+    shares = with_added(by_step, added) * axis.size / total
     return shares.flatten(0, 1)
 
 
-def _with(counts: Tensor, added: float | Sequence[float]) -> Tensor:
+def with_added(counts: Tensor, added: float | Sequence[float]) -> Tensor:
     """Add a number to counts, or to those of each mean its own."""
     if isinstance(added, float):
         return counts.double() + added

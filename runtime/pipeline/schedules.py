@@ -19,6 +19,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from autopar.runtime.data.loss import scale_loss
 from autopar.runtime.model.parts import Crossing, StagePart
+from autopar.runtime.pipeline.forward_only import loss_through
 from autopar.runtime.pipeline.stage import Shapes, Stage, cut, stage_of
 from autopar.runtime.ranks.mesh import Mesh
 
@@ -161,6 +162,10 @@ class Pipeline:
         if not losses:
             return torch.zeros((), device=device)
         return scale_loss(torch.stack(losses).detach(), factors).sum()
+
+    def loss_of(self, batch: Mapping[str, Any]) -> Tensor:
+        """Return the loss of a microbatch that is evaluated; zero where there is no last stage."""
+        return loss_through(self.stages, batch)
 
 
 def _own_loss(output: tuple[Tensor, ...], _: object) -> Tensor:

@@ -99,6 +99,7 @@ class Stage(TorchStage):
             output_args=sends or (torch.empty((), device="meta"),),  # the last one's loss
             group=mesh.pipeline.group,
         )
+        self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
         self._microbatches: Sequence[Mapping[str, Any]] = ()
@@ -160,6 +161,21 @@ class Stage(TorchStage):
             self._check_sent(sendable, self._shapes[fwd_chunk_id].sent)
         self.keep(fwd_chunk_id, sendable, received)
         return sendable
+
+    def arriving(self, batch: Mapping[str, Any]) -> list[Tensor]:
+        """Make room for what a microbatch receives from the stage before."""
+        described = self.receives
+        if self._shapes_of is not None:
+            shapes = self._shapes_of(batch).received
+            described = tuple(map(Tensor.new_empty, described, shapes))
+        return [torch.empty_like(one, device=self.device) for one in described]
+
+    def evaluate(self, batch: Mapping[str, Any], received: Sequence[Tensor]) -> Sequence[Tensor]:
+        """Run the forward of a microbatch that has no backward."""
+        if self._shapes_of is not None:
+            receives(self.submod, self._shapes_of(batch).lengths)
+        result = self.submod(*received, **batch)
+        return result if isinstance(result, tuple) else (result,)
 
     def _check_sent(self, outputs: Sequence[Tensor], expected: Sequence[torch.Size]) -> None:
         """Leave where a stage gives other sizes than the next one has made room for.

@@ -72,6 +72,8 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
 
     def rewind(*_: Any) -> None:
         nonlocal runs
+        if not module.training:  # an evaluation is no step
+            return
         if runs % microbatches == 0:
             begun.update((place, _of(place)) for place in _buffers(module, names))
         for (owner, name), fresh in zip(begun, _copies(begun.values()), strict=True):
@@ -79,6 +81,20 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
         runs += 1
 
     module.register_forward_pre_hook(rewind)
+
+
+@contextmanager
+def kept_buffers(module: nn.Module) -> Iterator[None]:
+    """Have what is written to the buffers of a module forgotten afterwards."""
+    places = _buffers(module)
+    found = [_of(place) for place in places]
+    for (owner, name), fresh in zip(places, _copies(found), strict=True):
+        owner._buffers[name] = fresh
+    try:
+        yield
+    finally:
+        for (owner, name), buffer in zip(places, found, strict=True):
+            owner._buffers[name] = buffer
 
 
 def _copies(buffers: Iterable[Tensor]) -> list[Tensor]:

@@ -1,0 +1,9 @@
+"""The loss of a model over the rows of a dataset that it is not trained on.
+
+Scripts import from here; files import from each other.
+"""
+
+from autopar.runtime.evaluation.evaluating import Evaluation
+from autopar.runtime.evaluation.rows import read_evaluation
+
+__all__ = ["Evaluation", "read_evaluation"]
