@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,6 +42,11 @@ class Kept:
     written_at: float  # seconds since 1970
     manifest: Manifest | None = None
 
+    @property
+    def evaluation(self) -> float | None:
+        """The loss of an evaluation after the checkpoint's step, if there was one."""
+        return None if self.manifest is None else self.manifest.moment.evaluation
+
 
 def kept_in(folder: Path) -> list[Kept]:
     """Return the checkpoints of a folder, the oldest first; sizes of their files are compared."""
@@ -58,6 +63,12 @@ def left_in(folder: Path) -> Iterator[tuple[Path, str]]:
     for ending, what in _LEFT.items():
         for path in sorted(_place(folder).glob(f"{STEP}*{ending}")):
             yield path, what
+
+
+def best_of(kept: Sequence[Kept]) -> Kept | None:
+    """Return the checkpoint of the lowest evaluation loss, the first of several."""
+    evaluated = [(one.evaluation, one) for one in kept if one.evaluation is not None]
+    return min(evaluated, key=lambda pair: pair[0])[1] if evaluated else None
 
 
 def whole_checkpoint(path: Path) -> Checkpoint:

@@ -12,7 +12,7 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.checkpoints.checkpoint_difference import CheckpointDifference, TensorDifference
-from autopar.checkpoints.kept_checkpoints import Kept
+from autopar.checkpoints.kept_checkpoints import Kept, best_of
 from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bytes_text
 
@@ -26,9 +26,13 @@ def time_text(seconds: float) -> str:
 
 def list_page(kept: Sequence[Kept], left: Sequence[tuple[Path, str]]) -> Iterator[RenderableType]:
     """Yield a line for each checkpoint, and what else lies there."""
-    table = plain_table("", "checkpoint", "step", "rows", "written", "size", "plan", "", left=1)
+    best = best_of(kept)
+    evaluation = () if best is None else ("evaluation",)
+    columns = ("checkpoint", "step", "rows", "written", "size", "plan", *evaluation, "")
+    table = plain_table("", *columns, left=1)
     for one in kept:
         moment = one.manifest.moment if one.manifest else None
+        whole = "whole, the best" if one is best else "whole"
         table.add_row(
             one.folder.name,
             f"{moment.step:,}" if moment else "?",
@@ -36,7 +40,8 @@ def list_page(kept: Sequence[Kept], left: Sequence[tuple[Path, str]]) -> Iterato
             time_text(one.written_at),
             bytes_text(one.size_bytes),
             one.manifest.origin.degrees if one.manifest else "?",
-            Text("damaged", style="red") if one.faults else "whole",
+            *("" if one.evaluation is None else f"{one.evaluation:.5f}" for _ in evaluation),
+            Text("damaged", style="red") if one.faults else whole,
         )
     yield table
     yield from _faults(kept)

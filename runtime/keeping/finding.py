@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,6 +77,18 @@ def checkpoints_in(folder: Path) -> list[Path]:
     found = folder.glob(f"{STEP}*") if folder.is_dir() else ()
     whole = [one for one in found if one.name.removeprefix(STEP).isdecimal() and one.is_dir()]
     return sorted(whole, key=step_of, reverse=True)
+
+
+def best_in(folder: Path) -> tuple[int, float] | None:
+    """Return the step and the loss of the best evaluation that has a checkpoint in a folder."""
+    found = []
+    for one in checkpoints_in(folder):
+        with suppress(BrokenError):
+            moment = read_manifest(one).moment
+            if moment.evaluation is not None:
+                found.append((moment.evaluation, moment.step))
+    loss, step = min(found, default=(0.0, 0))
+    return (step, loss) if found else None
 
 
 def step_of(path: Path) -> int:

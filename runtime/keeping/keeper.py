@@ -17,13 +17,17 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from autopar.runtime.evaluation.evaluating import Evaluated
+from autopar.runtime.keeping.evaluations import Evaluations
 from autopar.runtime.keeping.export import export
 from autopar.runtime.keeping.finding import (
     AUTO,
     NEVER,
     Checkpoint,
+    best_in,
     checkpoints_in,
     find_checkpoint,
+    step_of,
 )
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.numbers import broken_of, told_broken
@@ -68,6 +72,7 @@ class Keeper:
         moment = self._found.manifest.moment if self._found else Moment(step=0, rows=0, updates=0)
         self.step, self.rows = moment.step, moment.rows
         self._begun, self._updates, self._kept_step = moment, moment.updates, moment.step
+        self._last_step = options.steps
         self._loss_scale: LossScale | None = None
         self._parts: Sequence[nn.Module] = ()
         self._optimizer: Optimizer | None = None
@@ -75,6 +80,8 @@ class Keeper:
         self._rate: Any = None
         self._wish = StopWish(mesh)
         self._metrics = Metrics(options.metrics, mesh)
+        self._evaluations = Evaluations(options, mesh, self._metrics)
+        self._progress: Progress | None = None
 
     def take(
         self,
@@ -99,7 +106,7 @@ class Keeper:
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
         """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
         note_device(planned[0], self._mesh)
-        return Progress(
+        self._progress = Progress(
             self._options,
             self._mesh,
             self._parts,
@@ -110,14 +117,29 @@ class Keeper:
             begun=self.step,
             scales_loss=self._loss_scale is not None,
         )
+        return self._progress
+
+    def evaluated(self, step: int, found: Evaluated) -> None:
+        """Tell what an evaluation after a step has found; `after` keeps the best one."""
+        assert self._progress is not None
+        self._progress.leave_out(found.seconds)
+        self._evaluations.note(step, found)
+        if self.stops_early:
+            self._last_step = step
+
+    @property
+    def stops_early(self) -> bool:
+        """Whether evaluations have found nothing better for as long as --early-stop allows."""
+        return self._evaluations.are_over
 
     def after(self, step: int) -> None:
         """Write a checkpoint after a step, where it is time for one; leave where a signal asks."""
         if self._folder is None:
             return
-        is_last = step == self._options.steps
+        is_last = step == self._last_step
         leaves = self._wish.is_agreed(step) and not is_last
-        if leaves or is_last or step % self._options.checkpoint_every == 0:
+        is_best = self._evaluations.is_best(step)
+        if leaves or is_last or is_best or step % self._options.checkpoint_every == 0:
             is_kept = self._write(self._folder, step)
             if leaves:
                 self._leave(step, is_kept=is_kept)
@@ -128,10 +150,10 @@ class Keeper:
         assert self._optimizer is not None
         assert self._recipe is not None
         if self._export is not None and (told := self._broken()) is not None:
-            self._refuse_broken(self._options.steps, told)
+            self._refuse_broken(self._last_step, told)
             self._export = None
         export(self._parts, self._optimizer, self._recipe, self._export, self._mesh)
-        self._metrics.add(event=Event.FINISHED, step=self._options.steps)
+        self._metrics.add(event=Event.FINISHED, step=self._last_step)
 
     def _go_on(
         self,
@@ -146,6 +168,7 @@ class Keeper:
             self._loss_scale.go_on(moment.loss_scale, moment.calm_steps)
         if scheduler is not None:
             _step_again(scheduler, moment.updates)
+        self._evaluations.go_on(found.folder.parent, moment.step)
         owned = owners(everything_held(parts, optimizer), self._mesh)
         if origin.plan == plan_digest(owned, self._mesh):
             set_random_states(own_random_states(found, self._mesh.rank), self._mesh.device)
@@ -172,6 +195,7 @@ class Keeper:
             updates=self._updates,
             loss_scale=None if scale is None else scale.value,
             calm_steps=0 if scale is None else scale.calm_steps,
+            evaluation=self._evaluations.loss_of(step),
         )
         assert self._recipe is not None
         failure = write_checkpoint(
@@ -260,8 +284,11 @@ def _step_again(scheduler: LRScheduler, count: int) -> None:
 
 
 def _let_go(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints, and what was left unfinished."""
+    """Remove all but the newest checkpoints and the best, and what was left unfinished."""
+    best = best_in(folder)
     for old in checkpoints_in(folder)[keep:]:
+        if best is not None and step_of(old) == best[0]:
+            continue
         gone = old.with_name(old.name + UNFINISHED)
         shutil.rmtree(gone, ignore_errors=True)
         with suppress(OSError):

@@ -52,6 +52,7 @@ class Moment:
     updates: int  # steps that the optimizer took: fp16 leaves some out
     loss_scale: float | None = None
     calm_steps: int = 0
+    evaluation: float | None = None  # the loss of one after this step
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -98,6 +98,10 @@ class Progress:
         self._before = step, loss
         return loss
 
+    def leave_out(self, seconds: float) -> None:
+        """Count what has just been done for so long as no part of a step."""
+        self._begun += seconds
+
     def _line(self, step: int, loss: float, norm: float | None) -> StepLine:
         now = time.perf_counter()
         seconds = (now - self._begun) / (step - self._step)

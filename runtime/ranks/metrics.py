@@ -18,7 +18,9 @@ class Event(StrEnum):
     """What a line tells that is no line of a step."""
 
     STARTED = "started"
+    EVALUATED = "evaluated"
     KEPT = "kept"
+    STOPPED_EARLY = "stopped early"
     PREEMPTED = "preempted"
     STOPPED = "stopped"
     FINISHED = "finished"

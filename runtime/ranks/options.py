@@ -33,8 +33,9 @@ def read_options(
     checkpoint_every: int,
     keep: int,
     workers: int | None = None,
+    eval_every: int | None = None,
 ) -> argparse.Namespace:
-    """Return the options; `workers` are None where there is no dataset."""
+    """Return the options; `workers` and `eval_every` are None where there is no such dataset."""
     parser = OptionParser()
     add = parser.add_argument
     add("--steps", type=from_one, default=steps, help="how many to train")
@@ -63,6 +64,10 @@ def read_options(
     add("--checkpoint-every", type=from_one, default=checkpoint_every, help="steps to a checkpoint")
     add("--keep", type=from_one, default=keep, help="how many of the newest checkpoints stay")
     add("--resume", help="auto (the newest whole checkpoint), a folder step-N, or never")
+    parser.set_defaults(eval_every=0, early_stop=None)
+    if eval_every is not None:
+        add("--eval-every", type=from_zero, default=eval_every, help="steps to an evaluation")
+        add("--early-stop", type=from_one, help="evaluations without a better one until it ends")
     options = parser.parse_args(argv)
     options.dtype = getattr(torch, options.dtype)
     may_lack = tuple(options.allow_missing)
