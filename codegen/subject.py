@@ -56,7 +56,7 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
         modules=modules,
         axes=split.axes,
         layers=split.layers,
-        opened=opened_classes(plan, split),
+        opened=opened_classes(plan, split, is_evaluated=file.build_eval_dataset is not None),
     )
 
 

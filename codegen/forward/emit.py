@@ -33,10 +33,13 @@ from autopar.planner.graph import batch_key, refs
 from autopar.planner.plan.plan import Plan
 
 
-def opened_classes(plan: Plan, split: Split) -> Opened:
-    """Return the classes, stages and functions that the script of a plan defines."""
+def opened_classes(plan: Plan, split: Split, *, is_evaluated: bool = False) -> Opened:
+    """Return the classes, stages and functions that the script of a plan defines.
+
+    A model that is evaluated has a loss of several batches there, if not in the training.
+    """
     stages = sorted(plan.stages, key=lambda stage: stage.first)
-    if plan.arrangement.data * plan.arrangement.microbatches > 1:
+    if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
     if valid_targets(split, call_tree(split.graph)) is None:  # else whole batches are counted first
         split = with_own_rows(split)

@@ -123,7 +123,7 @@ def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..
 
 
 def imported(path: Path) -> ModuleType:
-    """Import a script by its path; what a proof trains is not kept, unless options say so."""
+    """Import a script by its path; what a proof trains is neither evaluated nor kept by itself."""
     spec = importlib.util.spec_from_file_location(NAME, path)
     assert spec is not None
     assert spec.loader is not None
@@ -131,6 +131,7 @@ def imported(path: Path) -> ModuleType:
     sys.modules[NAME] = module
     spec.loader.exec_module(module)
     module.EXPORT = "none"  # type: ignore[attr-defined]
+    module.EVAL_EVERY = 0  # type: ignore[attr-defined]
     return module
 
 

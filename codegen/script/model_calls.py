@@ -34,6 +34,7 @@ MODULE = "model_file"  # the name that the script has for the model file
 # What a script calls each function of a model file.
 _OPTIONAL: Mapping[str, str] = {
     "build_dataset": "new_dataset",
+    "build_eval_dataset": "new_eval_dataset",
     "build_collate": "new_collate",
     "build_optimizer": "new_optimizer",
     "build_scheduler": "new_scheduler",

@@ -50,6 +50,7 @@ class ScriptView:
     prints_forwards: bool  # of the model's classes
     has_dataset: bool
     reading: Source  # the call that yields microbatches
+    evaluation: Source  # the call that makes what evaluates the model; empty: nothing does
     gathers_rows: bool  # which tensor ranks have read each for itself
     has_optimizer: bool
     has_scheduler: bool

@@ -8,6 +8,7 @@ from itertools import groupby
 
 from autopar.codegen.python_text import Source, identifier, literal, remark
 from autopar.planner.costs.prediction import Arrangement, Zero
+from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.plan.telling.chosen import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
@@ -77,9 +78,20 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
         yield Setting("SYNC_BATCH_NORM", literal(True), meaning)
 
 
+def evaluating() -> Iterator[Setting]:
+    """Yield what a person may change of how a model is evaluated."""
+    yield Setting("EVAL_EVERY", literal(1000), "steps to an evaluation; 0: none; --eval-every")
+
+
 def scales_loss(plan: Plan) -> bool:
     """Whether gradients would be too small for their type: fp16 ends at 6e-8."""
     return plan.arrangement.precision is Precision.FP16
+
+
+def sums_rows(plan: Plan) -> bool:
+    """Whether the loss of a step is the sum of the losses of several parts of the batch."""
+    is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
+    return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 
 
 def synchronises_batch_norms(plan: Plan) -> bool:

@@ -18,6 +18,7 @@ from autopar.codegen.python_text import (
     table,
     tuple_of,
 )
+from autopar.codegen.script.evaluation import evaluation
 from autopar.codegen.script.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.script.model_calls import (
     ModelCalls,
@@ -30,16 +31,17 @@ from autopar.codegen.script.parameter_tables import once, parameter_tables, unre
 from autopar.codegen.script.prose import docstring
 from autopar.codegen.script.script_view import ScriptView
 from autopar.codegen.script.settings_lines import (
+    evaluating,
     lines,
     planned,
     scales_loss,
     settings_of,
+    sums_rows,
     synchronises_batch_norms,
 )
 from autopar.codegen.script.stage_tables import StageTables, crossing_names, stage_tables
 from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Arrangement, Zero
-from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import unit_word
 
@@ -55,7 +57,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     )
     parameters = parameter_tables(plan, subject.axes)
     stages = _stages(plan, subject)
-    splits_loss = opened.loss is not None
+    splits_loss, evaluates = opened.loss is not None, subject.file.build_eval_dataset is not None
     weighs = opened.valid_targets is not None and not opened.weighs_terms
     writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
     return ScriptView(
@@ -63,14 +65,14 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         model_imports=calls.imports,
         functions=calls.functions,
         model_source=model_source(subject.file.path),
-        settings=lines(settings_of(plan)),
+        settings=lines([*settings_of(plan), *(evaluating() if evaluates else ())]),
         plan=lines(planned(plan)),
         classes=_classes(plan, opened, calls),
         counting=Source(_counting(opened)),
         adding=Source(", added=ADDED" if opened.added else ""),
         weighs_terms=opened.weighs_terms,
         weighs_microbatches=weighs,
-        sums_rows=_sums_rows(plan),
+        sums_rows=sums_rows(plan),
         microbatch="Weighed" if weighs else "Batch",
         scaled=Source("microbatches" if weighs else "zip(microbatches, scales, strict=True)"),
         tables=_tables(
@@ -100,6 +102,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         prints_forwards=bool(opened.classes or opened.stages or opened.loss),
         has_dataset=plan.model.has_dataset,
         reading=_reading(plan, subject),
+        evaluation=evaluation(plan, subject) if evaluates else Source(),
         gathers_rows=bool(opened.own_rows),
         has_optimizer=plan.model.has_optimizer,
         has_scheduler=plan.model.has_scheduler,
@@ -126,12 +129,6 @@ def _counting(opened: Opened) -> str:
         return function
     added = opened.added if opened.weighs_terms else opened.added[0]
     return f"ADDED = {added}  # by the loss to what it counts, before it divides\n\n\n{function}"
-
-
-def _sums_rows(plan: Plan) -> bool:
-    """Whether the loss of a step is the sum of the losses of several parts of the batch."""
-    is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
-    return not is_whole and loss_of_parts(plan.graph).follows is Follows.SUM
 
 
 def _is_pipelined(plan: Plan) -> bool:

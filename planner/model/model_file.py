@@ -19,7 +19,14 @@ from autopar.planner.model.importing import import_file
 from autopar.planner.model.remedies import INSTEAD, instead_of, nearest_file
 
 REQUIRED = ("example_batch",)
-OPTIONAL = ("loss", "build_dataset", "build_collate", "build_optimizer", "build_scheduler")
+OPTIONAL = (
+    "loss",
+    "build_dataset",
+    "build_eval_dataset",
+    "build_collate",
+    "build_optimizer",
+    "build_scheduler",
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -36,6 +43,7 @@ class ModelFile:
     build_optimizer: Callable[..., Any] | None
     build_scheduler: Callable[..., Any] | None
     build_collate: Callable[[], Any] | None = None
+    build_eval_dataset: Callable[[], Any] | None = None
 
     @property
     def name(self) -> str:
@@ -67,6 +75,7 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
         build_optimizer=bound.get("build_optimizer"),
         build_scheduler=bound.get("build_scheduler"),
         build_collate=bound.get("build_collate"),
+        build_eval_dataset=bound.get("build_eval_dataset"),
     )
 
 
@@ -114,13 +123,13 @@ def _check_function(function: object, name: str, *, path: Path, module: ModuleTy
 
 def _check_optional(module: ModuleType, path: Path) -> None:
     """Refuse what would be passed over in silence: a misspelt function, a collate without rows."""
-    has_dataset = getattr(module, "build_dataset", None) is not None
-    if getattr(module, "build_collate", None) is not None and not has_dataset:
-        raise InputError(
-            "there is a build_collate, and no build_dataset whose rows it would make batches of",
-            where=str(path),
-            fix="define build_dataset(), which returns the rows; or leave build_collate out",
-        )
+    for name, use in _OF_ROWS.items():
+        if hasattr(module, name) and getattr(module, "build_dataset", None) is None:
+            raise InputError(
+                f"there is a {name}, and no build_dataset {use}",
+                where=str(path),
+                fix=f"define build_dataset(), which returns the rows; or leave {name} out",
+            )
     for name in OPTIONAL:
         near = get_close_matches(name, vars(module), n=1, cutoff=0.9)
         if near and near[0] != name and name not in vars(module):
@@ -129,6 +138,12 @@ def _check_optional(module: ModuleType, path: Path) -> None:
                 where=str(path),
                 fix=f"did you mean {name}? Otherwise give it a name that is less like it",
             )
+
+
+_OF_ROWS = {
+    "build_collate": "whose rows it would make batches of",
+    "build_eval_dataset": "whose rows the model would be trained on",
+}
 
 
 def _bind(

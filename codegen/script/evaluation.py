@@ -1,0 +1,49 @@
+"""Turns a plan into the call that makes what evaluates its model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.codegen.python_text import Group, Source, call
+from autopar.codegen.script.settings_lines import sums_rows
+from autopar.codegen.subject import Subject
+from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.plan.plan import Plan
+
+
+def evaluation(plan: Plan, subject: Subject) -> Source:
+    """Return the call: what computes a loss, on which rows, and how each microbatch weighs."""
+    made = call(
+        "Evaluation", *_model(plan, subject), _rows(plan, subject), *_weighing(plan, subject)
+    )
+    return Source(made.laid_out(before=17, indent=4))
+
+
+def _model(plan: Plan, subject: Subject) -> tuple[str, str]:
+    """Return what gives a microbatch's loss, and what a rank holds of the model."""
+    if plan.arrangement.pipeline > 1:
+        return "model.loss_of", "model.parts"
+    split = ", tensor=mesh.tensor" if subject.opened.loss is not None else ""
+    return f"partial(loss_of, model{split})", "[model]"
+
+
+def _rows(plan: Plan, subject: Subject) -> Group:
+    """Return the call that reads the rows; those that meet are never repeated to fill a batch."""
+    arguments = ["new_batch", "new_eval_dataset", "options", "mesh", "microbatch=MICROBATCH"]
+    if subject.file.build_collate is not None:
+        arguments.append("new_collate=new_collate")
+    if subject.opened.own_rows:
+        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS"]
+    if plan.graph.fixed_batch is not None or meeting_rows(plan.graph) is not None:
+        arguments.append("fills=False")
+    return call("read_evaluation", *arguments)
+
+
+def _weighing(plan: Plan, subject: Subject) -> Iterator[str]:
+    opened = subject.opened
+    if opened.valid_targets is not None:
+        yield f"{'terms' if opened.weighs_terms else 'targets'}=valid_targets"
+    if opened.added:
+        yield "added=ADDED"
+    if sums_rows(plan):
+        yield "microbatches=MICROBATCHES * DATA"
