@@ -1,0 +1,127 @@
+"""Model files with rows to evaluate on, and their loss by the loop that a person would write."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+from zlib import crc32
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from autopar.planner.model.model_file import ModelFile
+from autopar.runtime.keeping.finding import Checkpoint
+from autopar.runtime.keeping.manifest import read_manifest
+from autopar.runtime.keeping.reading import Reader
+from autopar.runtime.keeping.states import WEIGHT
+from autopar.runtime.tensor.chunks import whole
+from tests.planner.subjects import ZOO
+
+COUNT = 15  # rows to evaluate on: the last of them fill no batch of the plans in tests
+
+_GPT2 = f"""
+
+def build_eval_dataset(size="tiny", seq_len=None, vocab_size=None):
+    data = build_dataset(size, None, 64, seq_len, vocab_size)
+    rows = [data[63 - number] for number in range({COUNT})]
+    for number, row in enumerate(rows):  # of each row another share counts
+        row["labels"] = row["labels"].clone()
+        row["labels"][1 + number * 4 :] = -100
+    return rows
+"""
+
+_SMALL = f"""
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+
+class Small(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(6, 8), NORM, nn.Tanh(), nn.Dropout(0.3))
+        self.number, self.kind = nn.Linear(8, 3), nn.Linear(8, 5)
+
+    def forward(self, x):
+        x = self.body(x)
+        return self.number(x), self.kind(x)
+
+
+def build_model():
+    return Small()
+
+
+def example_batch(batch_size):
+    return {{
+        "x": torch.randn(batch_size, 6),
+        "y": torch.randn(batch_size, 3),
+        "kind": torch.randint(5, (batch_size,)),
+        "mask": torch.rand(batch_size, 3),
+    }}
+
+
+def rows(count, seed):
+    torch.manual_seed(seed)
+    whole = example_batch(count)
+    whole["kind"][::3] = -100
+    return [{{key: value[n] for key, value in whole.items()}} for n in range(count)]
+
+
+def build_dataset():
+    return rows(24, 1)
+
+
+def build_eval_dataset():
+    return EVALUATED(rows({COUNT}, 2))
+
+
+def loss(outputs, batch):
+    number, kind = outputs
+    return LOSS
+"""
+
+
+def evaluated_gpt2(folder: Path) -> Path:
+    """Write GPT-2 with rows to evaluate on, and return its place."""
+    for name in ("sizes.py", "token_data.py"):
+        (folder / name).write_text((ZOO / name).read_text(encoding="utf-8"), encoding="utf-8")
+    path = folder / "evaluated_gpt2.py"
+    path.write_text((ZOO / "gpt2.py").read_text(encoding="utf-8") + _GPT2, encoding="utf-8")
+    return path
+
+
+def evaluated_small(
+    folder: Path, loss: str, *, norm: str = "nn.Identity()", of: str = "list"
+) -> Path:
+    """Write a small model with a loss, and `of` what its rows to evaluate on are; return where."""
+    text = _SMALL.replace("LOSS", loss).replace("NORM", norm).replace("EVALUATED", of)
+    path = folder / f"small_{crc32(text.encode())}.py"  # processes of tests keep what they import
+    path.write_text(text, encoding="utf-8")
+    return path
+
+
+def plain_loss(file: ModelFile, checkpoint: Path, *, rows: int = COUNT) -> float:
+    """Return the loss of what a checkpoint has over so many rows, all of them in one batch."""
+    model: nn.Module = file.build_model().double()
+    _load(model, checkpoint)
+    model.eval()
+    assert file.build_eval_dataset is not None
+    assert file.loss is not None
+    whole_batch = default_collate(list(file.build_eval_dataset())[:rows])
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in whole_batch.items()}
+    with torch.no_grad():
+        loss: Tensor = file.loss(model(next(iter(batch.values()))), batch)
+    return loss.item()
+
+
+def _load(model: nn.Module, folder: Path) -> None:
+    checkpoint, kept = Checkpoint(folder, read_manifest(folder)), dict[str, Tensor]()
+    with ExitStack() as files:
+        reader = Reader(checkpoint, files)
+        for name, tensor in model.state_dict().items():
+            if reader.logical(WEIGHT + name) is not None:
+                kept[name] = torch.empty_like(tensor)
+                reader.fill(WEIGHT + name, whole(tuple(tensor.shape)), kept[name])
+    missing, _ = model.load_state_dict(kept, strict=False)
+    assert set(missing) <= {"lm_head.weight"}, "all but what is tied"

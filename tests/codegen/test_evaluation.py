@@ -1,0 +1,190 @@
+"""Scripts evaluate as one process would, under every plan, and train as if they did not."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping, Sequence
+from contextlib import redirect_stderr
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from autopar.codegen.emit import write_script
+from autopar.codegen.proof.script_rank import imported
+from autopar.planner.errors import InputError
+from autopar.planner.model.model_file import load_model_file
+from autopar.planner.plan.plan import Plan
+from autopar.planner.trace import trace
+from tests.cells import cells
+from tests.codegen.equality import compare
+from tests.codegen.evaluated_models import COUNT, evaluated_gpt2, evaluated_small, plain_loss
+from tests.codegen.kinds import KINDS
+from tests.codegen.plans import plan_for
+from tests.runtime.processes import run_on_ranks
+
+STEPS = 5
+GPT2 = ("layers=4", "dropout=0.1")
+
+
+def run_script(path: str, arguments: Sequence[str]) -> list[float]:
+    """Run a script here, and return the losses that it logs."""
+    script: Any = imported(Path(path))
+    found: list[float] = script.main(["--log-every", "1", "--dtype", "float64", *arguments])[1]
+    return found
+
+
+def trained(plan: Plan, folder: Path, *arguments: str, steps: int = STEPS) -> list[float]:
+    """Train by the script of a plan, which keeps its checkpoints and tells its metrics."""
+    script = write_script(plan, folder, force=True)
+    own = ["--steps", str(steps), *arguments]
+    return run_on_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
+
+
+def small_plan(path: Path, *, data: int = 2, **pins: Any) -> Plan:
+    """Return the plan of a small model; of a batch of 8 rows, a rank has 2 at a time."""
+    file = load_model_file(str(path))
+    own = {"microbatch": 2, **pins}
+    return plan_for(file, trace(file), (), degrees=(1, data, 1), **own)
+
+
+def keeping(folder: Path) -> tuple[str, ...]:
+    return "--checkpoint", str(folder / "kept"), "--metrics", str(folder / "metrics.jsonl")
+
+
+def kept_in(folder: Path) -> set[str]:
+    return {one.name for one in (folder / "kept").iterdir()}
+
+
+def told(folder: Path, event: str) -> list[Mapping[str, Any]]:
+    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
+    return [one for one in lines if one.get("event") == event]
+
+
+EVERY = [kind for kind in KINDS if not kind.startswith("all")]
+STAND = ("zero1", "zero3", "tp", "pp", "zero_bubble_v")
+
+
+@pytest.mark.parametrize("kind", cells(EVERY, STAND))
+def test_all_rows_have_the_loss_of_one_batch_and_the_training_does_not_notice(
+    kind: str, tmp_path: Path
+) -> None:
+    file = load_model_file(str(evaluated_gpt2(tmp_path)), GPT2)
+    pins = dict(KINDS[kind])
+    pipeline, data, tensor = (pins.pop(axis, 1) for axis in ("pipeline", "data", "tensor"))
+    plan = plan_for(file, trace(file), GPT2, degrees=(pipeline, data, tensor), **pins)
+    losses = trained(plan, tmp_path, "--eval-every", "2", *keeping(tmp_path))
+    assert losses == trained(plan, tmp_path)
+    found = told(tmp_path, "evaluated")
+    assert [(one["step"], one["rows"]) for one in found] == [(2, COUNT), (4, COUNT), (5, COUNT)]
+    expected = plain_loss(file, tmp_path / "kept" / f"step-{STEPS}")
+    assert abs(found[-1]["loss"] - expected) < 1e-10
+
+
+LOSSES = {
+    "mean over rows": "F.mse_loss(number, batch['y'])",
+    "sum": "F.mse_loss(number, batch['y'], reduction='sum')",
+    "several means": "F.cross_entropy(kind, batch['kind']) + 0.1 * F.mse_loss(number, batch['y'])",
+    "own division": "(number.abs() * batch['mask']).sum() / (batch['mask'].sum() + 1)",
+}
+
+
+@pytest.mark.parametrize("kind", LOSSES)
+def test_each_kind_of_loss_weighs_as_in_the_training(kind: str, tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, LOSSES[kind], norm="nn.LayerNorm(8)")
+    plan = small_plan(path)
+    trained(plan, tmp_path, *keeping(tmp_path), "--eval-every", "9")
+    expected = plain_loss(load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}")
+    if kind == "sum":
+        expected *= 8 / COUNT  # told as that of a step
+    (found,) = told(tmp_path, "evaluated")
+    assert abs(found["loss"] - expected) < 1e-10
+
+
+def test_batch_norms_use_what_they_have_learnt_and_learn_nothing(tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, LOSSES["mean over rows"], norm="nn.BatchNorm1d(8)")
+    plan = small_plan(path, microbatch=4)
+    losses = trained(plan, tmp_path, "--eval-every", "2", *keeping(tmp_path))
+    assert losses == trained(plan, tmp_path)
+    expected = plain_loss(load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}")
+    assert abs(told(tmp_path, "evaluated")[-1]["loss"] - expected) < 1e-10
+
+
+PAIRS = "F.cross_entropy(number @ batch['y'].T, torch.arange(len(number)))"
+
+
+def test_rows_that_meet_are_evaluated_in_whole_batches(tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, PAIRS)
+    plan = small_plan(path, data=1, microbatch=8)
+    trained(plan, tmp_path, *keeping(tmp_path), "--eval-every", "9")
+    (found,) = told(tmp_path, "evaluated")
+    expected = plain_loss(load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}", rows=8)
+    assert found["rows"] == 8
+    assert abs(found["loss"] - expected) < 1e-10
+
+
+def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path: Path) -> None:
+    plan = small_plan(evaluated_small(tmp_path, LOSSES["mean over rows"], of="iter"))
+    still = ("--lr", "0", "--eval-every", "1", "--early-stop", "2", "--keep", "1")
+    assert len(trained(plan, tmp_path, *still, *keeping(tmp_path))) == 3
+    assert kept_in(tmp_path) == {"step-1", "step-3"}
+    (stopped,), (finished,) = told(tmp_path, "stopped early"), told(tmp_path, "finished")
+    assert (stopped["best_step"], stopped["step"], finished["step"]) == (1, 3, 3)
+    # It goes on knowing its best, and how long ago that was.
+    assert len(trained(plan, tmp_path, *still, *keeping(tmp_path))) == 1
+    assert kept_in(tmp_path) == {"step-1", "step-4"}
+
+
+FAULTS = {
+    "empty": ("lambda rows: []", "the dataset (list) is empty", "build_eval_dataset"),
+    "an empty stream": ("lambda rows: iter(())", "is empty", "build_eval_dataset"),
+    "other keys": (
+        "lambda rows: [{'x': rows[0]['x']}]",
+        "has x, but no y, kind, mask",
+        "__getitem__",
+    ),
+    "no file": ("lambda rows: open('nowhere')", "build_eval_dataset() of the model file fails", ""),
+}
+
+
+def run_refused(path: str) -> str:
+    """Run a script that leaves before it trains, and return what it says."""
+    with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit, match="6"):
+        run_script(path, ["--steps", "1", "--eval-every", "1"])
+    return said.getvalue()
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_rows_that_cannot_be_evaluated_on_are_told_before_the_training(
+    fault: str, tmp_path: Path
+) -> None:
+    of, found, fix = FAULTS[fault]
+    plan = small_plan(evaluated_small(tmp_path, LOSSES["mean over rows"], of=f"({of})"), data=1)
+    (said,) = run_on_ranks(run_refused, 1, str(write_script(plan, tmp_path)))
+    assert said.count("error: ") == 1
+    assert found in said
+    assert fix in said
+
+
+def test_too_few_rows_for_a_model_whose_rows_meet_are_told(tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, PAIRS, of="(lambda rows: rows[:5])")
+    plan = small_plan(path, data=1, microbatch=8)
+    (said,) = run_on_ranks(run_refused, 1, str(write_script(plan, tmp_path)))
+    assert (
+        "build_eval_dataset() has 5 rows, and is for a model whose rows meet in batches of 8"
+        in said
+    )
+
+
+def test_verify_takes_a_script_that_evaluates(tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, LOSSES["several means"], norm="nn.LayerNorm(8)")
+    found = compare(small_plan(path), steps=2)
+    assert found.is_within(1e-10), found
+
+
+def test_rows_to_evaluate_on_want_rows_to_train_on(tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, LOSSES["sum"])
+    path.write_text(path.read_text().replace("def build_dataset", "def other"), encoding="utf-8")
+    with pytest.raises(InputError, match="there is a build_eval_dataset, and no build_dataset"):
+        load_model_file(str(path))
