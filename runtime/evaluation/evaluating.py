@@ -52,7 +52,7 @@ class Evaluation:
         self._loss, self._parts, self._rows = loss, parts, rows
         self._targets, self._terms, self._added = targets, terms, added
         self._microbatches = microbatches
-        self._all_terms: Tensor | None = None  # the counts of all rows
+        self._all_terms: Tensor | None = None  # their counts of all rows
 
     def is_due(self, step: int) -> bool:
         """Whether the model is to be evaluated after a step: after every so many, and the last."""
@@ -75,7 +75,7 @@ class Evaluation:
         device, added = rows.mesh.device, 0.0 if self._targets is None else self._added
         if self._terms is not None and self._all_terms is None:
             own = [_once(self._terms(Exact(batch)).double(), times) for batch, times in rows]
-            self._all_terms = _over_ranks(torch.stack(own).sum(0).to(device), rows.mesh)
+            self._all_terms = _over_ranks(torch.stack(own).sum(0).to(device), rows.mesh).cpu()
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros_like(total)
         for batch, times in rows:
@@ -102,8 +102,9 @@ class Evaluation:
         if self._terms is None or self._all_terms is None:
             return batch
         counts = with_added(self._terms(Exact(batch)), self._added)
-        every = with_added(self._all_terms.cpu(), self._added)
-        return {**batch, "loss_weights": counts / every * (rows.count / rows.dealer.size)}
+        every = with_added(self._all_terms, self._added)
+        shares = counts / every.masked_fill(every == 0, 1)  # a mean may have no targets at all
+        return {**batch, "loss_weights": shares * (rows.count / rows.dealer.size)}
 
 
 def _once(count: Tensor, times: int) -> Tensor:

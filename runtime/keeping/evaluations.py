@@ -41,10 +41,8 @@ class Evaluations:
         if self.are_over:
             best = self._best[0] if self._best is not None else None
             self._metrics.add(event=Event.STOPPED_EARLY, step=step, best_step=best)
-            self._say(
-                f"stopped after step {step:,}: {self._since} evaluations found nothing better than "
-                + (f"that of step {best:,}" if best is not None else "no number at all")
-            )
+            why = "found a number" if best is None else f"was better than that of step {best:,}"
+            self._say(f"stopped early after step {step:,}: no evaluation {why}")
 
     def loss_of(self, step: int) -> float | None:
         """Return what the evaluation after a step has found; None if none, or no number."""

@@ -42,11 +42,11 @@ def trained(plan: Plan, folder: Path, *arguments: str, steps: int = STEPS) -> li
     return run_on_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
 
 
-def small_plan(path: Path, *, data: int = 2, **pins: Any) -> Plan:
+def small_plan(path: Path, *, data: int = 2, tensor: int = 1, **pins: Any) -> Plan:
     """Return the plan of a small model; of a batch of 8 rows, a rank has 2 at a time."""
     file = load_model_file(str(path))
     own = {"microbatch": 2, **pins}
-    return plan_for(file, trace(file), (), degrees=(1, data, 1), **own)
+    return plan_for(file, trace(file), (), degrees=(1, data, tensor), **own)
 
 
 def keeping(folder: Path) -> tuple[str, ...]:
@@ -114,9 +114,11 @@ def test_batch_norms_use_what_they_have_learnt_and_learn_nothing(tmp_path: Path)
 PAIRS = "F.cross_entropy(number @ batch['y'].T, torch.arange(len(number)))"
 
 
-def test_rows_that_meet_are_evaluated_in_whole_batches(tmp_path: Path) -> None:
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_rows_that_meet_are_evaluated_in_whole_batches(tensor: int, tmp_path: Path) -> None:
     path = evaluated_small(tmp_path, PAIRS)
-    plan = small_plan(path, data=1, microbatch=8)
+    split = ("batch",) if tensor > 1 else ()
+    plan = small_plan(path, data=1, tensor=tensor, microbatch=8, split=split)
     trained(plan, tmp_path, *keeping(tmp_path), "--eval-every", "9")
     (found,) = told(tmp_path, "evaluated")
     expected = plain_loss(load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}", rows=8)
