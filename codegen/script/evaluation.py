@@ -19,6 +19,21 @@ def evaluation(plan: Plan, subject: Subject) -> Source:
     return Source(made.laid_out(before=17, indent=4))
 
 
+def evaluation_notes(subject: Subject) -> Iterator[str]:
+    """Yield what the code that a script prints does otherwise than the model in an evaluation."""
+    opened, modules = subject.opened, subject.modules
+    paths = {path for one in opened.classes for path in one.instances}
+    paths |= {subject.graph.calls[call].path for call in opened.inlined}
+    paths |= {""} if opened.stages else set()
+    found = (modules[path] for path in paths if path in modules)
+    names = sorted({one.class_name for one in found if one.branches_in_training})
+    if names:
+        yield (
+            f"evaluations run {', '.join(names)} as in training, but for dropout and batch norms: "
+            "the forward asks self.training, and the code printed here has that branch alone."
+        )
+
+
 def _model(plan: Plan, subject: Subject) -> tuple[str, str]:
     """Return what gives a microbatch's loss, and what a rank holds of the model."""
     if plan.arrangement.pipeline > 1:

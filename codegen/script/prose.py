@@ -29,11 +29,11 @@ from autopar.planner.plan.telling.words import (
 _LEAST_SHARE = 0.01  # of a step or a device: less is left out
 
 
-def docstring(plan: Plan, file_name: str) -> Source:
-    """Return the docstring of a script."""
+def docstring(plan: Plan, file_name: str, *notes: str) -> Source:
+    """Return the docstring of a script; notes are told beside those of the plan."""
     paragraphs = (
         _title(plan),
-        *([*_wrapped(f"Note: {note}")] for note in meaning_notes(plan)),
+        *([*_wrapped(f"Note: {note}")] for note in (*meaning_notes(plan), *notes)),
         _how_to_run(plan, file_name),
         _chosen(plan),
         _predicted(plan),

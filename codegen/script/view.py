@@ -18,7 +18,7 @@ from autopar.codegen.python_text import (
     table,
     tuple_of,
 )
-from autopar.codegen.script.evaluation import evaluation
+from autopar.codegen.script.evaluation import evaluation, evaluation_notes
 from autopar.codegen.script.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.script.model_calls import (
     ModelCalls,
@@ -61,7 +61,9 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     weighs = opened.valid_targets is not None and not opened.weighs_terms
     writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
     return ScriptView(
-        docstring=docstring(plan, destination.name),
+        docstring=docstring(
+            plan, destination.name, *(evaluation_notes(subject) if evaluates else ())
+        ),
         model_imports=calls.imports,
         functions=calls.functions,
         model_source=model_source(subject.file.path),

@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from autopar.runtime.evaluation.evaluating import Evaluated
-from autopar.runtime.keeping.finding import best_in
+from autopar.runtime.keeping.finding import best_of, checkpoints_in, step_of
 from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
@@ -26,7 +26,8 @@ class Evaluations:
 
     def go_on(self, folder: Path, step: int) -> None:
         """Begin where a training was after a step: its best evaluation has a checkpoint."""
-        self._best = every_rank(best_in(folder), self._mesh)[0]
+        before = [one for one in checkpoints_in(folder) if step_of(one) <= step]
+        self._best = every_rank(best_of(before), self._mesh)[0]
         if self._best is not None and self._options.eval_every:
             every = self._options.eval_every
             self._since = step // every - self._best[0] // every

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -79,10 +79,10 @@ def checkpoints_in(folder: Path) -> list[Path]:
     return sorted(whole, key=step_of, reverse=True)
 
 
-def best_in(folder: Path) -> tuple[int, float] | None:
-    """Return the step and the loss of the best evaluation that has a checkpoint in a folder."""
+def best_of(checkpoints: Iterable[Path]) -> tuple[int, float] | None:
+    """Return the step and the loss of the best evaluation that has one of these checkpoints."""
     found = []
-    for one in checkpoints_in(folder):
+    for one in checkpoints:
         with suppress(BrokenError):
             moment = read_manifest(one).moment
             if moment.evaluation is not None:

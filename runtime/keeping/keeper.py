@@ -24,7 +24,7 @@ from autopar.runtime.keeping.finding import (
     AUTO,
     NEVER,
     Checkpoint,
-    best_in,
+    best_of,
     checkpoints_in,
     find_checkpoint,
     step_of,
@@ -285,8 +285,9 @@ def _step_again(scheduler: LRScheduler, count: int) -> None:
 
 def _let_go(folder: Path, keep: int) -> None:
     """Remove all but the newest checkpoints and the best, and what was left unfinished."""
-    best = best_in(folder)
-    for old in checkpoints_in(folder)[keep:]:
+    every = checkpoints_in(folder)
+    best = best_of(every)
+    for old in every[keep:]:
         if best is not None and step_of(old) == best[0]:
             continue
         gone = old.with_name(old.name + UNFINISHED)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from autopar.codegen.emit import write_script
+from autopar.codegen.emit import emit, write_script
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import load_model_file
@@ -177,6 +177,20 @@ def test_too_few_rows_for_a_model_whose_rows_meet_are_told(tmp_path: Path) -> No
         "build_eval_dataset() has 5 rows, and is for a model whose rows meet in batches of 8"
         in said
     )
+
+
+def test_a_script_says_which_printed_code_evaluates_as_it_trains(tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, LOSSES["mean over rows"], norm="nn.LayerNorm(8)")
+    asks = "        if self.training:\n            x = 2 * x\n        x = self.body(x)"
+    text = path.read_text(encoding="utf-8").replace("        x = self.body(x)", asks)
+    path.write_text(text, encoding="utf-8")
+    file = load_model_file(str(path))
+    told, quiet = (
+        emit(plan_for(file, trace(file), (), degrees=degrees), destination=tmp_path / "train.py")
+        for degrees in ((2, 1, 1), (1, 2, 1))
+    )
+    assert "Note: evaluations run Small as in training" in told
+    assert "as in training" not in quiet
 
 
 def test_verify_takes_a_script_that_evaluates(tmp_path: Path) -> None:

@@ -16,6 +16,19 @@ def checks_sizes(source: str) -> bool:
     return raises and re.search(r"\.(shape|size)\b|\blen\(", source) is not None
 
 
+def branches_in_training(source: str) -> bool:
+    """Whether a forward does something else in training, by an `if`; dropout takes no such thing.
+
+    What asks for checkpoints of a library's own as well is no other computation.
+    """
+    try:
+        tree = ast.parse(dedent(source))
+    except SyntaxError:
+        return False
+    tests = (ast.unparse(node.test) for node in ast.walk(tree) if isinstance(node, ast.If))
+    return any("self.training" in test and "checkpoint" not in test for test in tests)
+
+
 def keeps_state(source: str) -> bool:
     """Whether a forward reads an attribute before it sets it: what an earlier call has left."""
     try:

@@ -13,6 +13,7 @@ from torch import Tensor, autograd, nn
 
 from autopar.codegen.forward.reading.author_names import unpacked
 from autopar.codegen.forward.reading.forward_source import (
+    branches_in_training,
     checks_sizes,
     keeps_state,
     left_on_others,
@@ -76,6 +77,7 @@ class Module:
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
     keeps_state: bool = False  # it reads an attribute that an earlier call, or its caller, has set
     remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
+    branches_in_training: bool = False  # its forward does something else where it is evaluated
     reads_sizes: bool = False  # of tensors: numbers that it computes with may be such sizes
     functions: tuple[Imported, ...] = ()  # autograd Functions that are at hand there
 
@@ -125,6 +127,7 @@ def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
     return {
         "arguments": arguments,
         "returns": returns,
+        "branches_in_training": branches_in_training(source),
         "checks_sizes": checks_sizes(source),
         "keeps_state": is_told or keeps_state(source),
         "reads_sizes": reads_sizes(module.forward, type(module)),
