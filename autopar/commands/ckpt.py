@@ -53,7 +53,7 @@ def ckpt_options(context: typer.Context) -> None:
 
 @ckpt.command("ls", cls=Command)
 def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
-    """List the checkpoints of a folder: step, rows, time, size, plan, whole or damaged.
+    """List the checkpoints of a folder: step, rows, time, size, plan, evaluation, whole or damaged.
 
     Compares the sizes of files only; `autopar ckpt verify` reads all of them.
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -20,9 +20,15 @@ def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:
 
     Lengths may vary. A dataset that cannot be read here may well be where the script runs.
     """
-    if file.build_dataset is None or file.build_collate is not None:
+    if file.build_collate is not None:
         return  # what a collate makes of rows is seen in whole batches alone
-    row = _first_row(file)
+    for maker in ("build_dataset", "build_eval_dataset"):
+        if getattr(file, maker) is not None:
+            _check_first_row(maker, file, graph, axes)
+
+
+def _check_first_row(maker: str, file: ModelFile, graph: Graph, axes: Axes) -> None:
+    row = _first_row(getattr(file, maker))
     if not isinstance(row, Mapping):
         return
     learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
@@ -30,7 +36,7 @@ def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:
         key = batch_key(name)
         if key not in row:
             raise InputError(
-                f"a row of build_dataset() has {', '.join(map(str, row))}, but no {key}",
+                f"a row of {maker}() has {', '.join(map(str, row))}, but no {key}",
                 where=str(file.path),
                 fix="let __getitem__ return a dict with the keys of example_batch",
             )
@@ -43,18 +49,17 @@ def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:
             names = {leaf.name for leaf in leaves(dim)}
             if has != wants and names and names <= learnt:
                 raise InputError(
-                    f"{key!r} is {found} in a row of build_dataset(), and {planned} in "
+                    f"{key!r} is {found} in a row of {maker}(), and {planned} in "
                     f"example_batch: the model has weights for {wants}, not {has}",
                     where=str(file.path),
                     fix="let both return rows of one size",
                 )
 
 
-def _first_row(file: ModelFile) -> Any:
+def _first_row(maker: Callable[[], Any]) -> Any:
     """Return the first row; None where it is not to be had, or only by reading on."""
-    assert file.build_dataset is not None
     try:
-        dataset = file.build_dataset()
+        dataset = maker()
         return dataset[0] if hasattr(dataset, "__getitem__") else None
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]

@@ -64,6 +64,8 @@ class Evaluation:
     def run(self) -> Evaluated:
         """Evaluate the model as it is; its training goes on as if nothing had been."""
         assert self._rows is not None
+        if self._rows.mesh.device.type == "cuda":
+            torch.cuda.synchronize()  # what is left to do is of the training
         begun = time.perf_counter()
         with evaluated(self._parts, self._rows.mesh, self._rows.options.seed):
             loss = self._mean(self._rows)

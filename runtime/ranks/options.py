@@ -75,4 +75,6 @@ def read_options(
         options.weights = StartingWeights(files=options.weights, may_lack=may_lack)
     elif may_lack:
         parser.error("--allow-missing says what --weights may lack, and there are no --weights")
+    if options.early_stop is not None and not options.eval_every:
+        parser.error("--early-stop counts evaluations, and --eval-every 0 has none")
     return options

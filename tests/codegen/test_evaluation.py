@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr
+from dataclasses import replace
 from io import StringIO
 from pathlib import Path
 from typing import Any
@@ -80,6 +81,16 @@ def test_all_rows_have_the_loss_of_one_batch_and_the_training_does_not_notice(
     assert [(one["step"], one["rows"]) for one in found] == [(2, COUNT), (4, COUNT), (5, COUNT)]
     expected = plain_loss(file, tmp_path / "kept" / f"step-{STEPS}")
     assert abs(found[-1]["loss"] - expected) < 1e-10
+
+
+def test_unlike_data_ranks_count_each_row_once(tmp_path: Path) -> None:
+    file = load_model_file(str(evaluated_gpt2(tmp_path)), GPT2)
+    plan = plan_for(file, trace(file), GPT2, degrees=(1, 2, 1), microbatch=2)
+    unlike = replace(plan.arrangement, rows=(3, 1), microbatch=3, microbatches=2)
+    trained(replace(plan, arrangement=unlike), tmp_path, *keeping(tmp_path), "--eval-every", "9")
+    (found,) = told(tmp_path, "evaluated")
+    expected = plain_loss(file, tmp_path / "kept" / f"step-{STEPS}")
+    assert abs(found["loss"] - expected) < 1e-10
 
 
 LOSSES = {

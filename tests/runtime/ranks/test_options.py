@@ -11,10 +11,10 @@ import pytest
 from autopar.runtime.ranks.options import StartingWeights, read_options
 
 
-def read(*words: str) -> Namespace:
+def read(*words: str, **more: int) -> Namespace:
     settings: dict[str, Any] = {
         "steps": 1, "clip": 1.0, "seed": 0, "dtype": "float32", "log_every": 1, "export": "none",
-        "checkpoint": "none", "checkpoint_every": 10, "keep": 3,
+        "checkpoint": "none", "checkpoint_every": 10, "keep": 3, **more,
     }  # fmt: skip
     return read_options(words, **settings)
 
@@ -27,3 +27,11 @@ def test_weights_come_with_what_they_may_lack(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="2"):
         read("--allow-missing", "head.*")
     assert "there are no --weights" in capsys.readouterr().err
+
+
+def test_what_stops_early_has_to_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:
+    assert (read().eval_every, read().early_stop) == (0, None)
+    assert read("--early-stop", "2", eval_every=5).early_stop == 2
+    with pytest.raises(SystemExit, match="2"):
+        read("--early-stop", "2", "--eval-every", "0", eval_every=5)
+    assert "--eval-every 0 has none" in capsys.readouterr().err
