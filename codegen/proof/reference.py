@@ -134,7 +134,7 @@ def _accumulate(
     """Leave the gradients of the global batch in the model, and return its loss."""
     tensors = {key: _halved(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**tensors, **dict(task.plain))
-    loss = in_float32(loss_function)(outputs, batch) if loss_function else loss_in(outputs)
+    loss: Tensor = in_float32(loss_function)(outputs, batch) if loss_function else loss_in(outputs)
     loss.backward()  # type: ignore[no-untyped-call]
     return loss.item()
 

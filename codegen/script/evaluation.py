@@ -19,14 +19,27 @@ def evaluation(plan: Plan, subject: Subject) -> Source:
     return Source(made.laid_out(before=17, indent=4))
 
 
-def evaluation_notes(subject: Subject) -> Iterator[str]:
-    """Yield what the code that a script prints does otherwise than the model in an evaluation."""
+def has_metrics(plan: Plan, subject: Subject) -> bool:
+    """Whether there are metrics, and ranks have what they are made of: the outputs as a whole."""
+    opened, arranged = subject.opened, plan.arrangement
+    is_own = arranged.pipeline == 1 and not opened.stages  # and no more, no less than the model's
+    is_whole = arranged.tensor == 1 or opened.loss is None
+    return subject.file.metrics is not None and is_own and is_whole
+
+
+def evaluation_notes(plan: Plan, subject: Subject) -> Iterator[str]:
+    """Yield what an evaluation does otherwise than one process that has the model."""
     opened, modules = subject.opened, subject.modules
     paths = {path for one in opened.classes for path in one.instances}
     paths |= {subject.graph.calls[call].path for call in opened.inlined}
     paths |= {""} if opened.stages else set()
     found = (modules[path] for path in paths if path in modules)
     names = sorted({one.class_name for one in found if one.branches_in_training})
+    if subject.file.metrics is not None and not has_metrics(plan, subject):
+        yield (
+            "evaluations have the loss alone, and no metrics(): under this plan no rank has the "
+            "outputs of the model as a whole."
+        )
     if names:
         yield (
             f"evaluations run {', '.join(names)} as in training, but for dropout and batch norms: "
@@ -62,3 +75,5 @@ def _weighing(plan: Plan, subject: Subject) -> Iterator[str]:
         yield "added=ADDED"
     if sums_rows(plan):
         yield "microbatches=MICROBATCHES * DATA"
+    if has_metrics(plan, subject):
+        yield "metrics=new_metrics"

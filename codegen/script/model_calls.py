@@ -51,12 +51,17 @@ class ModelCalls:
 
 
 def model_calls(
-    file: ModelFile, classes: Iterable[Imported], destination: Path, *, is_half: bool
+    file: ModelFile,
+    classes: Iterable[Imported],
+    destination: Path,
+    *,
+    is_half: bool,
+    has_metrics: bool = False,
 ) -> ModelCalls:
     """Return how a script at `destination` imports a model file and calls its functions."""
     return ModelCalls(
         imports=_imports(file, sorted(set(classes)), destination),
-        functions=Source("\n".join(_functions(file, is_half=is_half))),
+        functions=Source("\n".join(_functions(file, is_half=is_half, has_metrics=has_metrics))),
         loss=Source("new_loss(outputs, batch)" if file.loss else "loss_in(outputs)"),
     )
 
@@ -117,12 +122,15 @@ def _dotted(module: str) -> str:
     return ".".join(identifier(part) for part in module.split("."))
 
 
-def _functions(file: ModelFile, *, is_half: bool) -> Iterator[str]:
+def _functions(file: ModelFile, *, is_half: bool, has_metrics: bool) -> Iterator[str]:
     """Yield `new_model = …` and the others that the model file has."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
+    around = "in_float32" if is_half else ""
     if file.loss is not None:
-        yield _bound(file, "loss", "new_loss", around="in_float32" if is_half else "")
+        yield _bound(file, "loss", "new_loss", around=around)
+    if has_metrics:
+        yield _bound(file, "metrics", "new_metrics", around=around)
     for name, own in _OPTIONAL.items():
         if getattr(file, name) is not None:
             yield _bound(file, name, own)

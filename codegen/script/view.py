@@ -18,7 +18,7 @@ from autopar.codegen.python_text import (
     table,
     tuple_of,
 )
-from autopar.codegen.script.evaluation import evaluation, evaluation_notes
+from autopar.codegen.script.evaluation import evaluation, evaluation_notes, has_metrics
 from autopar.codegen.script.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.script.model_calls import (
     ModelCalls,
@@ -54,6 +54,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         _imported(opened),
         destination,
         is_half=plan.arrangement.precision.is_half,
+        has_metrics=has_metrics(plan, subject),
     )
     parameters = parameter_tables(plan, subject.axes)
     stages = _stages(plan, subject)
@@ -62,7 +63,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
     return ScriptView(
         docstring=docstring(
-            plan, destination.name, *(evaluation_notes(subject) if evaluates else ())
+            plan, destination.name, *(evaluation_notes(plan, subject) if evaluates else ())
         ),
         model_imports=calls.imports,
         functions=calls.functions,

@@ -44,6 +44,7 @@ class ModelFile:
     build_scheduler: Callable[..., Any] | None
     build_collate: Callable[[], Any] | None = None
     build_eval_dataset: Callable[[], Any] | None = None
+    metrics: Callable[..., Any] | None = None
 
     @property
     def name(self) -> str:
@@ -56,7 +57,7 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
     """Load MODEL as given on the command line, with its `key=value` arguments."""
     path, factory = _split(spec)
     module = import_file(path)
-    names = (factory, *REQUIRED, *OPTIONAL)
+    names = (factory, *REQUIRED, *OPTIONAL, *_of_evaluation(module))
     functions = {name: getattr(module, name, None) for name in names}
     for name in (factory, *REQUIRED):
         _check_function(functions[name], name, path=path, module=module)
@@ -76,6 +77,7 @@ def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:
         build_scheduler=bound.get("build_scheduler"),
         build_collate=bound.get("build_collate"),
         build_eval_dataset=bound.get("build_eval_dataset"),
+        metrics=bound.get("metrics"),
     )
 
 
@@ -140,6 +142,11 @@ def _check_optional(module: ModuleType, path: Path) -> None:
             )
 
 
+def _of_evaluation(module: ModuleType) -> tuple[str, ...]:
+    """Return what is of the contract beside rows to evaluate on alone: its name is a usual one."""
+    return ("metrics",) if hasattr(module, "build_eval_dataset") else ()
+
+
 _OF_ROWS = {
     "build_collate": "whose rows it would make batches of",
     "build_eval_dataset": "whose rows the model would be trained on",
@@ -186,6 +193,7 @@ def _check_call(
 _CALLED = {
     "example_batch": "example_batch(batch_size)",
     "loss": "loss(outputs, batch)",
+    "metrics": "metrics(outputs, batch)",
     "build_optimizer": "build_optimizer(params)",
     "build_scheduler": "build_scheduler(optimizer)",
 }

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import wraps
 from itertools import islice
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -20,6 +20,7 @@ from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.transport import summed
 
+Found = TypeVar("Found")
 Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the factor of its loss
 
 MOST_STEPS_AHEAD = 4  # host memory holds their batches
@@ -122,11 +123,11 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     return loss.masked_fill(scale == 0, 0).to(wide) * scale.to(wide)
 
 
-def in_float32(loss: Callable[..., Tensor]) -> Callable[..., Tensor]:
+def in_float32(loss: Callable[..., Found]) -> Callable[..., Found]:
     """Return a loss that takes outputs in 16 bits, in which no sum or mean fits, as float32."""
 
     @wraps(loss)
-    def wide(outputs: Any, batch: Batch) -> Tensor:
+    def wide(outputs: Any, batch: Batch) -> Found:
         return loss(tree_map_only(Tensor, _wide, outputs), batch)
 
     return wide

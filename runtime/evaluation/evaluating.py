@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from autopar.runtime.data.batches import Batch
 from autopar.runtime.data.loss import Exact, scale_loss, with_added
+from autopar.runtime.evaluation.row_metrics import Measure, RowMetrics
 from autopar.runtime.evaluation.rows import EvaluationRows
+from autopar.runtime.evaluation.sums import once, over_ranks
 from autopar.runtime.evaluation.untouched import evaluated
-from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.transport import summed
 
 Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
 
@@ -25,6 +25,7 @@ class Evaluated:
     """What an evaluation has found."""
 
     loss: float
+    metrics: Mapping[str, float]
     rows: int
     seconds: float
 
@@ -35,7 +36,8 @@ class Evaluation:
     Each microbatch weighs by its rows, or by the `targets` that its mean counts; where a loss adds
     several means up, each of those weighs by its own count among the `terms`. `added` is what the
     loss adds to a count before it divides. A loss that is a sum is told as that of a step of the
-    training, which has so many `microbatches` on all data ranks together.
+    training, which has so many `microbatches` on all data ranks together. `metrics` are means of
+    what is made of the outputs of the model, where a script calls it as a whole.
     """
 
     def __init__(
@@ -48,10 +50,11 @@ class Evaluation:
         terms: Counting | None = None,
         added: float | Sequence[float] = 0.0,
         microbatches: int = 1,
+        metrics: Measure | None = None,
     ) -> None:
         self._loss, self._parts, self._rows = loss, parts, rows
         self._targets, self._terms, self._added = targets, terms, added
-        self._microbatches = microbatches
+        self._microbatches, self._measure = microbatches, metrics
         self._all_terms: Tensor | None = None  # their counts of all rows
 
     def is_due(self, step: int) -> bool:
@@ -67,25 +70,35 @@ class Evaluation:
         if self._rows.mesh.device.type == "cuda":
             torch.cuda.synchronize()  # what is left to do is of the training
         begun = time.perf_counter()
-        with evaluated(self._parts, self._rows.mesh, self._rows.options.seed):
-            loss = self._mean(self._rows)
-        seconds = time.perf_counter() - begun
-        return Evaluated(loss=loss, rows=self._rows.count, seconds=seconds)
+        metrics = RowMetrics(self._measure)
+        with (
+            evaluated(self._parts, self._rows.mesh, self._rows.options.seed),
+            metrics.watching(self._parts[0]),
+        ):
+            loss = self._mean(self._rows, metrics)
+        return Evaluated(
+            loss=loss,
+            metrics=metrics.means(self._rows.mesh),
+            rows=self._rows.count,
+            seconds=time.perf_counter() - begun,
+        )
 
-    def _mean(self, rows: EvaluationRows) -> float:
+    def _mean(self, rows: EvaluationRows, metrics: RowMetrics) -> float:
         """Return Σ weight · loss ÷ Σ weight over the microbatches of all data ranks."""
         device, added = rows.mesh.device, 0.0 if self._targets is None else self._added
         if self._terms is not None and self._all_terms is None:
-            own = [_once(self._terms(Exact(batch)).double(), times) for batch, times in rows]
-            self._all_terms = _over_ranks(torch.stack(own).sum(0).to(device), rows.mesh).cpu()
+            own = [once(self._terms(Exact(batch)).double(), times) for batch, times in rows]
+            self._all_terms = over_ranks(torch.stack(own).sum(0).to(device), rows.mesh).cpu()
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros_like(total)
         for batch, times in rows:
             count = self._count(batch, rows).to(device, torch.float64)
-            loss = self._loss(rows.placed(self._weighed(batch, rows))).double()
-            total += scale_loss(loss, _once(with_added(count, added), times))
-            weight += _once(count, times)
-        total, weight = _over_ranks(torch.stack([total, weight]), rows.mesh)
+            given = rows.placed(self._weighed(batch, rows))
+            loss = self._loss(given).double()
+            total += scale_loss(loss, once(with_added(count, added), times))
+            weight += once(count, times)
+            metrics.add(given, times)
+        total, weight = over_ranks(torch.stack([total, weight]), rows.mesh)
         total *= rows.mesh.pipeline.size  # only the last of its ranks has losses
         return float(total / with_added(weight, added)) * self._microbatches
 
@@ -107,14 +120,3 @@ class Evaluation:
         every = with_added(self._all_terms, self._added)
         shares = counts / every.masked_fill(every == 0, 1)  # a mean may have no targets at all
         return {**batch, "loss_weights": shares * (rows.count / rows.dealer.size)}
-
-
-def _once(count: Tensor, times: int) -> Tensor:
-    """Return what rows count that a microbatch has so many times; 0 times, they count nothing."""
-    return count / times if times else torch.zeros_like(count)
-
-
-def _over_ranks(own: Tensor, mesh: Mesh) -> Tensor:
-    """Return the sum over data ranks of what is the same on the other axes."""
-    every = summed(own, mesh.world) if mesh.world.size > 1 else own
-    return every / (mesh.tensor.size * mesh.pipeline.size)

@@ -66,16 +66,20 @@ class Evaluations:
             "event": Event.EVALUATED,
             "step": step,
             "loss": found.loss,
+            "metrics": found.metrics,
             "rows": found.rows,
             "seconds": round(found.seconds, 3),
             "is_best": is_best,
         }
         self._metrics.add(**data)
         if self._mesh.rank == 0:
-            line = (
-                f"step {step:>6}   evaluation loss {found.loss:.5f}   {found.rows:,} rows   "
-                f"{found.seconds:,.1f} s{'   best' if is_best else ''}"
+            figures = (
+                f"step {step:>6}   evaluation loss {found.loss:.5f}",
+                *(f"{name} {value:.5g}" for name, value in found.metrics.items()),
+                f"{found.rows:,} rows   {found.seconds:,.1f} s",
+                *(["best"] if is_best else []),
             )
+            line = "   ".join(figures)
             print(json.dumps(data) if self._options.json else line, flush=True)
 
     def _say(self, text: str) -> None:

@@ -58,9 +58,8 @@ class Metrics:
             print(told, file=sys.stderr, flush=True)
 
 
-def _as_json(fields: dict[str, Any]) -> dict[str, Any]:
+def _as_json(value: Any) -> Any:
     """Return fields as every reader of JSON takes them: nan and inf, which it lacks, as text."""
-    return {
-        name: str(value) if isinstance(value, float) and not math.isfinite(value) else value
-        for name, value in fields.items()
-    }
+    if isinstance(value, dict):
+        return {name: _as_json(one) for name, one in value.items()}
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value

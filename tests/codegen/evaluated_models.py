@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from contextlib import ExitStack
 from pathlib import Path
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -79,6 +80,13 @@ def build_eval_dataset():
 def loss(outputs, batch):
     number, kind = outputs
     return LOSS
+
+
+def metrics(outputs, batch):
+    number, kind = outputs
+    valid = batch["kind"] != -100
+    hits = kind.argmax(-1) == batch["kind"]
+    return METRICS
 """
 
 
@@ -92,10 +100,16 @@ def evaluated_gpt2(folder: Path) -> Path:
 
 
 def evaluated_small(
-    folder: Path, loss: str, *, norm: str = "nn.Identity()", of: str = "list"
+    folder: Path,
+    loss: str,
+    *,
+    norm: str = "nn.Identity()",
+    of: str = "list",
+    metrics: str = "{}",
 ) -> Path:
     """Write a small model with a loss, and `of` what its rows to evaluate on are; return where."""
     text = _SMALL.replace("LOSS", loss).replace("NORM", norm).replace("EVALUATED", of)
+    text = text.replace("METRICS", metrics)
     path = folder / f"small_{crc32(text.encode())}.py"  # processes of tests keep what they import
     path.write_text(text, encoding="utf-8")
     return path
@@ -103,16 +117,23 @@ def evaluated_small(
 
 def plain_loss(file: ModelFile, checkpoint: Path, *, rows: int = COUNT) -> float:
     """Return the loss of what a checkpoint has over so many rows, all of them in one batch."""
+    assert file.loss is not None
+    outputs, batch = plain_outputs(file, checkpoint, rows=rows)
+    return float(file.loss(outputs, batch))
+
+
+@torch.no_grad()
+def plain_outputs(
+    file: ModelFile, checkpoint: Path, *, rows: int = COUNT
+) -> tuple[Any, dict[str, Tensor]]:
+    """Return what a model that a checkpoint has makes of so many rows in one batch."""
     model: nn.Module = file.build_model().double()
     _load(model, checkpoint)
     model.eval()
     assert file.build_eval_dataset is not None
-    assert file.loss is not None
     whole_batch = default_collate(list(file.build_eval_dataset())[:rows])
     batch = {k: v.double() if v.is_floating_point() else v for k, v in whole_batch.items()}
-    with torch.no_grad():
-        loss: Tensor = file.loss(model(next(iter(batch.values()))), batch)
-    return loss.item()
+    return model(next(iter(batch.values()))), batch
 
 
 def _load(model: nn.Module, folder: Path) -> None:

@@ -20,7 +20,13 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from tests.cells import cells
 from tests.codegen.equality import compare
-from tests.codegen.evaluated_models import COUNT, evaluated_gpt2, evaluated_small, plain_loss
+from tests.codegen.evaluated_models import (
+    COUNT,
+    evaluated_gpt2,
+    evaluated_small,
+    plain_loss,
+    plain_outputs,
+)
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import plan_for
 from tests.runtime.processes import run_on_ranks
@@ -149,6 +155,32 @@ def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path:
     assert kept_in(tmp_path) == {"step-1", "step-4"}
 
 
+METRICS = "{'accuracy': hits[valid], 'error': (number - batch['y']).abs()}"
+
+
+def test_metrics_are_means_over_all_rows(tmp_path: Path) -> None:
+    path = evaluated_small(
+        tmp_path, LOSSES["several means"], norm="nn.LayerNorm(8)", metrics=METRICS
+    )
+    trained(small_plan(path), tmp_path, *keeping(tmp_path), "--eval-every", "9")
+    (number, kind), batch = plain_outputs(
+        load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}"
+    )
+    hits = (kind.argmax(-1) == batch["kind"])[batch["kind"] != -100].double().mean()
+    (found,) = told(tmp_path, "evaluated")
+    assert abs(found["metrics"]["accuracy"] - hits) < 1e-10
+    assert abs(found["metrics"]["error"] - (number - batch["y"]).abs().mean()) < 1e-10
+
+
+def test_a_plan_without_the_outputs_has_no_metrics_and_says_so(tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, LOSSES["sum"], norm="nn.LayerNorm(8)", metrics=METRICS)
+    file = load_model_file(str(path))
+    plan = plan_for(file, trace(file), (), degrees=(2, 1, 1))
+    text = emit(plan, destination=tmp_path / "train.py")
+    assert "Note: evaluations have the loss alone, and no metrics()" in text
+    assert "new_metrics" not in text
+
+
 FAULTS = {
     "empty": ("lambda rows: []", "the dataset (list) is empty", "build_eval_dataset"),
     "an empty stream": ("lambda rows: iter(())", "is empty", "build_eval_dataset"),
@@ -168,16 +200,37 @@ def run_refused(path: str) -> str:
     return said.getvalue()
 
 
+def refused(model: Path, folder: Path) -> str:
+    script = write_script(small_plan(model, data=1), folder)
+    (said,) = run_on_ranks(run_refused, 1, str(script))
+    return said
+
+
 @pytest.mark.parametrize("fault", FAULTS)
 def test_rows_that_cannot_be_evaluated_on_are_told_before_the_training(
     fault: str, tmp_path: Path
 ) -> None:
     of, found, fix = FAULTS[fault]
-    plan = small_plan(evaluated_small(tmp_path, LOSSES["mean over rows"], of=f"({of})"), data=1)
-    (said,) = run_on_ranks(run_refused, 1, str(write_script(plan, tmp_path)))
+    said = refused(evaluated_small(tmp_path, LOSSES["mean over rows"], of=f"({of})"), tmp_path)
     assert said.count("error: ") == 1
     assert found in said
     assert fix in said
+
+
+@pytest.mark.parametrize(
+    ("metrics", "found"),
+    [
+        ("{'accuracy': hits.double().mean()}", "'accuracy' of metrics() is a single number"),
+        ("hits", "metrics() of the model file returns a Tensor"),
+        ("{'accuracy': hits.sum().item()}", "returns a dict of int"),
+        ("{'accuracy': batch['hits']}", "metrics() of the model file fails: KeyError: 'hits'"),
+    ],
+)
+def test_metrics_that_have_no_mean_over_all_rows_are_told(
+    metrics: str, found: str, tmp_path: Path
+) -> None:
+    said = refused(evaluated_small(tmp_path, LOSSES["sum"], metrics=metrics), tmp_path)
+    assert found in said
 
 
 def test_too_few_rows_for_a_model_whose_rows_meet_are_told(tmp_path: Path) -> None:
