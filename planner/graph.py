@@ -149,6 +149,26 @@ class Call:
     is_batch_norm: bool = False
 
 
+LOSS_FUNCTION = ("", "loss")  # the model file's own, as the module and the name of a function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """One call of a plain function of the model's code, such as `rotate(x, cos, sin)`.
+
+    `module` and `name` are where Python finds the function, `call` is the module call that runs it,
+    `ops` are the names of its ops. Arguments and result are written as those of a `Call`.
+    """
+
+    module: str
+    name: str
+    call: str
+    arguments: tuple[Value, ...]
+    keywords: tuple[tuple[str, Value], ...]
+    result: Value
+    ops: tuple[str, ...]
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
     """One operation, its arguments by schema name, in the module call that ran it."""
@@ -196,6 +216,7 @@ class Graph:
     autocast_at: str = ""
     devices_meet_at: str = ""
     was_noticed: bool = False
+    functions: tuple[FunctionCall, ...] = ()  # a call inside another one stands before that
 
 
 def input_name(key: str, taken: Container[str]) -> str:

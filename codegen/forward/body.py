@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cached_property
 
+from autopar.codegen.forward.function_calls import function_line
 from autopar.codegen.forward.module_calls import call_line, unnamed_function
 from autopar.codegen.forward.opening.changes import is_split_random
 from autopar.codegen.forward.opening.opening import Opening
@@ -29,7 +32,7 @@ from autopar.codegen.forward.text.repeats import Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import Op, Origin, Value, size
+from autopar.planner.graph import FunctionCall, Op, Origin, Value, size
 from autopar.planner.layouts import Layout
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
@@ -71,6 +74,10 @@ class BodyBuilder:
         self.unpacked: set[str] = set()  # arguments that are containers
         self.containers: dict[Expression, str] = {}  # these, by what they hold
         self.called: set[str] = set()
+        self.in_functions: set[str] = set()  # ops that run in the calls of plain functions
+        self.functions: dict[str, list[FunctionCall]] = defaultdict(list)  # by their first op
+        for one in reversed(self.graph.functions):  # the outer ones first
+            self.functions[one.ops[0]].append(one)
         self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
         self.written = {
             self.graph.tensors[name].storage
@@ -121,13 +128,35 @@ class BodyBuilder:
         """Add an op, or the call of the module that hides it."""
         unit = self.unit(op)
         if unit is None:
-            self._add_op(op)
+            if op.name not in self.in_functions and not self._add_function(op):
+                self._add_op(op)
         elif unit not in self.called:
             self.called.add(unit)
             line = call_line(unit, self)
             self.lines.append(line)
             for held in held_in(line.results):
                 self.define(held)
+
+    def _add_function(self, first: Op) -> bool:
+        """Add the call of a function that begins with an op, if one can be called here."""
+        for function in self.functions.get(first.name, ()):
+            names = set(function.ops)
+            place = self._places[first.name]
+            ops = self.ops[place : place + len(names)]
+            if {op.name for op in ops} != names or any(self.unit(op) for op in ops):
+                continue
+            line = function_line(function, ops, self)
+            if line is not None:
+                self.in_functions |= names
+                self.lines.append(line)
+                for held in held_in(line.results):
+                    self.define(held)
+                return True
+        return False
+
+    @cached_property
+    def _places(self) -> Mapping[str, int]:
+        return {op.name: place for place, op in enumerate(self.ops)}
 
     def unit(self, op: Op) -> str | None:
         """Return the call directly below this body in which an op runs, None for its own ops."""

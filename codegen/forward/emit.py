@@ -21,7 +21,7 @@ from autopar.codegen.forward.opening.opening import Opening, open_calls
 from autopar.codegen.forward.opening.own_rows import with_own_rows
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, call_tree
-from autopar.codegen.forward.reading.imported import Imported
+from autopar.codegen.forward.reading.imported import Imported, is_free
 from autopar.codegen.forward.reading.results import is_plain
 from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.stages import printed_stages
@@ -135,10 +135,11 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
 
 
 def _applied(split: Split, sources: Sequence[str]) -> Iterable[Imported]:
-    """Yield the autograd Functions that some sources apply."""
+    """Yield the functions of the model's files that some sources call."""
     known = {one for module in split.modules.values() for one in module.functions}
     for one in sorted(known):
-        if any(re.search(rf"\b{one.name}\.apply\(", source) for source in sources):
+        called = re.compile(rf"(?<![.\w]){one.name}(\.apply)?\(")
+        if is_free(one.name) and any(map(called.search, sources)):
             yield one
 
 

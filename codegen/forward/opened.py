@@ -68,7 +68,7 @@ class Opened:
     these are several means, and the code here multiplies each by its own weight, `added` what the
     loss adds to each count before it divides. `imports` are lines.
     `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
-    `functions` are the autograd Functions that the code here applies. `own_rows` are the keys of
+    `functions` are those of the model's files that the code here calls. `own_rows` are the keys of
     the batch of which a tensor rank is given its rows alone.
     """
 

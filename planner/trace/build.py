@@ -23,6 +23,9 @@ from autopar.planner.trace.model_checks import check_model, own_dtype
 TRACED_BATCH = 7
 
 
+Loss = Callable[[Any, Mapping[str, Any]], Any]
+
+
 class Step(nn.Module):
     """What is traced: one batch to one loss. The model is its only child, named `model`."""
 
@@ -40,19 +43,25 @@ class Step(nn.Module):
         self.keys = keys
         self.path = path
 
-    def run(self, batch: Mapping[str, Any]) -> torch.Tensor:
-        """Return the loss of a batch."""
+    def run(
+        self, batch: Mapping[str, Any], *, noted: Callable[[Loss], Loss] = lambda loss: loss
+    ) -> torch.Tensor:
+        """Return the loss of a batch; `noted` is put around the loss function."""
         outputs = self.model(**{key: value for key, value in batch.items() if key in self.keys})
         if self.loss is None:
             where = f"{type(self.model).__name__}.forward, and {self.path} has no function `loss`"
             return checked_loss(outputs, where=where, fix=_NO_LOSS)
         where = f"loss of {self.path}"
-        loss = self.loss(_in_float32(outputs), _in_float32(batch))
+        loss = noted(self._wide_loss)(outputs, batch)
         if isinstance(loss, (Mapping, tuple, list)):  # scripts take what it returns as it is
             raise InputError(
                 f"loss returned {_kind(loss)}", where=where, expected=_LOSS, fix="return it alone"
             )
         return checked_loss(loss, where=where, fix=_ODD_LOSS)
+
+    def _wide_loss(self, outputs: Any, batch: Mapping[str, Any]) -> Any:
+        assert self.loss is not None
+        return self.loss(_in_float32(outputs), _in_float32(batch))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

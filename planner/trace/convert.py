@@ -17,6 +17,7 @@ from autopar.planner.errors import TraceError
 from autopar.planner.graph import (
     LOSS_CALL,
     Call,
+    FunctionCall,
     Graph,
     Op,
     Origin,
@@ -88,6 +89,8 @@ class _Converter:
         self.values = Values(exported, self.names, self.ledger)
         self.ops: list[Op] = []
         self.calls: dict[str, Call] = {}
+        self.functions: list[FunctionCall] = []
+        self.begun: dict[str, tuple[FunctionCall, int]] = {}  # with the number of ops before it
         self.bodies = bodies(self.program.graph_module)
         modules = self.program.graph_module.modules()
         graphs = (part.graph for part in modules if isinstance(part, fx.GraphModule))
@@ -117,6 +120,7 @@ class _Converter:
             recomputed_at=self.recomputed_at,
             autocast_at=self.autocast_at,
             was_noticed=self.was_noticed,
+            functions=tuple(self.functions),
         )
         return pruned(with_scatters(graph))
 
@@ -139,6 +143,10 @@ class _Converter:
             self._leave(node, scope)
         elif target == record.REPLAY:
             self._replay(node, scope)
+        elif target == record.BEGIN:
+            self._begin(node, scope)
+        elif target == record.END:
+            self._end(node, scope)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             self._read_region(node, scope)
         elif _CHECKS.match(target) or not has_tensor(node.meta.get("val")):
@@ -311,15 +319,49 @@ class _Converter:
         places = (self._location(node, scope) for node in (graph.nodes if graph else ()))
         return next(filter(None, places), scope.call)
 
-    # --- calls of modules ------------------------------------------------------------------------
+    # --- calls of modules and functions ----------------------------------------------------------
 
-    def _enter(self, node: fx.Node, scope: Scope) -> None:
+    def _given(self, node: fx.Node, scope: Scope) -> tuple[Any, Any]:
+        """Return the arguments of a call, those without and those with a name."""
         tensors, recorded = operands_of(node)
-        key = self._renamed(str(recorded), scope)
         border = self.recording.entered[str(recorded)]
-        arguments, keywords = pytree.tree_unflatten(
+        given: tuple[Any, Any] = pytree.tree_unflatten(
             self._leaves(tensors, border, scope), border.spec
         )
+        return given
+
+    def _returned(self, node: fx.Node, scope: Scope) -> Value:
+        tensors, recorded = operands_of(node)
+        border = self.recording.left[str(recorded)]
+        return structured(pytree.tree_unflatten(self._leaves(tensors, border, scope), border.spec))
+
+    def _begin(self, node: fx.Node, scope: Scope) -> None:
+        recorded = str(operands_of(node)[1])
+        module, name = self.recording.plain[recorded]
+        arguments, keywords = self._given(node, scope)
+        function = FunctionCall(
+            module=module,
+            name=name,
+            call=scope.call,
+            arguments=tuple(map(structured, arguments)),
+            keywords=tuple((key, structured(value)) for key, value in keywords.items()),
+            result=None,
+            ops=(),
+        )
+        self.begun[recorded] = function, len(self.ops)
+
+    def _end(self, node: fx.Node, scope: Scope) -> None:
+        function, before = self.begun.pop(str(operands_of(node)[1]))
+        result = self._returned(node, scope)
+        ops = self.ops[before:]
+        if any(refs(result)) and all(op.call == function.call for op in ops):
+            names = tuple(op.name for op in ops)
+            self.functions.append(replace(function, result=result, ops=names))
+
+    def _enter(self, node: fx.Node, scope: Scope) -> None:
+        recorded = operands_of(node)[1]
+        key = self._renamed(str(recorded), scope)
+        arguments, keywords = self._given(node, scope)
         path = self._module_path(str(recorded), scope)
         parent = self.recording.parents[str(recorded)]
         self.calls[key] = Call(
@@ -336,11 +378,8 @@ class _Converter:
         scope.call = key
 
     def _leave(self, node: fx.Node, scope: Scope) -> None:
-        tensors, recorded = operands_of(node)
-        key = self._renamed(str(recorded), scope)
-        border = self.recording.left[str(recorded)]
-        result = pytree.tree_unflatten(self._leaves(tensors, border, scope), border.spec)
-        self.calls[key] = replace(self.calls[key], result=structured(result))
+        key = self._renamed(str(operands_of(node)[1]), scope)
+        self.calls[key] = replace(self.calls[key], result=self._returned(node, scope))
         parent = self.calls[key].parent
         scope.call = LOSS_CALL if parent is None else parent
 

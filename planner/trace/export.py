@@ -172,7 +172,7 @@ def _traced(
     def run(**batch: Any) -> torch.Tensor:
         recording.restart()
         with attributes_kept(step.model):
-            return step.run({**batch, **constants})
+            return step.run({**batch, **constants}, noted=recording.noting_loss)
 
     names = ", ".join(tensors)
     pairs = ", ".join(f"{key}={key}" for key in tensors)

@@ -51,9 +51,15 @@ def pruned(graph: Graph) -> Graph:
         key: replace(call, has_unused=True) if key in unused else call
         for key, call in graph.calls.items()
     }
+    names = {op.name for op in kept}
+    functions = (
+        replace(one, ops=tuple(name for name in one.ops if name in names))
+        for one in graph.functions
+    )
     return replace(
         graph,
         ops=tuple(reversed(kept)),
+        functions=tuple(one for one in functions if one.ops),
         tensors=MappingProxyType(tensors),
         calls=MappingProxyType(calls),
     )

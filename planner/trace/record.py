@@ -12,10 +12,13 @@ lose its backward without a word.
 from __future__ import annotations
 
 import inspect
+import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from functools import wraps
+from types import FunctionType
 from typing import Any
 from unittest.mock import patch
 
@@ -25,11 +28,14 @@ from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
+from autopar.planner.graph import LOSS_FUNCTION
+from autopar.planner.trace.build import Loss
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
 from autopar.planner.trace.traps import assigned_buffers_written
 
 TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
+BEGIN, END = "autopar.begin.default", "autopar.end.default"  # of a plain function
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -51,6 +57,7 @@ class Recording:
     paths: dict[str, str] = field(default_factory=dict)
     classes: dict[str, str] = field(default_factory=dict)
     functions: set[str] = field(default_factory=set)
+    plain: dict[str, tuple[str, str]] = field(default_factory=dict)  # functions: module and name
     parents: dict[str, str | None] = field(default_factory=dict)
     entered: dict[str, Border] = field(default_factory=dict)
     left: dict[str, Border] = field(default_factory=dict)
@@ -62,6 +69,7 @@ class Recording:
         self.counts.clear()
         self.open_calls.clear()
         self.functions.clear()
+        self.plain.clear()
         for names in (self.paths, self.classes, self.parents):
             names.clear()
         for borders in (self.entered, self.left):
@@ -77,6 +85,10 @@ class Recording:
             for name, value in vars(module).items()
             if name not in BOOKKEEPING
         )
+
+    def noting_loss(self, loss: Loss) -> Loss:
+        """Return the model file's loss function as one whose call is noted."""
+        return _noting(loss, LOSS_FUNCTION, self)
 
     def open(self, path: str, class_name: str) -> str:
         """Begin a call of a module and return its key."""
@@ -96,7 +108,7 @@ def recorded(model: nn.Module, *, fold: bool) -> Iterator[Recording]:
     own = {path: module.__dict__.get("forward") for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
     recording = Recording(modules=modules, blocks=blocks)
-    with _marker_ops(recording), _functions_recorded(recording):
+    with _marker_ops(recording), _functions_recorded(recording), plain_functions_noted(recording):
         try:
             for path, module in modules.items():
                 module.__dict__["forward"] = _recording_forward(module, path, recording)
@@ -110,10 +122,12 @@ def recorded(model: nn.Module, *, fold: bool) -> Iterator[Recording]:
 
 @contextmanager
 def _marker_ops(recording: Recording) -> Iterator[None]:
-    """Define the three marker ops for the time of a trace."""
+    """Define the marker ops for the time of a trace."""
     library = torch.library.Library("autopar", "FRAGMENT")
     library.define("enter(Tensor[] tensors, str call) -> ()")
     library.define("leave(Tensor[] tensors, str call) -> ()")
+    library.define("begin(Tensor[] tensors, str call) -> ()")
+    library.define("end(Tensor[] tensors, str call) -> ()")
     library.define("replay(Tensor[] tensors, str call) -> Tensor[]")
 
     def nothing(tensors: list[torch.Tensor], call: str) -> None:
@@ -122,10 +136,11 @@ def _marker_ops(recording: Recording) -> Iterator[None]:
     def replay(tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
         return [form.empty(tensors[0].device) for form in recording.replays[call].forms]
 
-    torch.library.register_fake("autopar::enter", nothing, lib=library)
-    torch.library.register_fake("autopar::leave", nothing, lib=library)
     torch.library.register_fake("autopar::replay", replay, lib=library)
-    markers = {torch.ops.autopar.enter.default, torch.ops.autopar.leave.default}
+    markers = set()
+    for name in ("enter", "leave", "begin", "end"):
+        torch.library.register_fake(f"autopar::{name}", nothing, lib=library)
+        markers.add(getattr(torch.ops.autopar, name).default)
     for marker in markers:
         fx_node.has_side_effect(marker)  # else dead code elimination takes them
     try:
@@ -177,6 +192,47 @@ def _functions_recorded(recording: Recording) -> Iterator[None]:
 
     with patch.object(torch.autograd.Function, "apply", classmethod(apply)):
         yield
+
+
+@contextmanager
+def plain_functions_noted(recording: Recording) -> Iterator[None]:
+    """Have each call of a plain function of the model's files noted, with the ops that it runs."""
+    files = {type(module).__module__ for module in recording.modules.values()}
+    with ExitStack() as patches:
+        for file in (sys.modules[name] for name in files if name in sys.modules):
+            for name, value in plain_functions(vars(file)):
+                place = str(value.__module__), value.__name__
+                noting = _noting(value, place, recording)
+                patches.enter_context(patch.object(file, name, noting))
+        yield
+
+
+def plain_functions(scope: Mapping[str, Any]) -> list[tuple[str, FunctionType]]:
+    """Return the functions of Python that a file has by name and another file can import."""
+    found = [(name, value) for name, value in scope.items() if isinstance(value, FunctionType)]
+    return [(name, function) for name, function in found if _is_importable(function)]
+
+
+def _is_importable(function: FunctionType) -> bool:
+    home = str(function.__module__)
+    is_torch = home.partition(".")[0] == "torch"
+    return not is_torch and getattr(sys.modules.get(home), function.__name__, None) is function
+
+
+def _noting(
+    function: Callable[..., Any], place: tuple[str, str], recording: Recording
+) -> Callable[..., Any]:
+    @wraps(function)
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        call = f"{place[1]}()@{len(recording.plain)}"
+        recording.plain[call] = place
+        given = pytree.tree_flatten((args, kwargs))
+        recording.entered[call] = _mark(torch.ops.autopar.begin, *given, call)
+        result = function(*args, **kwargs)
+        recording.left[call] = _mark(torch.ops.autopar.end, *pytree.tree_flatten(result), call)
+        return result
+
+    return noting
 
 
 def _run_or_replay(

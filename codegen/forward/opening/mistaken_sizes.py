@@ -18,6 +18,7 @@ from autopar.codegen.forward.opening.changes import (
 )
 from autopar.codegen.forward.reading.calls import LOSS
 from autopar.codegen.forward.reading.modules import Module
+from autopar.codegen.forward.reading.split import Split
 from autopar.planner.axes.terms import leaves
 from autopar.planner.extent import Extent
 from autopar.planner.findings.row_numbers import counts_rows, numbers
@@ -51,8 +52,25 @@ def _takes_sizes_of_parts(call: str, ops: Sequence[Op], opening: Opening) -> boo
     parts = {layout.axis for layout in layouts if is_split(layout)}
     if not parts:
         return False
-    return _computes_with_sizes(call, ops, parts, opening) or any(
-        parts.intersection(leaf.name for leaf in leaves(dim))
+    return _computes_with_sizes(call, ops, parts, opening) or _shapes_parts(ops, parts, split)
+
+
+def may_read_parts(ops: Sequence[Op], split: Split) -> bool:
+    """Whether code that runs some ops may read a size from what a rank has a part of."""
+    layouts = [split.need(op, i) for op in ops for i in range(len(op.inputs))]
+    layouts += [split.made(name) for op in ops for name in op.outputs]
+    parts = {layout.axis for layout in layouts if is_split(layout)}
+    if not parts:
+        return False
+    has_numbers = any(counts_rows(op) or is_told_own_rows(op, split) for op in ops)
+    has_constants = not parts <= split.row_axes and any([*numbers(op)] for op in ops)
+    return has_numbers or has_constants or _shapes_parts(ops, parts, split)
+
+
+def _shapes_parts(ops: Sequence[Op], parts: AbstractSet[str], split: Split) -> bool:
+    """Whether an op is told the size of a whole dim of an axis of which a part is at hand."""
+    return any(
+        not parts.isdisjoint(leaf.name for leaf in leaves(dim))
         for op in ops
         for dim in whole_sizes(op, split)
     )

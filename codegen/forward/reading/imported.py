@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import builtins
 import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
@@ -22,6 +23,11 @@ class Imported:
     module: str
     qualname: str
     name: str
+
+
+def is_free(name: str) -> bool:
+    """Whether a script has no other use for a name."""
+    return name not in _OF_SCRIPTS and not hasattr(builtins, name)
 
 
 def imported(kind: Any) -> Imported:

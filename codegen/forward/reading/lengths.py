@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
@@ -10,7 +10,7 @@ from types import MappingProxyType
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Dim, Leaf, substituted
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Call, Graph, Op, Value
+from autopar.planner.graph import Call, FunctionCall, Graph, Op, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -20,6 +20,7 @@ class _Sizes:
     shapes: Mapping[str, tuple[Extent, ...]]
     arguments: Mapping[str, Mapping[str, Value]]  # of each op
     calls: Mapping[str, Call]
+    functions: Sequence[FunctionCall]
     axes: Mapping[str, Extent]  # the sizes of axes
 
 
@@ -52,13 +53,19 @@ class Lengths:
         """Return how a module is called at other lengths."""
         return self._sizes.calls.get(unit)
 
+    def function(self, call: FunctionCall) -> FunctionCall:
+        """Return how a plain function is called at other lengths."""
+        if len(self._sizes.functions) != len(self._graph.functions):
+            return call
+        return self._sizes.functions[self._graph.functions.index(call)]
+
     def dim(self, dim: Dim) -> Dim:
         """Return a dim with its other size."""
         axes = self._sizes.axes
         return substituted(dim, lambda leaf: Leaf(leaf.name, axes.get(leaf.name, leaf.size)))
 
 
-_UNKNOWN = _Sizes(shapes={}, arguments={}, calls={}, axes={})
+_UNKNOWN = _Sizes(shapes={}, arguments={}, calls={}, functions=(), axes={})
 
 
 def _sizes_of(graph: Graph, axes: Axes, other: Graph) -> _Sizes:
@@ -73,5 +80,6 @@ def _sizes_of(graph: Graph, axes: Axes, other: Graph) -> _Sizes:
         shapes=MappingProxyType(shapes),
         arguments=MappingProxyType({op.name: dict(op.arguments) for op in other.ops}),
         calls=other.calls,
+        functions=other.functions,
         axes=MappingProxyType(sizes),
     )

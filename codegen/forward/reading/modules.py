@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from types import FunctionType
 from typing import Any
 
 from torch import Tensor, autograd, nn
@@ -24,6 +25,7 @@ from autopar.codegen.forward.reading.imported import Imported, imported, importe
 from autopar.codegen.forward.reading.size_readers import reads_sizes
 from autopar.codegen.forward.text.identifiers import is_identifier
 from autopar.planner.graph import Value
+from autopar.planner.trace.record import plain_functions
 
 
 class Container(StrEnum):
@@ -79,7 +81,8 @@ class Module:
     remembers: bool = False  # it reads attributes that it has set itself, perhaps in another call
     branches_in_training: bool = False  # its forward does something else where it is evaluated
     reads_sizes: bool = False  # of tensors: numbers that it computes with may be such sizes
-    functions: tuple[Imported, ...] = ()  # autograd Functions that are at hand there
+    functions: tuple[Imported, ...] = ()  # plain ones and autograd Functions that are at hand there
+    measuring: frozenset[Imported] = frozenset()  # the plain ones that read sizes of tensors
 
     @property
     def is_torch(self) -> bool:
@@ -132,6 +135,7 @@ def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
         "keeps_state": is_told or keeps_state(source),
         "reads_sizes": reads_sizes(module.forward, type(module)),
         "functions": tuple(_functions(module)),
+        "measuring": frozenset(_measuring(module)),
         "unpacks": unpacked(source),
     }
 
@@ -157,11 +161,26 @@ def _source(thing: Callable[..., Any], *, of: type | None = None) -> str:
 
 
 def _functions(module: nn.Module) -> Iterator[Imported]:
-    """Yield the autograd Functions that the file of a forward names, if not torch's own."""
-    for value in getattr(inspect.unwrap(module.forward), "__globals__", {}).values():
+    """Yield the functions that the file of a forward names, if not torch's own."""
+    yield from map(imported, _plain_functions(module))
+    for value in _names(module).values():
         is_function = isinstance(value, type) and issubclass(value, autograd.Function)
         if is_function and not value.__module__.startswith("torch.") and _is_importable(value):
             yield imported(value)
+
+
+def _measuring(module: nn.Module) -> Iterator[Imported]:
+    return (imported(one) for one in _plain_functions(module) if reads_sizes(one, object))
+
+
+def _plain_functions(module: nn.Module) -> list[FunctionType]:
+    return [function for _, function in plain_functions(_names(module))]
+
+
+def _names(module: nn.Module) -> Mapping[str, Any]:
+    """Return what the file of a forward has by name."""
+    found: Mapping[str, Any] = getattr(inspect.unwrap(module.forward), "__globals__", {})
+    return found
 
 
 def _signature(module: nn.Module) -> tuple[tuple[Argument, ...], str]:

@@ -15,7 +15,8 @@ class Line:
     """One step of a body, before it is decided which values get a name.
 
     `is_ordered` steps (random numbers, writes) keep their order. `module` is the path of the
-    module where the line is one call of a module, and `arguments` are what it is called with.
+    module where the line is one call of a module, and `arguments` are what it is called with;
+    `function` is the name of a plain function that the line calls.
     """
 
     results: Pattern
@@ -27,6 +28,7 @@ class Line:
     hint: str = ""
     names: tuple[str, ...] = ()  # what the model's author calls the results, "" where nothing
     module: str | None = None
+    function: str = ""
     arguments: tuple[tuple[str, Expression], ...] = ()
 
 

@@ -80,6 +80,7 @@ class _Namer:
         self.last = self._last_uses()
         self.reserved = {name for shape in self.shapes for name in shape.names}
         self.reserved |= self.frame - set(arguments.values())  # batch, of batch["tokens"]
+        self.reserved |= {line.function for s in statements for line in s.lines if line.function}
         self.reserved |= {s.line.header.split()[1] for s in statements if isinstance(s.line, Loop)}
 
     def named(self) -> Named:

@@ -25,6 +25,7 @@ from autopar.planner.graph import (
     Call,
     Constant,
     DType,
+    FunctionCall,
     Graph,
     Listed,
     Mapped,
@@ -107,6 +108,18 @@ class CallRow(NamedTuple):
     is_batch_norm: bool = False
 
 
+class FunctionRow(NamedTuple):
+    """One call of a plain function as a list."""
+
+    module: str
+    name: str
+    call: str
+    arguments: tuple[JsonValue, ...]
+    keywords: tuple[tuple[str, JsonValue], ...]
+    result: JsonValue
+    ops: tuple[str, ...]
+
+
 class ConstantRow(NamedTuple):
     """One constant as a list."""
 
@@ -127,6 +140,7 @@ class GraphDocument:
     buffers: tuple[BufferRow, ...]
     constants: tuple[ConstantRow, ...]
     calls: tuple[CallRow, ...]
+    functions: tuple[FunctionRow, ...]
     fixed_at: str = ""
     recomputed_at: str = ""
     autocast_at: str = ""
@@ -217,6 +231,7 @@ def graph_document(graph: Graph) -> GraphDocument:
             ConstantRow(c.name, value_document(c.values)) for c in graph.constants.values()
         ),
         calls=tuple(map(_call_row, graph.calls.values())),
+        functions=tuple(map(_function_row, graph.functions)),
     )
 
 
@@ -262,6 +277,18 @@ def _call_row(call: Call) -> CallRow:
     )
 
 
+def _function_row(function: FunctionCall) -> FunctionRow:
+    return FunctionRow(
+        function.module,
+        function.name,
+        function.call,
+        tuple(map(value_document, function.arguments)),
+        tuple((name, value_document(value)) for name, value in function.keywords),
+        value_document(function.result),
+        function.ops,
+    )
+
+
 def _shape_row(shape: tuple[Extent, ...]) -> tuple[SizeRow, ...]:
     return tuple(s.coefficients[0] if len(s.coefficients) == 1 else s.coefficients for s in shape)
 
@@ -287,6 +314,7 @@ def graph_of(document: GraphDocument) -> Graph:
         constants=_by("name", _each("constants", _constant, document.constants)),
         inputs=document.inputs,
         calls=_by("key", _each("calls", _call, document.calls)),
+        functions=_each("functions", _function, document.functions),
         loss=document.loss,
         fixed_batch=document.fixed_batch,
         fixed_at=document.fixed_at,
@@ -335,6 +363,15 @@ def _call(row: CallRow) -> Call:
         "result": value_of(row.result),
     }
     return Call(**{**row._asdict(), **changes})
+
+
+def _function(row: FunctionRow) -> FunctionCall:
+    changes = {
+        "arguments": tuple(map(value_of, row.arguments)),
+        "keywords": tuple((name, value_of(value)) for name, value in row.keywords),
+        "result": value_of(row.result),
+    }
+    return FunctionCall(**{**row._asdict(), **changes})
 
 
 def _doubled(document: GraphDocument) -> Iterator[str]:

@@ -36,6 +36,8 @@ def namespace(opened: Opened) -> dict[str, Any]:
         exec(line, found)
     if "Axis" not in found:
         exec("from autopar.runtime.ranks.mesh import Axis", found)
+    for one in opened.functions:
+        found[one.name] = attrgetter(one.qualname)(_imported(one.module))
     for cls in (*opened.classes, *(stage.cls for stage in opened.stages)):
         found[cls.base.name] = attrgetter(cls.base.qualname)(_imported(cls.base.module))
         exec(compile(cls.source, f"<{cls.name}>", "exec"), found)

@@ -28,7 +28,7 @@ Why this plan: of 15 ways to arrange the training none is faster by over 0.02%; 
 its step.
 The next best, pp 4 · dp 2 · tp 8, no sharding, takes 18.86 s (+3.1%): +991.1 ms recompute.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: dba5ef1a09d6e9c6.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 6483c3451d3c4a7c.
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ from autopar.runtime.weights import Recipe, load_weights, record
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import llama as model_file
-from llama import Attention, Block, Llama
+from llama import Attention, Block, Llama, rotary_table, rotate
 
 # The functions of the model file, with the arguments that were planned for.
 new_model = partial(model_file.build_model, size="70b")
@@ -138,23 +138,19 @@ class TensorParallelAttention(Attention):
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """Do what Attention does, on this rank's share."""
-        seq2 = x.shape[1]
+        batch, seq, _ = x.shape
         y = gather(x, 1, self.tensor)  # shards of seq gathered: split along kv_heads from here on
-        batch, seq, _ = y.shape
-        q = self.q_proj(y).view(batch, seq, -1, self.head_dim).transpose(1, 2)
+        seq2 = y.shape[1]
         # from shards of seq to shards of kv_heads
-        k = exchange(self.k_proj(x).view(batch, seq2, -1, self.head_dim), 1, 2, self.tensor)
-        k = k.transpose(1, 2)
+        z = exchange(self.k_proj(x).view(batch, seq, -1, self.head_dim), 1, 2, self.tensor)
         # from shards of seq to shards of kv_heads
         v = exchange(self.v_proj(x), 1, 2, self.tensor, split_parts=((8, 128),))
-        v = v.view(batch, seq, -1, self.head_dim).transpose(1, 2)
-        q1, q2 = q.chunk(2, dim=-1)
-        q = q * cos + torch.cat((-q2, q1), dim=-1) * sin
-        k1, k2 = k.chunk(2, dim=-1)
-        k = k * cos + torch.cat((-k2, k1), dim=-1) * sin
+        v = v.view(batch, seq2, -1, self.head_dim).transpose(1, 2)
+        q = rotate(self.q_proj(y).view(batch, seq2, -1, self.head_dim).transpose(1, 2), cos, sin)
+        k = rotate(z.transpose(1, 2), cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
         # partial sums over kv_heads, added up into shards of seq
-        return scatter_sum(self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1)), 1, self.tensor)
+        return scatter_sum(self.o_proj(y.transpose(1, 2).reshape(batch, seq2, -1)), 1, self.tensor)
 
 
 class FirstStage(Llama):
@@ -165,12 +161,7 @@ class FirstStage(Llama):
     def forward(self, *, input_ids: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
         """Map the batch to what the next stage takes."""
         x: Tensor = self.embed_tokens(input_ids)
-        positions = torch.arange(input_ids.shape[1], dtype=torch.float32, device=input_ids.device)
-        y = -torch.arange(0, 128, 2, dtype=torch.float32, device=input_ids.device) / 128
-        y = torch.outer(positions, 500000.0**y)
-        y = torch.cat((y, y), dim=-1)
-        cos = y.cos().to(x.dtype)
-        sin = y.sin().to(x.dtype)
+        cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
         # from shards of embed to shards of seq
         x = exchange(x, 2, 1, self.tensor, gather_parts=((8192, 1),))
         for block in self.layers[:19]:
@@ -186,11 +177,7 @@ class MiddleStage(Llama):
 
     def forward(self, x: Tensor, *, input_ids: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
         """Map what the stage before gives to what the next stage takes."""
-        y = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float32, device=x.device) / 128)
-        y = torch.outer(torch.arange(input_ids.shape[1], dtype=torch.float32, device=x.device), y)
-        y = torch.cat((y, y), dim=-1)
-        cos = y.cos().to(x.dtype)
-        sin = y.sin().to(x.dtype)
+        cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
         for block in self.layers[self.first : self.end]:
             x = block(x, cos, sin)
         return x
@@ -203,11 +190,7 @@ class LastStage(Llama):
 
     def forward(self, x: Tensor, *, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
         """Map what the stage before gives to the loss."""
-        y = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float32, device=x.device) / 128)
-        y = torch.outer(torch.arange(input_ids.shape[1], dtype=torch.float32, device=x.device), y)
-        y = torch.cat((y, y), dim=-1)
-        cos = y.cos().to(x.dtype)
-        sin = y.sin().to(x.dtype)
+        cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
         for block in self.layers[60:]:
             x = block(x, cos, sin)
         # shards of seq gathered: split along vocab from here on

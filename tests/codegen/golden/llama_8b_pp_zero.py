@@ -25,7 +25,7 @@ Memory of the fullest device: 66.79 GiB of 67.2 GiB (99%)
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 84% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 5351e4a1624a1c66.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 1fdfbbe9a5d35f61.
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from autopar.runtime.weights import Recipe, load_weights, record
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
 import llama as model_file
-from llama import Llama
+from llama import Llama, rotary_table
 
 # The functions of the model file, with the arguments that were planned for.
 new_model = partial(model_file.build_model, size="8b")
@@ -103,12 +103,7 @@ class FirstStage(Llama):
     def forward(self, *, input_ids: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
         """Map the batch to what the next stage takes."""
         x: Tensor = self.embed_tokens(input_ids)
-        positions = torch.arange(input_ids.shape[1], dtype=torch.float32, device=input_ids.device)
-        y = -torch.arange(0, 128, 2, dtype=torch.float32, device=input_ids.device) / 128
-        y = torch.outer(positions, 500000.0**y)
-        y = torch.cat((y, y), dim=-1)
-        cos = y.cos().to(x.dtype)
-        sin = y.sin().to(x.dtype)
+        cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
         for block in self.layers[:17]:
             x = block(x, cos, sin)
         return x
@@ -119,11 +114,7 @@ class LastStage(Llama):
 
     def forward(self, x: Tensor, *, labels: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
         """Map what the stage before gives to the loss."""
-        y = 500000.0 ** (-torch.arange(0, 128, 2, dtype=torch.float32, device=x.device) / 128)
-        y = torch.outer(torch.arange(x.shape[1], dtype=torch.float32, device=x.device), y)
-        y = torch.cat((y, y), dim=-1)
-        cos = y.cos().to(x.dtype)
-        sin = y.sin().to(x.dtype)
+        cos, sin = rotary_table(x.shape[1], 128, 500000.0, like=x)
         for block in self.layers[17:]:
             x = block(x, cos, sin)
         return F.cross_entropy(self.lm_head(self.norm(x)).flatten(0, 1), labels.flatten())

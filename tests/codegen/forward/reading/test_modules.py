@@ -6,7 +6,6 @@ from typing import Any
 
 from torch import Tensor, autograd, nn
 
-from autopar.codegen.forward.reading.imported import Imported
 from autopar.codegen.forward.reading.modules import modules_of
 
 
@@ -43,6 +42,14 @@ class Telling(nn.Module):
         return out
 
 
+def halved(x: Tensor) -> Tensor:
+    return x / 2
+
+
+def counted(x: Tensor) -> Tensor:
+    return x / x.shape[0]
+
+
 class Doubled(autograd.Function):
     @staticmethod
     def forward(_: Any, x: Tensor) -> Tensor:
@@ -66,7 +73,11 @@ def test_a_class_that_was_made_at_run_time_is_known() -> None:
     assert [found[path].is_importable for path in ("", "0", "1")] == [True, False, True]
 
 
-def test_the_autograd_functions_of_a_forwards_file_are_known() -> None:
+def test_the_functions_of_a_forwards_file_are_known_and_which_of_them_read_sizes() -> None:
     found = modules_of(nn.Sequential(Reading(), nn.Linear(2, 2)))
-    assert found["0"].functions == (Imported(module=__name__, qualname="Doubled", name="Doubled"),)
+    names = {one.name for one in found["0"].functions}
+    assert {"Doubled", "halved", "counted"} <= names
+    assert "modules_of" in names  # wherever it is defined
+    assert "counted" in {one.name for one in found["0"].measuring}
+    assert "halved" not in {one.name for one in found["0"].measuring}
     assert found["1"].functions == ()
