@@ -22,6 +22,7 @@ from autopar.codegen.forward.opening.own_rows import with_own_rows
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, call_tree
 from autopar.codegen.forward.reading.imported import Imported, is_free
+from autopar.codegen.forward.reading.modules import functions_at_hand
 from autopar.codegen.forward.reading.results import is_plain
 from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.stages import printed_stages
@@ -136,8 +137,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
 
 def _applied(split: Split, sources: Sequence[str]) -> Iterable[Imported]:
     """Yield the functions of the model's files that some sources call."""
-    known = {one for module in split.modules.values() for one in module.functions}
-    for one in sorted(known):
+    for one in sorted(functions_at_hand(split.modules)):
         called = re.compile(rf"(?<![.\w]){one.name}(\.apply)?\(")
         if is_free(one.name) and any(map(called.search, sources)):
             yield one

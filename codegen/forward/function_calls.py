@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from autopar.codegen.forward.opening.changes import is_changed
 from autopar.codegen.forward.opening.mistaken_sizes import may_read_parts
 from autopar.codegen.forward.reading.imported import Imported, is_free
+from autopar.codegen.forward.reading.modules import functions_at_hand, size_reading_functions
 from autopar.codegen.forward.reading.results import pairs
 from autopar.codegen.forward.text.expressions import (
     Expression,
@@ -83,8 +84,7 @@ def _imported(function: FunctionCall) -> Imported:
 def _reads_sizes(function: FunctionCall, body: BodyBuilder) -> bool:
     if _place(function) == LOSS_FUNCTION:
         return True
-    measuring = (module.measuring for module in body.split.modules.values())
-    return any(_imported(function) in own for own in measuring)
+    return _imported(function) in size_reading_functions(body.split.modules)
 
 
 def _has_size(value: Value) -> bool:
@@ -98,8 +98,7 @@ def _name(function: FunctionCall, body: BodyBuilder) -> str:
     """Return the name of a function in the script, nothing where the script cannot have it."""
     if _place(function) == LOSS_FUNCTION:
         return LOSS
-    known = {one for module in body.split.modules.values() for one in module.functions}
-    place = _imported(function)
+    known, place = functions_at_hand(body.split.modules), _imported(function)
     others = [one for one in known if one.name == place.name and one != place]
     is_taken = others or place.name in (*body.arguments.values(), *body.unpacked)
     return place.name if place in known and not is_taken and is_free(place.name) else ""

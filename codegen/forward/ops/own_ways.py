@@ -23,6 +23,8 @@ from autopar.codegen.forward.text.expressions import (
 from autopar.codegen.forward.text.literals import literal
 from autopar.planner.graph import DType
 
+_SMALL = 1e6  # whole numbers below are written without a point
+
 
 def _dropout(arguments: Arguments) -> Form:
     rate = arguments.place.rate or arguments["p"]
@@ -59,6 +61,9 @@ def _flatten(arguments: Arguments) -> Form:
 def _pad(arguments: Arguments) -> Form:
     if arguments.raw["value"] == 0:
         arguments.raw["value"] = None  # the default, in other words
+    value = arguments.raw["value"]
+    if isinstance(value, float) and value.is_integer() and abs(value) < _SMALL:
+        arguments.printed["value"] = literal(int(value))  # which torch hands on as a float
     return function_call(arguments, table.FUNCTIONS["pad"])
 
 

@@ -10,7 +10,7 @@ from types import MappingProxyType
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Dim, Leaf, substituted
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Call, FunctionCall, Graph, Op, Value
+from autopar.planner.graph import Call, FunctionCall, Graph, Op, Ref, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,9 +55,9 @@ class Lengths:
 
     def function(self, call: FunctionCall) -> FunctionCall:
         """Return how a plain function is called at other lengths."""
-        if len(self._sizes.functions) != len(self._graph.functions):
-            return call
-        return self._sizes.functions[self._graph.functions.index(call)]
+        pairs = zip(self._graph.functions, self._sizes.functions, strict=False)
+        other = next((two for one, two in pairs if one is call), call)
+        return other if _form(other) == _form(call) else call
 
     def dim(self, dim: Dim) -> Dim:
         """Return a dim with its other size."""
@@ -66,6 +66,16 @@ class Lengths:
 
 
 _UNKNOWN = _Sizes(shapes={}, arguments={}, calls={}, functions=(), axes={})
+
+
+def _form(call: FunctionCall) -> Value:
+    """Return what is the same of a call at all lengths: the function, and where it has tensors."""
+    names, values = tuple(zip(*call.keywords, strict=True)) or ((), ())
+    return call.module, call.name, names, _nest(call.arguments), _nest(values)
+
+
+def _nest(value: Value) -> Value:
+    return tuple(map(_nest, value)) if isinstance(value, tuple) else isinstance(value, Ref)
 
 
 def _sizes_of(graph: Graph, axes: Axes, other: Graph) -> _Sizes:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import sys
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from types import FunctionType
@@ -91,6 +91,21 @@ class Module:
 
 
 Modules = Mapping[str, Module]
+
+
+def functions_at_hand(modules: Modules) -> frozenset[Imported]:
+    """Return the functions that the files of some modules have by name."""
+    return _joined(module.functions for module in modules.values())
+
+
+def size_reading_functions(modules: Modules) -> frozenset[Imported]:
+    """Return those of them that read sizes of tensors."""
+    return _joined(module.measuring for module in modules.values())
+
+
+def _joined(groups: Iterable[Iterable[Imported]]) -> frozenset[Imported]:
+    """Return what is in any group; modules of one class have the very same."""
+    return frozenset().union(*{id(group): group for group in groups}.values())
 
 
 def modules_of(model: nn.Module) -> Modules:

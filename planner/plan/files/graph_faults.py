@@ -79,6 +79,13 @@ def _unknown(graph: Graph) -> Iterator[str]:
     for number, call in enumerate(graph.calls.values()):
         if call.parent is not None and call.parent not in graph.calls:
             yield f"graph.calls.{number} names the call {call.parent[:40]!r}, which is not there"
+    ops = {op.name for op in graph.ops}
+    for number, function in enumerate(graph.functions):
+        if not function.ops:
+            yield f"graph.functions.{number}: {function.name[:40]!r} runs no op"
+        for name in function.ops:
+            if name not in ops:
+                yield f"graph.functions.{number} names the op {name[:40]!r}, which is not there"
     parameters = tuple(parameter.name for parameter in graph.parameters)
     named = [
         ("", (graph.loss, *graph.inputs, *parameters)),
