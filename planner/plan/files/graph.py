@@ -140,12 +140,12 @@ class GraphDocument:
     buffers: tuple[BufferRow, ...]
     constants: tuple[ConstantRow, ...]
     calls: tuple[CallRow, ...]
-    functions: tuple[FunctionRow, ...]
     fixed_at: str = ""
     recomputed_at: str = ""
     autocast_at: str = ""
     devices_meet_at: str = ""
     was_noticed: bool = True  # in files that do not tell
+    functions: tuple[FunctionRow, ...] = ()
 
 
 def value_document(value: Value) -> JsonValue:

@@ -129,6 +129,8 @@ def _edit(path: str, value: object, told: str) -> tuple[str, Case]:
     return f"{path} = {shown[:30]}", Case(command="emit plan.json", told=told, plan={path: value})
 
 
+_FUNCTION = ("model", "rotate", "", (), (), None, ("nowhere",))  # a row of graph.functions
+
 PLANS = dict(
     (
         _edit("machines.nodes", 0, "machines.nodes: Input should be greater than or equal to 1"),
@@ -154,6 +156,7 @@ PLANS = dict(
         _edit("graph.ops.0.1", "", "graph.ops.0: '' is no op, such as aten.add.Tensor"),
         _edit("graph.loss", HOSTILE, "graph names the tensor"),
         _edit("graph.ops.0.5", "nowhere", "graph.ops.0 names the call 'nowhere'"),
+        _edit("graph.functions", [_FUNCTION], "graph.functions.0 names the op 'nowhere'"),
     )
 )
 
