@@ -16,6 +16,7 @@ from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.runs.launching import Ended, launch, torchrun_text
+from autopar.runs.meeting import check_meeting_place
 from autopar.runs.planned_again import Trained, made_ahead, planned_again
 from autopar.runs.run_folder import (
     LOGS,
@@ -115,6 +116,7 @@ def run(
     """
     given = tuple(arguments or ())
     nodes = _nodes(nnodes, node_rank, master_addr, master_port, name)
+    check_meeting_place(nodes)
     chosen = _chosen(plan, script, gpus, nodes)
     place = ((plan if plan.is_dir() else plan.parent) / RUNS if runs is None else runs).resolve()
     folder = place / run_name(chosen.plan, place, name)

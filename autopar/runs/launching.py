@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import shlex
 import signal
@@ -17,11 +16,12 @@ from types import FrameType
 from typing import Any
 from uuid import uuid4
 
+from autopar.runtime.ranks.parent import stop_with_parent
+
 _TOKEN = "AUTOPAR_RUN"  # in the environment of all processes of one run
 _KEEPING_SECONDS = 600  # for a checkpoint after a signal; torchrun's own 30 are few
 _GRACE_SECONDS = 30
 _POLL_SECONDS = 0.1
-_SET_PARENT_DEATH_SIGNAL = 1  # of prctl
 # torchrun knows neither SIGUSR1, of which it would die, nor that Ctrl-C shall keep what is trained.
 _SIGNALS = ("SIGINT", "SIGTERM", "SIGUSR1", "SIGHUP")
 # What is set around torchrun: a rank's lines begin with its number.
@@ -54,7 +54,7 @@ def launch(arguments: Sequence[str]) -> Ended:
         command,
         env=environment,
         start_new_session=True,  # a terminal sends Ctrl-C to its foreground group: not to ranks
-        preexec_fn=_end_with_parent(),
+        preexec_fn=stop_with_parent,
     )
     with _passing_on(process, token) as signals:
         code = process.wait()
@@ -114,14 +114,6 @@ def _processes(token: str) -> list[int]:
 def _send(process: int, number: signal.Signals) -> None:
     with suppress(ProcessLookupError, PermissionError):
         os.kill(process, number)
-
-
-def _end_with_parent() -> Any:
-    """Return what has Linux send a child SIGTERM when this process is gone, kill -9 included."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    return lambda: prctl(_SET_PARENT_DEATH_SIGNAL, signal.SIGTERM)
 
 
 def _say(text: str) -> None:

@@ -17,6 +17,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from autopar.runtime.ranks.parent import stop_with_parent
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.rendezvous import store_of
 
@@ -106,6 +107,8 @@ def _device() -> torch.device:
 
 def _join(needed: int) -> None:
     """Join under torchrun; without torchrun this process is the whole world."""
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        stop_with_parent()  # which is torchrun
     _check_world(int(os.environ.get("WORLD_SIZE", "1")), needed)
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -43,6 +44,7 @@ from tests.autopar.commands import run
 from tests.codegen.plans import pinned_plan
 
 ENDLESS = ("--data", "synthetic", "--steps", "1000000", "--checkpoint-every", "50")
+MACHINES = ("--nnodes", "2", "--node-rank", "0", "--name", "a")
 ONE = Nodes()
 
 
@@ -225,6 +227,7 @@ def test_runs_are_listed_with_their_last_step(
         (("--resume", "nowhere"), 2, "there are no checkpoints"),
         (("--script", "nowhere.py"), 2, "there is no script"),
         (("--max-restarts", "-1"), 2, "not a count"),
+        ((*MACHINES, "--master-addr", "no.invalid"), 2, "is not found from this machine"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_made(
@@ -238,6 +241,18 @@ def test_bad_input_is_told_before_anything_is_made(
     ran = run(monkeypatch, capsys, "run", str(folder), *words)
     assert ran.code == code
     assert told in ran.err
+    assert not (folder / "runs").exists()
+
+
+def test_a_port_that_is_taken_is_told_before_anything_is_made(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with socket.create_server(("", 0)) as taken:
+        port = str(taken.getsockname()[1])
+        place = ("--master-addr", "127.0.0.1", "--master-port", port)
+        ran = run(monkeypatch, capsys, "run", str(folder), *MACHINES, *place)
+    assert ran.code == 2
+    assert f"--master-port {port} is in use on this machine" in ran.err
     assert not (folder / "runs").exists()
 
 

@@ -28,11 +28,11 @@ KILLED_ONCE = """        keeper.after(step)
 STOPPED = 75
 
 
-def start_job(command: list[str], folder: Path) -> subprocess.Popen[str]:
+def start_job(command: list[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
-        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
+        env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,
         text=True,
@@ -69,13 +69,16 @@ def test_after_a_kill_of_a_rank_the_training_ends_as_if_undisturbed(tmp_path: Pa
 
 
 @pytest.mark.slow
-def test_a_signal_to_torchrun_leaves_a_whole_checkpoint(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sent", [signal.SIGTERM, signal.SIGKILL])
+def test_a_signal_to_torchrun_leaves_a_whole_checkpoint(
+    sent: signal.Signals, tmp_path: Path
+) -> None:
     script, kept = write_script(plan_of("pp"), tmp_path), tmp_path / "kept"
     own = ["--steps", "1000000", "--checkpoint", str(kept), "--checkpoint-every", "5"]
     job = start_job([*torchrun(script), *own], tmp_path)
     wait_for_checkpoint(job, kept)
-    job.send_signal(signal.SIGTERM)
-    error = job.communicate(timeout=60)[1]
+    job.send_signal(sent)
+    error = job.communicate(timeout=60)[1]  # which ends when no rank is left
     assert job.returncode != 0
     assert "stopped by a signal after step" in error
     newest = checkpoints_in(kept)[0]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable, Iterable
 from pathlib import Path
@@ -97,6 +98,11 @@ def _flip(path: Path, place: int) -> None:
     path.write_bytes(content)
 
 
+class Hostile:
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[str]]:
+        return exec, ("raise AssertionError('it was unpickled')",)
+
+
 def _other_shard(path: Path) -> None:
     shutil.copy(path.parent / "step-1" / SHARD, path / SHARD)
 
@@ -114,6 +120,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "edited manifest": (
         lambda path: (path / NAME).write_text((path / NAME).read_text().replace("16", "17", 1)),
         "has been changed",
+    ),
+    "pickled code": (
+        lambda path: (path / SHARD).write_bytes(pickle.dumps(Hostile())),
+        "bytes, not",
     ),
     "hostile": (lambda path: (path / NAME).write_text(json.dumps([1])), "no description"),
 }

@@ -1,0 +1,95 @@
+"""Faults that the ranks of a script meet on purpose: one for each start, in the order of FAULTS.
+
+A script that imports this gets the fault of its start. Each is made in the functions that a
+training calls, so that it strikes at the same place every time.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import signal
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+from autopar.runtime.keeping import keeper, signals, writing
+
+RANK = int(os.environ.get("RANK", "0"))
+_FEW_BYTES = 4096
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def before(place: Any, name: str, act: Callable[..., Any], *, rank: int) -> None:
+    """Have a rank do something each time before it calls a function."""
+    called = getattr(place, name)
+
+    def acting(*args: Any, **named: Any) -> Any:
+        if rank == RANK:
+            act(*args)
+        return called(*args, **named)
+
+    setattr(place, name, acting)
+
+
+def at_step(number: int, act: Callable[[], None], *, rank: int = 1) -> None:
+    """Have a rank do something in a step, when its optimizer has stepped."""
+
+    def acting(_: Any, step: int) -> None:
+        if step == number:
+            act()
+
+    before(keeper.Keeper, "after", acting, rank=rank)
+
+
+def leaves_half_a_file(path: Path, *_: Any) -> None:
+    path.write_bytes(b"\0" * _FEW_BYTES)
+    die()
+
+
+def limit_files(size_bytes: int) -> None:
+    """Let no file grow beyond a size: what a full disk does, and needs no disk."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, resource.RLIM_INFINITY))
+
+
+def finds_the_disk_full() -> None:
+    before(writing, "write_tensors", lambda *_: limit_files(_FEW_BYTES), rank=1)
+    at_step(6, die)
+
+
+def damages_what_is_kept(folder: Path, *_: Any) -> None:
+    """Flip a byte of step 6 as soon as it is whole."""
+    shard = folder / "step-6" / "rank-00001.safetensors"
+    if shard.exists():
+        content = bytearray(shard.read_bytes())
+        content[-3] ^= 1
+        shard.write_bytes(content)
+        die()
+
+
+def ask_to_stop(*_: Any) -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
+    {
+        "a rank dies": lambda: at_step(3, die),
+        "a write has begun": lambda: before(writing, "write_tensors", lambda *_: die(), rank=1),
+        "half a file": lambda: before(writing, "write_tensors", leaves_half_a_file, rank=1),
+        "no manifest": lambda: before(writing, "_put_in_place", lambda *_: die(), rank=0),
+        "no name yet": lambda: before(writing, "_settle", lambda *_: die(), rank=0),
+        "the disk is full": finds_the_disk_full,
+        "a byte is flipped": lambda: before(keeper, "_let_go", damages_what_is_kept, rank=0),
+        "asked while it writes": lambda: before(writing, "write_tensors", ask_to_stop, rank=1),
+        "asked in a step": lambda: at_step(8, ask_to_stop),
+        "none": lambda: None,
+    }
+)
+
+signals._CHECK_SECONDS = 0.0  # in each step: these are few
+_named = os.environ["FAULTS"].split(",")
+FAULTS[_named[min(int(os.environ["TORCHELASTIC_RESTART_COUNT"]), len(_named) - 1)]]()

@@ -1,0 +1,91 @@
+"""A training that meets one fault after another ends with the weights of an undisturbed one."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from autopar.codegen.emit import write_script
+from autopar.planner.costs.prediction import Zero
+from autopar.planner.model.model_file import load_model_file
+from autopar.planner.trace import trace
+from tests.autopar.test_run import processes_of
+from tests.cells import cells
+from tests.codegen.plans import plan_for
+from tests.codegen.test_restart import start_job, torchrun
+from tests.codegen.test_resume import run_as_given
+from tests.runtime.processes import run_on_ranks
+
+ROOT = Path(__file__).parents[2]
+MODEL = """
+import torch
+from torch import nn
+
+
+def build_model():
+    return nn.Sequential(nn.Linear(8, 128), nn.Dropout(0.1), nn.ReLU(), nn.Linear(128, 8))
+
+
+def example_batch(batch_size):
+    return {"input": torch.randn(batch_size, 8), "wanted": torch.rand(batch_size, 8)}
+
+
+def loss(outputs, batch):
+    return nn.functional.mse_loss(outputs, batch["wanted"])
+
+
+def build_dataset():
+    rows = torch.Generator().manual_seed(1)
+    return [
+        {"input": torch.randn(8, generator=rows), "wanted": torch.rand(8, generator=rows)}
+        for _ in range(30)
+    ]
+"""
+STEPS = ("--steps", "9")
+# What is told of each fault, in the order of the starts.
+TOLD = {
+    "a rank dies": "exitcode: -9",
+    "a write has begun": "goes on after step 2",
+    "half a file": "goes on after step 2",
+    "no manifest": "goes on after step 2",
+    "no name yet": "goes on after step 2",
+    "the disk is full": "step 4 could not be kept (File too large",
+    "a byte is flipped": "rank-00001.safetensors has other contents than were written",
+    "asked while it writes": "stopped by a signal after step",
+    "asked in a step": "stopped by a signal after step 8",
+}
+FEW = ("a rank dies", "half a file", "no name yet", "asked while it writes")
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> Path:
+    (tmp_path / "small.py").write_text(MODEL, encoding="utf-8")
+    file = load_model_file(str(tmp_path / "small.py"))
+    plan = plan_for(file, trace(file), (), degrees=(1, 2, 1), zero_levels=(Zero.OPTIMIZER,))
+    return write_script(plan, tmp_path)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("faults", cells([(tuple(TOLD),), (FEW,)], [(FEW,)]))
+def test_faults_one_after_another_leave_no_trace(
+    faults: Sequence[str], script: Path, tmp_path: Path
+) -> None:
+    run_on_ranks(run_as_given, 2, str(script), [*STEPS, "--export", str(tmp_path / "a")])
+    text = script.read_text(encoding="utf-8")
+    imported = "from autopar.runtime.keeping import Keeper\n"
+    script.write_text(text.replace(imported, imported + "from tests.codegen import faults\n"))
+    own = ["--resume", "auto", "--checkpoint", "kept", "--checkpoint-every", "2", "--export", "b"]
+    command = [*torchrun(script, "--max-restarts", str(len(faults))), *STEPS, *own]
+    job = start_job(command, tmp_path, FAULTS=",".join([*faults, "none"]), PYTHONPATH=str(ROOT))
+    error = job.communicate(timeout=240)[1]
+    assert job.returncode == 0, error[-5000:]
+    assert [TOLD[one] for one in faults if TOLD[one] not in error] == []
+    assert error.count("exitcode: 75") >= sum(one.startswith("asked") for one in faults)
+    found, expected = (load_file(tmp_path / name / "model.safetensors") for name in "ba")
+    assert all(torch.equal(found[name], value) for name, value in expected.items())
+    assert not list((tmp_path / "kept").glob("*.tmp"))
+    assert not processes_of(tmp_path)
