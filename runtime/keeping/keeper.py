@@ -38,6 +38,7 @@ from autopar.runtime.keeping.random_states import set_random_states
 from autopar.runtime.keeping.restoring import own_random_states, restore
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
+from autopar.runtime.keeping.watch import Watch
 from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, write_checkpoint
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.mesh import Mesh, stop
@@ -79,6 +80,7 @@ class Keeper:
         self._recipe: Recipe | None = None
         self._rate: Any = None
         self._wish = StopWish(mesh)
+        self._watch = Watch(mesh, options.timeout)
         self._metrics = Metrics(options.metrics, mesh)
         self._evaluations = Evaluations(options, mesh, self._metrics)
         self._progress: Progress | None = None
@@ -102,6 +104,7 @@ class Keeper:
         self._metrics.add(event=Event.STARTED, step=self.step, steps=self._options.steps)
         if self._folder is not None:
             self._wish.listen()
+        self._watch.begin(self.step, self._note_stop)
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
         """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
@@ -134,18 +137,21 @@ class Keeper:
 
     def after(self, step: int) -> None:
         """Write a checkpoint after a step, where it is time for one; leave where a signal asks."""
+        self._watch.note(step)
         if self._folder is None:
             return
         is_last = step == self._last_step
         leaves = self._wish.is_agreed(step) and not is_last
         is_best = self._evaluations.is_best(step)
         if leaves or is_last or is_best or step % self._options.checkpoint_every == 0:
-            is_kept = self._write(self._folder, step)
+            with self._watch.paused():
+                is_kept = self._write(self._folder, step)
             if leaves:
                 self._leave(step, is_kept=is_kept)
 
     def export(self) -> None:
         """Write the trained weights of the whole model."""
+        self._watch.end()
         self._wish.let_go()
         assert self._optimizer is not None
         assert self._recipe is not None
@@ -241,6 +247,7 @@ class Keeper:
 
     def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
         """End this process after a signal, with all others."""
+        self._watch.end()
         self._wish.ignore()
         if is_kept:
             self._metrics.add(event=Event.PREEMPTED, step=step)
@@ -248,6 +255,9 @@ class Keeper:
         if is_kept:
             self._say(f"stopped by a signal after step {step:,}; --resume auto goes on")
         raise SystemExit(PREEMPTED if is_kept else 1)
+
+    def _note_stop(self, why: str) -> None:
+        self._metrics.add(event=Event.STOPPED, step=self._kept_step, why=why)
 
     def _count(self, *_: Any) -> None:
         self._updates += 1

@@ -59,6 +59,7 @@ def read_options(
     add("--json", action="store_true", help="log one JSON object a line")
     add("--metrics", type=Path, help="a file that gets one JSON object a line, of this run too")
     add("--on-nan", choices=("stop", "go-on"), default="stop", help="where the loss is no number")
+    add("--timeout", type=from_one, default=600, help="seconds without a step, after which it ends")
     add("--export", default=export, help="trained weights: .safetensors, a folder, or none")
     add("--checkpoint", default=checkpoint, help="the folder of checkpoints, or none")
     add("--checkpoint-every", type=from_one, default=checkpoint_every, help="steps to a checkpoint")

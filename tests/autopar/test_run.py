@@ -316,7 +316,8 @@ def wait_until_gone(folder: Path, seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while processes_of(folder) and time.monotonic() < deadline:
         time.sleep(0.2)
-    assert not processes_of(folder)
+    left = [Path(f"/proc/{one}/cmdline").read_text() for one in processes_of(folder)]
+    assert not left
 
 
 @pytest.mark.slow

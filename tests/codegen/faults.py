@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import resource
 import signal
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import MappingProxyType
@@ -86,6 +87,8 @@ FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
         "a byte is flipped": lambda: before(keeper, "_let_go", damages_what_is_kept, rank=0),
         "asked while it writes": lambda: before(writing, "write_tensors", ask_to_stop, rank=1),
         "asked in a step": lambda: at_step(8, ask_to_stop),
+        "stopped": lambda: at_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
+        "asleep": lambda: at_step(3, lambda: time.sleep(1000)),
         "none": lambda: None,
     }
 )

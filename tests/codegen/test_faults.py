@@ -12,8 +12,9 @@ from safetensors.torch import load_file
 from autopar.codegen.emit import write_script
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.plan.files.document import write_plan
 from autopar.planner.trace import trace
-from tests.autopar.test_run import processes_of
+from tests.autopar.test_run import wait_until_gone
 from tests.cells import cells
 from tests.codegen.plans import plan_for
 from tests.codegen.test_restart import start_job, torchrun
@@ -66,7 +67,18 @@ def script(tmp_path: Path) -> Path:
     (tmp_path / "small.py").write_text(MODEL, encoding="utf-8")
     file = load_model_file(str(tmp_path / "small.py"))
     plan = plan_for(file, trace(file), (), degrees=(1, 2, 1), zero_levels=(Zero.OPTIMIZER,))
+    write_plan(plan, tmp_path / "plan.json")
     return write_script(plan, tmp_path)
+
+
+def let_faults_in(script: Path) -> None:
+    text = script.read_text(encoding="utf-8")
+    imported = "from autopar.runtime.keeping import Keeper\n"
+    script.write_text(text.replace(imported, imported + "from tests.codegen import faults\n"))
+
+
+def variables(*faults: str) -> dict[str, str]:
+    return {"FAULTS": ",".join(faults), "PYTHONPATH": str(ROOT)}
 
 
 @pytest.mark.slow
@@ -75,12 +87,10 @@ def test_faults_one_after_another_leave_no_trace(
     faults: Sequence[str], script: Path, tmp_path: Path
 ) -> None:
     run_on_ranks(run_as_given, 2, str(script), [*STEPS, "--export", str(tmp_path / "a")])
-    text = script.read_text(encoding="utf-8")
-    imported = "from autopar.runtime.keeping import Keeper\n"
-    script.write_text(text.replace(imported, imported + "from tests.codegen import faults\n"))
+    let_faults_in(script)
     own = ["--resume", "auto", "--checkpoint", "kept", "--checkpoint-every", "2", "--export", "b"]
     command = [*torchrun(script, "--max-restarts", str(len(faults))), *STEPS, *own]
-    job = start_job(command, tmp_path, FAULTS=",".join([*faults, "none"]), PYTHONPATH=str(ROOT))
+    job = start_job(command, tmp_path, **variables(*faults, "none"))
     error = job.communicate(timeout=240)[1]
     assert job.returncode == 0, error[-5000:]
     assert [TOLD[one] for one in faults if TOLD[one] not in error] == []
@@ -88,4 +98,22 @@ def test_faults_one_after_another_leave_no_trace(
     found, expected = (load_file(tmp_path / name / "model.safetensors") for name in "ba")
     assert all(torch.equal(found[name], value) for name, value in expected.items())
     assert not list((tmp_path / "kept").glob("*.tmp"))
-    assert not processes_of(tmp_path)
+    wait_until_gone(script, 5)
+
+
+@pytest.mark.slow
+def test_a_training_that_stands_still_is_ended_and_says_where(script: Path, tmp_path: Path) -> None:
+    let_faults_in(script)
+    own = ["--max-restarts", "1", "--", *STEPS, "--timeout", "3"]
+    command = ["-m", "autopar", "run", str(tmp_path), *own]
+    job = start_job(command, tmp_path, **variables("stopped", "asleep"))
+    error = job.communicate(timeout=240)[1]
+    assert job.returncode == 7, error[-5000:]
+    told = error.replace("[0] ", "").replace("[1] ", "")
+    still = "error: no step has ended for 3 s: "
+    waits = "rank 0 after step 3, in main (train.py, line "
+    assert f"{still}rank 1 answers nothing, as one that is stopped; {waits}" in told
+    assert "; rank 1 after step 2, in main (train.py" in told
+    assert "time.sleep(1000)" in error
+    assert f"the training failed before its first line: {still.removeprefix('error: ')}" in error
+    wait_until_gone(script, 5)

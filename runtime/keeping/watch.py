@@ -1,0 +1,156 @@
+"""Ends a training that stands still, and tells in which step and where each rank of it waits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import sysconfig
+import threading
+import time
+import traceback
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+from uuid import uuid4
+
+import torch.distributed as dist
+from torch.distributed.distributed_c10d import _set_pg_timeout
+
+from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.refusal import FAILED
+
+_STANDARD = sysconfig.get_path("stdlib")
+_PATIENCE_SECONDS = 5.0  # in which the other ranks answer
+_POLL_SECONDS = 0.1
+_LEAST_TIMEOUT = timedelta(minutes=30)  # of messages: the watch, which knows more, comes first
+
+
+class Watch:
+    """Looks, in a thread of each rank, whether the training still takes steps.
+
+    In one that stands still, all ranks wait for one that has stopped, reads its data for ever, or
+    calls another collective. Each tells the others its place by the store of torchrun; who says
+    nothing in time has stopped.
+    """
+
+    def __init__(self, mesh: Mesh, seconds: float) -> None:
+        self._mesh, self._seconds = mesh, seconds
+        self._step = 0
+        self._ended = threading.Event()
+        self._is_paused = False
+
+    def begin(self, step: int, tell: Callable[[str], None]) -> None:
+        """Begin to look; `tell` is what the first rank does with the message beside printing it."""
+        if not self._mesh.owns_processes or self._mesh.world.size == 1 or self._mesh.is_dry_run:
+            return
+        self._step, self._tell = step, tell
+        own = (uuid4().hex, os.environ.get("GROUP_RANK"), os.getpid())
+        self._ranks: list[tuple[str, str, int]] = every_rank(own, self._mesh)
+        for group in dist.distributed_c10d._world.pg_map:
+            _set_pg_timeout(max(2 * timedelta(seconds=self._seconds), _LEAST_TIMEOUT), group)
+        threading.Thread(target=self._look, daemon=True).start()
+
+    def note(self, step: int) -> None:
+        """Note that a step has ended."""
+        self._step = step
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """Leave out what may take long for good reasons."""
+        self._is_paused = True
+        yield
+        self._is_paused = False
+
+    def end(self) -> None:
+        """Look no more."""
+        self._ended.set()
+
+    def _look(self) -> None:
+        tick = min(self._seconds / 10, 1.0)
+        seen, waited = self._step, 0.0  # by ticks: time in which this process was stopped is none
+        while not self._ended.wait(tick):
+            is_still = self._step == seen and not self._is_paused
+            seen, waited = self._step, waited + tick if is_still else 0.0
+            if waited >= self._seconds:
+                self._give_up()
+
+    def _give_up(self) -> NoReturn:
+        """Tell where all ranks are, by the first that answers, and end this one."""
+        own = f"after step {self._step:,}, {place_of_main_thread()}"
+        places, silent = {self._mesh.rank: own}, []
+        told = f"{self._ranks[0][0]}/told"
+        with suppress(RuntimeError):  # torchrun has gone, and its store: each tells its own
+            store = _store()
+            places |= self._answers(store, own)
+            silent = [rank for rank in range(self._mesh.world_size) if rank not in places]
+            if self._mesh.rank > min(places):
+                store.wait([told], timedelta(seconds=_PATIENCE_SECONDS))
+        if self._mesh.rank == min(places):
+            found = f"no step has ended for {self._seconds:,.0f} s: {told_places(places, silent)}"
+            fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
+            print(f"error: {found}\n  fix: {fix}", file=sys.stderr, flush=True)
+            self._tell(found)
+            with suppress(RuntimeError):
+                _store().set(told, "")
+        for rank in silent:
+            self._kill(rank)
+        os._exit(FAILED)  # the main thread waits in a message, and takes no exception
+
+    def _answers(self, store: Any, own: str) -> Mapping[int, str]:
+        """Return where the ranks are that answer in time."""
+        keys = [f"{self._ranks[0][0]}/{rank}" for rank in range(self._mesh.world_size)]
+        store.set(keys[self._mesh.rank], own)
+        found: dict[int, str] = {}
+        deadline = time.monotonic() + _PATIENCE_SECONDS
+        while len(found) < len(keys) and time.monotonic() < deadline:
+            for rank, key in enumerate(keys):
+                if rank not in found and store.check([key]):
+                    found[rank] = store.get(key).decode()
+            time.sleep(_POLL_SECONDS)
+        return found
+
+    def _kill(self, rank: int) -> None:
+        """End a rank of this node that has stopped: torchrun would wait for its SIGTERM."""
+        _, node, process = self._ranks[rank]
+        if node == self._ranks[self._mesh.rank][1]:
+            with suppress(OSError):
+                os.kill(process, signal.SIGKILL)
+
+
+def told_places(places: Mapping[int, str], silent: list[int]) -> str:
+    """Say where ranks are: first those that say nothing, then the few that are elsewhere."""
+    found: dict[str, list[int]] = {}
+    for rank, place in sorted(places.items()):
+        found.setdefault(place, []).append(rank)
+    parts = [(silent, "answers nothing, as one that is stopped")] if silent else []
+    parts += [(ranks, place) for place, ranks in sorted(found.items(), key=lambda one: len(one[1]))]
+    return "; ".join(f"{_ranks(ranks)} {place}" for ranks, place in parts)
+
+
+def _ranks(ranks: list[int]) -> str:
+    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
+
+
+def place_of_main_thread() -> str:
+    """Return where the main thread is: in the script, and the innermost line of no library."""
+    frame = sys._current_frames()[threading.main_thread().ident or 0]
+    frames = traceback.extract_stack(frame)
+    own = [one for one in frames if "site-packages" not in one.filename]
+    own = [one for one in own if not one.filename.startswith(_STANDARD)] or list(frames)
+    script = [one for one in own if Path(one.filename) == Path(sys.argv[0]).resolve()]
+    return ", ".join(dict.fromkeys(map(_line, [*script[-1:], own[-1]])))
+
+
+def _line(frame: traceback.FrameSummary) -> str:
+    return f"in {frame.name} ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
+
+
+def _store() -> Any:
+    """Return the store that the ranks have met by."""
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    timeout = timedelta(seconds=_PATIENCE_SECONDS)
+    return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]
