@@ -116,8 +116,8 @@ def run(
     """
     given = tuple(arguments or ())
     nodes = _nodes(nnodes, node_rank, master_addr, master_port, name)
-    check_meeting_place(nodes)
     chosen = _chosen(plan, script, gpus, nodes)
+    check_meeting_place(nodes)
     place = ((plan if plan.is_dir() else plan.parent) / RUNS if runs is None else runs).resolve()
     folder = place / run_name(chosen.plan, place, name)
     start = start_of(chosen.plan, place, folder, resume, nodes)

@@ -25,7 +25,7 @@ def analysis_page(plan: Plan, found: Analysis) -> Iterator[RenderableType]:
     lines = "1 step line" if found.lines == 1 else f"{found.lines} step lines"
     yield Text(f"Medians of {lines}, of {spread} a step.")
     if found.keeping_seconds is not None:
-        yield Text(f"A checkpoint took {seconds_text(found.keeping_seconds)}, while steps waited.")
+        yield Text(f"For a checkpoint, steps waited {seconds_text(found.keeping_seconds)}.")
     if not found.is_on_planned_device:
         device = plan.machines.device
         yield Text(

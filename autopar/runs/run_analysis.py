@@ -51,7 +51,11 @@ def analyze(plan: Plan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
     if not steps:
         return None
     seconds = [float(one["seconds"]) for one in steps]
-    kept = [float(one["seconds"]) for one in lines if one.get("event") == Event.KEPT]
+    kept = [
+        float(one.get("waited_seconds", one["seconds"]))  # of earlier runs all of it
+        for one in lines
+        if one.get("event") == Event.KEPT
+    ]
     return Analysis(
         lines=len(steps),
         fastest_seconds=min(seconds),

@@ -36,10 +36,11 @@ from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
 from autopar.runtime.keeping.progress import GO_ON, Planned, Progress
 from autopar.runtime.keeping.random_states import set_random_states
 from autopar.runtime.keeping.restoring import own_random_states, restore
+from autopar.runtime.keeping.saving import Saved, Saving
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.watch import Watch
-from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, write_checkpoint
+from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, snapshot
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Event, Metrics
@@ -80,6 +81,7 @@ class Keeper:
         self._recipe: Recipe | None = None
         self._rate: Any = None
         self._wish = StopWish(mesh)
+        self._saving = Saving(mesh)
         self._watch = Watch(mesh, options.timeout)
         self._metrics = Metrics(options.metrics, mesh)
         self._evaluations = Evaluations(options, mesh, self._metrics)
@@ -119,6 +121,7 @@ class Keeper:
             planned=planned,
             begun=self.step,
             scales_loss=self._loss_scale is not None,
+            before_stopping=self._finish,
         )
         return self._progress
 
@@ -141,13 +144,17 @@ class Keeper:
         if self._folder is None:
             return
         is_last = step == self._last_step
-        leaves = self._wish.is_agreed(step) and not is_last
+        answer = self._wish.ask(step, is_writing=self._saving.is_writing)
+        leaves = answer.stops and not is_last
         is_best = self._evaluations.is_best(step)
-        if leaves or is_last or is_best or step % self._options.checkpoint_every == 0:
-            with self._watch.paused():
-                is_kept = self._write(self._folder, step)
-            if leaves:
-                self._leave(step, is_kept=is_kept)
+        is_due = leaves or is_last or is_best or step % self._options.checkpoint_every == 0
+        with self._watch.paused():
+            if answer.is_written or is_due:
+                self._finish()
+            if is_due:
+                self._write(self._folder, step, at_once=leaves or is_last)
+        if leaves:
+            self._leave(step, is_kept=self._kept_step == step)
 
     def export(self) -> None:
         """Write the trained weights of the whole model."""
@@ -188,12 +195,13 @@ class Keeper:
         if moment.step >= self._options.steps:
             self._say(f"nothing is left of {self._options.steps:,} steps (--steps)")
 
-    def _write(self, folder: Path, step: int) -> bool:
-        """Write a checkpoint, and say whether it is there; if not, the training goes on."""
+    def _write(self, folder: Path, step: int, *, at_once: bool) -> None:
+        """Write a checkpoint, beside the training or before it goes on."""
         assert self._optimizer is not None
+        assert self._recipe is not None
         if (told := self._broken()) is not None:
             self._refuse_broken(step, told)
-            return False
+            return
         begun, scale = time.perf_counter(), self._loss_scale
         moment = Moment(
             step=step,
@@ -203,8 +211,7 @@ class Keeper:
             calm_steps=0 if scale is None else scale.calm_steps,
             evaluation=self._evaluations.loss_of(step),
         )
-        assert self._recipe is not None
-        failure = write_checkpoint(
+        taken = snapshot(
             folder,
             moment,
             self._model,
@@ -213,19 +220,40 @@ class Keeper:
             self._mesh,
             built=self._recipe.dtypes,
         )
-        if failure is not None:
-            last = f"step {self._kept_step:,}" if self._kept_step else "none"
-            self._say(f"note: step {step:,} could not be kept ({failure}); the last one is {last}")
-            return False
-        self._kept_step = step
-        seconds = time.perf_counter() - begun
+        if isinstance(taken, str):
+            self._tell_failure(step, taken)
+        elif at_once:
+            self._tell_kept(self._saving.write_at_once(taken, begun))
+        else:
+            self._saving.begin(taken, begun)
+
+    def _finish(self) -> None:
+        """Put the checkpoint in place that is being written, if there is one."""
+        if self._saving.is_under_way:
+            self._tell_kept(self._saving.finish())
+
+    def _tell_kept(self, saved: Saved) -> None:
+        """Tell what has become of a checkpoint; if there is none, the training goes on."""
+        if saved.failure is not None:
+            self._tell_failure(saved.step, saved.failure)
+            return
+        self._kept_step, folder = saved.step, self._folder
+        assert folder is not None
         self._metrics.add(
-            event=Event.KEPT, step=step, folder=str(folder), seconds=round(seconds, 3)
+            event=Event.KEPT,
+            step=saved.step,
+            folder=str(folder),
+            seconds=round(saved.seconds, 3),
+            waited_seconds=round(saved.waited_seconds, 3),
         )
-        self._say(f"kept step {step:,} in {folder} ({seconds:,.1f} s)")
+        waited = f"{saved.seconds:,.1f} s, of which the training waited {saved.waited_seconds:,.1f}"
+        self._say(f"kept step {saved.step:,} in {folder} ({waited})")
         if self._mesh.rank == 0:
             _let_go(folder, self._options.keep)
-        return True
+
+    def _tell_failure(self, step: int, failure: str) -> None:
+        last = f"step {self._kept_step:,}" if self._kept_step else "none"
+        self._say(f"note: step {step:,} could not be kept ({failure}); the last one is {last}")
 
     def _broken(self) -> str | None:
         """Return which parameters are no numbers, if any on any rank."""

@@ -76,6 +76,7 @@ class Progress:
         planned: Planned,
         begun: int,
         scales_loss: bool,
+        before_stopping: Callable[[], None] = lambda: None,
     ) -> None:
         self._options, self._mesh, self._parts = options, mesh, parts
         self._learning_rate = learning_rate
@@ -83,7 +84,7 @@ class Progress:
         self._metrics = Metrics(options.metrics, mesh)
         self._step, self._begun = begun, time.perf_counter()
         self._before: tuple[int, float] | None = None  # the last line's step and loss
-        self._scales_loss = scales_loss
+        self._scales_loss, self._before_stopping = scales_loss, before_stopping
 
     def log(self, step: int, own_loss: Tensor, norm: Tensor) -> float:
         """Tell a step and return its loss; leave where it is no number, unless that may be."""
@@ -133,6 +134,7 @@ class Progress:
         """End the training on all ranks, and say where it went wrong; or let it go on."""
         if self._options.on_nan == GO_ON:
             return
+        self._before_stopping()
         is_own = not math.isfinite(float(own_loss))
         ranks = every_rank((is_own, broken_of(self._parts)), self._mesh)
         found = [str(rank) for rank, (is_its, _) in enumerate(ranks) if is_its]

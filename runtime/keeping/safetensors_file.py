@@ -80,15 +80,21 @@ def as_bytes(tensor: Tensor) -> Tensor:
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 
-def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
-    found: dict[str, object] = {"__metadata__": dict(metadata)}
-    offset = 0
+def refuse_unknown_types(entries: Iterable[Entry]) -> None:
+    """Leave where a tensor is of a type that no file can hold."""
     for entry in entries:
         if entry.dtype not in KINDS:
             refuse(
                 f"{entry.name} is of {entry.dtype}, which .safetensors files cannot hold",
                 fix="leave it out of the model's state dict (persistent=False), or --export none",
             )
+
+
+def _header(entries: Sequence[Entry], metadata: Mapping[str, str]) -> bytes:
+    found: dict[str, object] = {"__metadata__": dict(metadata)}
+    offset = 0
+    refuse_unknown_types(entries)
+    for entry in entries:
         found[entry.name] = {
             "dtype": KINDS[entry.dtype],
             "shape": list(entry.shape),

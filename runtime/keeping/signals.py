@@ -1,4 +1,4 @@
-"""Turns SIGTERM and SIGUSR1 into the wish to stop after a step, the same step on all ranks."""
+"""Turns what ranks have to agree on into answers after the same step: a signal, a written file."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import os
 import signal
 import threading
 import time
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any
 
@@ -19,6 +20,15 @@ SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasa
 _SAME_SECONDS = 1.0  # schedulers send a signal to torchrun and to ranks, which get it twice
 _CHECK_SECONDS = 1.0
 _MOST_STEPS = 1000
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Answer:
+    """What all ranks know after a step; in those in which they do not ask, nothing."""
+
+    stops: bool = False  # someone has asked the process of a rank to stop
+    is_written: bool = False  # no rank writes any more
+    is_due: bool = False  # time has come for a checkpoint
 
 
 class StopWish:
@@ -53,22 +63,23 @@ class StopWish:
                 signal.signal(one, handler)
         self._before = {}
 
-    def is_agreed(self, step: int) -> bool:
-        """Whether all ranks stop after this step; all of them ask after every step."""
+    def ask(self, step: int, *, is_writing: bool = False, is_due: bool = False) -> Answer:
+        """Return what the ranks agree on; all of them ask after every step."""
         last = step - 1 if self._checked_step is None else self._checked_step
         if step < last + self._steps_between:
-            return False
+            return Answer()
         now = time.monotonic()
         seconds = max(now - self._checked_at, 1e-6) / (step - last)
         own = min(max(int(_CHECK_SECONDS / seconds), 1), _MOST_STEPS)
         is_asked = self._asked_at is not None
-        found = torch.tensor([float(is_asked), float(-own)], device=self._mesh.device)
+        told = [float(is_asked), float(is_writing), float(is_due), float(-own)]
+        found = torch.tensor(told, device=self._mesh.device)
         if self._mesh.world.size > 1:
             dist.all_reduce(found, op=dist.ReduceOp.MAX, group=self._mesh.world.group)
-        wish, steps = found.tolist()
+        stops, writing, due, steps = found.tolist()
         self._checked_step, self._checked_at = step, time.monotonic()
         self._steps_between = int(-steps)
-        return bool(wish)
+        return Answer(stops=bool(stops), is_written=not writing, is_due=bool(due))
 
     def _note(self, number: int, _: FrameType | None) -> None:
         now = time.monotonic()

@@ -9,7 +9,8 @@ import hashlib
 import os
 import shutil
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
@@ -30,7 +31,13 @@ from autopar.runtime.keeping.manifest import (
 from autopar.runtime.keeping.owners import Here, Owned, every_rank, owners
 from autopar.runtime.keeping.places import MARK
 from autopar.runtime.keeping.random_states import random_states
-from autopar.runtime.keeping.safetensors_file import Entry, Written, in_file_order, write_tensors
+from autopar.runtime.keeping.safetensors_file import (
+    Entry,
+    Written,
+    in_file_order,
+    refuse_unknown_types,
+    write_tensors,
+)
 from autopar.runtime.keeping.states import everything_held, scalars
 from autopar.runtime.ranks.mesh import Mesh
 
@@ -47,7 +54,30 @@ def rank_file(rank: int) -> str:
     return f"rank-{rank:05}.safetensors"
 
 
-@torch.no_grad()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Snapshot:
+    """A checkpoint that is to be written: what is known of it, and this rank's share."""
+
+    fresh: Path
+    place: Path
+    manifest: Manifest  # that does not know its files yet
+    own_file: str
+    entries: Sequence[Entry]
+    tensors: Sequence[Tensor]  # of the entries
+
+    @property
+    def step(self) -> int:
+        """The step after which it was taken."""
+        return self.manifest.moment.step
+
+    def write(self) -> Written | str:
+        """Write this rank's file, in any thread; return it, or why it could not be written."""
+        try:
+            return write_tensors(self.fresh / self.own_file, self.entries, iter(self.tensors), MARK)
+        except OSError as error:
+            return _said(error)
+
+
 def write_checkpoint(
     folder: Path,
     moment: Moment,
@@ -58,7 +88,23 @@ def write_checkpoint(
     *,
     built: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> str | None:
-    """Write a checkpoint, each rank what it owns. Return why it could not be written, if so.
+    """Write a checkpoint, each rank what it owns. Return why it could not be written, if so."""
+    found = snapshot(folder, moment, model, parts, optimizer, mesh, built=built)
+    return found if isinstance(found, str) else put_in_place(found, found.write(), mesh)
+
+
+@torch.no_grad()
+def snapshot(
+    folder: Path,
+    moment: Moment,
+    model: str,
+    parts: Sequence[nn.Module],
+    optimizer: Optimizer,
+    mesh: Mesh,
+    *,
+    built: Mapping[str, torch.dtype] = MappingProxyType({}),
+) -> Snapshot | str:
+    """Agree who writes what, into a new folder; return why there is none, if so.
 
     `built` are the types that the constructor chose, for who exports weights from the checkpoint.
     """
@@ -69,13 +115,11 @@ def write_checkpoint(
     if (failure := _told_by_first(mesh, lambda: _make(fresh))) is not None:
         return failure
     logical = _logical(owned)
-    own = _written_here(fresh, owned, logical, Here(holdings), mesh)
-    ranks = every_rank((own, scalars(parts, optimizer)), mesh)
-    failures = [one for one, _ in ranks if isinstance(one, str)]
-    if failures:
-        if mesh.rank == 0:
-            shutil.rmtree(fresh, ignore_errors=True)
-        return failures[0]
+    tensors = _share(owned, logical, Here(holdings), mesh)
+    entries = in_file_order(
+        Entry(name=name, dtype=one.dtype, shape=tuple(one.shape)) for name, one in tensors.items()
+    )
+    refuse_unknown_types(entries)
     manifest = Manifest(
         moment=moment,
         origin=Origin(
@@ -84,12 +128,36 @@ def write_checkpoint(
             plan=plan_digest(owned, mesh),
             degrees=_degrees(mesh),
         ),
-        files={rank_file(rank): file for rank, (file, _) in enumerate(ranks)},
+        files={},
         tensors=logical,
-        scalars={key: one for _, found in ranks for key, one in found.items()},
+        scalars={
+            key: one
+            for found in every_rank(scalars(parts, optimizer), mesh)
+            for key, one in found.items()
+        },
         exported=exported_of(parts, built, mesh),
     )
-    return _told_by_first(mesh, lambda: _put_in_place(fresh, place, manifest))
+    return Snapshot(
+        fresh=fresh,
+        place=place,
+        manifest=manifest,
+        own_file=rank_file(mesh.rank),
+        entries=entries,
+        tensors=[tensors[one.name] for one in entries],
+    )
+
+
+def put_in_place(written: Snapshot, own: Written | str, mesh: Mesh) -> str | None:
+    """Give a checkpoint its name, once all ranks have written; return why it has none, if so."""
+    ranks = every_rank(own, mesh)
+    failures = [one for one in ranks if isinstance(one, str)]
+    if failures:
+        if mesh.rank == 0:
+            shutil.rmtree(written.fresh, ignore_errors=True)
+        return failures[0]
+    files = {rank_file(rank): file for rank, file in enumerate(ranks)}
+    manifest = replace(written.manifest, files=files)
+    return _told_by_first(mesh, lambda: _put_in_place(written.fresh, written.place, manifest))
 
 
 def plan_digest(owned: Iterable[Owned], mesh: Mesh) -> str:
@@ -120,40 +188,17 @@ def _logical(owned: Iterable[Owned]) -> dict[str, Logical]:
     }
 
 
-def _written_here(
-    fresh: Path,
-    owned: Sequence[Owned],
-    logical: Mapping[str, Logical],
-    here: Here,
-    mesh: Mesh,
-) -> Written | str:
-    """Write what this rank owns; return the file, or why it could not be written."""
+def _share(
+    owned: Sequence[Owned], logical: Mapping[str, Logical], here: Here, mesh: Mesh
+) -> dict[str, Tensor]:
+    """Return what this rank writes, by the names in its file: what it owns, and its generators."""
     shards = [shard for one in logical.values() for shard in one.shards]
     mine = {
-        shard.entry: one
+        shard.entry: here.tensor(one)
         for shard, one in zip(shards, owned, strict=True)  # both in the order of keys
         if one.rank == mesh.rank
     }
-    random = random_states(mesh.device)
-    entries = in_file_order(
-        [
-            *(
-                Entry(name=name, dtype=one.dtype, shape=one.chunks.local_shape)
-                for name, one in mine.items()
-            ),
-            *(Entry(name=n, dtype=one.dtype, shape=tuple(one.shape)) for n, one in random.items()),
-        ]
-    )
-
-    def tensors() -> Iterator[Tensor]:
-        for entry in entries:
-            own = mine.get(entry.name)
-            yield random[entry.name] if own is None else here.tensor(own)
-
-    try:
-        return write_tensors(fresh / rank_file(mesh.rank), entries, tensors(), MARK)
-    except OSError as error:
-        return _said(error)
+    return mine | random_states(mesh.device)
 
 
 def _told_by_first(mesh: Mesh, act: Callable[[], None]) -> str | None:

@@ -21,6 +21,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.runs.launching import ENVIRONMENT, Ended
+from autopar.runs.meeting import check_meeting_place
 from autopar.runs.run_folder import (
     Nodes,
     RunningError,
@@ -44,7 +45,6 @@ from tests.autopar.commands import run
 from tests.codegen.plans import pinned_plan
 
 ENDLESS = ("--data", "synthetic", "--steps", "1000000", "--checkpoint-every", "50")
-MACHINES = ("--nnodes", "2", "--node-rank", "0", "--name", "a")
 ONE = Nodes()
 
 
@@ -227,7 +227,6 @@ def test_runs_are_listed_with_their_last_step(
         (("--resume", "nowhere"), 2, "there are no checkpoints"),
         (("--script", "nowhere.py"), 2, "there is no script"),
         (("--max-restarts", "-1"), 2, "not a count"),
-        ((*MACHINES, "--master-addr", "no.invalid"), 2, "is not found from this machine"),
     ],
 )
 def test_bad_input_is_told_before_anything_is_made(
@@ -244,16 +243,15 @@ def test_bad_input_is_told_before_anything_is_made(
     assert not (folder / "runs").exists()
 
 
-def test_a_port_that_is_taken_is_told_before_anything_is_made(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_machines_that_cannot_meet_are_told_before_anything_is_started() -> None:
+    with pytest.raises(InputError, match=r"no\.invalid is not found from this machine"):
+        check_meeting_place(Nodes(count=2, rank=1, address="no.invalid"))
     with socket.create_server(("", 0)) as taken:
-        port = str(taken.getsockname()[1])
-        place = ("--master-addr", "127.0.0.1", "--master-port", port)
-        ran = run(monkeypatch, capsys, "run", str(folder), *MACHINES, *place)
-    assert ran.code == 2
-    assert f"--master-port {port} is in use on this machine" in ran.err
-    assert not (folder / "runs").exists()
+        port = taken.getsockname()[1]
+        check_meeting_place(Nodes(count=2, rank=1, address="127.0.0.1", port=port))
+        with pytest.raises(InputError, match=f"--master-port {port} is in use on this machine"):
+            check_meeting_place(Nodes(count=2, rank=0, address="127.0.0.1", port=port))
+    check_meeting_place(Nodes(count=2, rank=0, address="127.0.0.1", port=port))
 
 
 # ------------------------------------------------------------------------- real torchrun jobs

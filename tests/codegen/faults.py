@@ -59,7 +59,7 @@ def limit_files(size_bytes: int) -> None:
 
 def finds_the_disk_full() -> None:
     before(writing, "write_tensors", lambda *_: limit_files(_FEW_BYTES), rank=1)
-    at_step(6, die)
+    at_step(7, die)
 
 
 def damages_what_is_kept(folder: Path, *_: Any) -> None:
@@ -78,7 +78,7 @@ def ask_to_stop(*_: Any) -> None:
 
 FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
     {
-        "a rank dies": lambda: at_step(3, die),
+        "a rank dies": lambda: at_step(5, die),
         "a write has begun": lambda: before(writing, "write_tensors", lambda *_: die(), rank=1),
         "half a file": lambda: before(writing, "write_tensors", leaves_half_a_file, rank=1),
         "no manifest": lambda: before(writing, "_put_in_place", lambda *_: die(), rank=0),
@@ -86,7 +86,7 @@ FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
         "the disk is full": finds_the_disk_full,
         "a byte is flipped": lambda: before(keeper, "_let_go", damages_what_is_kept, rank=0),
         "asked while it writes": lambda: before(writing, "write_tensors", ask_to_stop, rank=1),
-        "asked in a step": lambda: at_step(8, ask_to_stop),
+        "asked in a step": lambda: at_step(10, ask_to_stop),
         "stopped": lambda: at_step(3, lambda: os.kill(os.getpid(), signal.SIGSTOP)),
         "asleep": lambda: at_step(3, lambda: time.sleep(1000)),
         "none": lambda: None,

@@ -46,7 +46,7 @@ def build_dataset():
         for _ in range(30)
     ]
 """
-STEPS = ("--steps", "9")
+STEPS = ("--steps", "12")
 # What is told of each fault, in the order of the starts.
 TOLD = {
     "a rank dies": "exitcode: -9",
@@ -57,7 +57,7 @@ TOLD = {
     "the disk is full": "step 4 could not be kept (File too large",
     "a byte is flipped": "rank-00001.safetensors has other contents than were written",
     "asked while it writes": "stopped by a signal after step",
-    "asked in a step": "stopped by a signal after step 8",
+    "asked in a step": "stopped by a signal after step 10",
 }
 FEW = ("a rank dies", "half a file", "no name yet", "asked while it writes")
 

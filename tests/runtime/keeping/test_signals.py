@@ -15,10 +15,10 @@ from tests.runtime.processes import run_on_ranks
 def test_a_signal_is_a_wish_and_those_who_had_it_before_get_it_back(mesh: Mesh) -> None:
     before, wish = signal.getsignal(signal.SIGUSR1), StopWish(mesh)
     wish.listen()
-    assert not wish.is_agreed(1)
+    assert not wish.ask(1).stops
     os.kill(os.getpid(), signal.SIGUSR1)
     os.kill(os.getpid(), signal.SIGUSR1)  # as schedulers do, which is no second wish
-    assert any(wish.is_agreed(step) for step in range(2, 2000))
+    assert any(wish.ask(step).stops for step in range(2, 2000))
     wish.let_go()
     assert signal.getsignal(signal.SIGUSR1) is before
 
@@ -30,7 +30,7 @@ def steps_of_wish() -> int:
     for step in range(1, 5000):
         if step == 7 and mesh.rank == 1:
             wish._note(signal.SIGTERM, None)
-        if wish.is_agreed(step):
+        if wish.ask(step).stops:
             return step
     return 0
 

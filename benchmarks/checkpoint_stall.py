@@ -1,0 +1,114 @@
+"""Measures how long a training stands still for a checkpoint: written beside it, and at once.
+
+    torchrun --nproc-per-node 2 -m benchmarks.checkpoint_stall [--pairs 5] [--layers 24]
+
+One training, ZeRO-1 over the ranks there are, writes checkpoints of both kinds in turns. The ratio
+is what it waits for one beside it over what it waits for one at once: medians. Then how much longer
+a step takes while a checkpoint is written, and what each rank has written over its even share.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shutil
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from tempfile import gettempdir
+
+import torch
+from torch import nn
+from torch.optim import AdamW
+
+from autopar.runtime.data_parallel import wrap
+from autopar.runtime.keeping.manifest import Moment
+from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.keeping.saving import Saved, Saving
+from autopar.runtime.keeping.writing import Snapshot, rank_file, snapshot
+from autopar.runtime.optimizer import build_optimizer
+from autopar.runtime.ranks import start, stop
+
+ROWS = 64
+STEPS = 5  # without a checkpoint, before each
+
+
+def main() -> None:
+    """Train, keep, print."""
+    options = _options()
+    mesh = start(pipeline=1, data=int(os.environ.get("WORLD_SIZE", "1")), tensor=1)
+    layers = [nn.Linear(options.width, options.width) for _ in range(options.layers)]
+    model = nn.Sequential(*layers).to(mesh.device)
+    wrap(model, mesh, zero=1, compute_dtype=torch.float32, units=())
+    optimizer = build_optimizer([model], AdamW, zero=1, mesh=mesh)
+    rows = torch.randn(ROWS, options.width, device=mesh.device)
+
+    def step() -> float:
+        begun = time.perf_counter()
+        loss = model(rows).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        loss.item()
+        return time.perf_counter() - begun
+
+    def taken(number: int) -> Snapshot:
+        moment = Moment(step=number, rows=0, updates=0)
+        found = snapshot(folder, moment, "", [model], optimizer, mesh)
+        assert isinstance(found, Snapshot), found
+        return found
+
+    folder = Path(options.folder) / "checkpoint-stall"
+    saving, at_once, beside = Saving(mesh), [], []
+    calm, busy = [], []
+    for number in range(options.pairs):
+        calm += [step() for _ in range(STEPS)]
+        begun = time.perf_counter()
+        at_once.append(_whole(saving.write_at_once(taken(2 * number), begun)))
+        calm += [step() for _ in range(STEPS)]
+        begun = time.perf_counter()
+        saving.begin(taken(2 * number + 1), begun)
+        while any(every_rank(saving.is_writing, mesh)):
+            busy.append(step())
+        beside.append(_whole(saving.finish()))
+    own = (folder / f"step-{2 * options.pairs - 1}" / rank_file(mesh.rank)).stat().st_size
+    sizes = every_rank(own, mesh)
+    stop(mesh)
+    if mesh.rank == 0:
+        shutil.rmtree(folder)
+        _tell(at_once, beside, calm, busy, sizes)
+
+
+def _whole(saved: Saved) -> Saved:
+    assert saved.failure is None, saved.failure
+    return saved
+
+
+def _tell(
+    at_once: Sequence[Saved],
+    beside: Sequence[Saved],
+    calm: Sequence[float],
+    busy: Sequence[float],
+    sizes: Sequence[int],
+) -> None:
+    short, long = (median(one.waited_seconds for one in found) for found in (beside, at_once))
+    step = median(calm)
+    print(f"{sum(sizes) / 1e6:,.0f} MB on {len(sizes)} ranks")
+    print(f"the training waits {short:.3f} s beside, {long:.3f} s at once: {short / long:.1%}")
+    print(f"beside it a checkpoint takes {median(one.seconds for one in beside):.3f} s")
+    print(f"steps take {median(busy or calm) / step:.2f} × as long then ({step * 1e3:.1f} ms)")
+    print(f"the largest file is {max(sizes) * len(sizes) / sum(sizes):.4f} × an even share")
+
+
+def _options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=str(__doc__).partition("\n")[0])
+    parser.add_argument("--pairs", type=int, default=5)
+    parser.add_argument("--layers", type=int, default=24)
+    parser.add_argument("--width", type=int, default=1024)
+    parser.add_argument("--folder", default=gettempdir())
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,55 @@
+"""Checkpoints that are written while a training goes on."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+
+from autopar.runtime.keeping.finding import AUTO, find_checkpoint
+from autopar.runtime.keeping.manifest import Moment
+from autopar.runtime.keeping.restoring import restore
+from autopar.runtime.keeping.saving import Saving
+from autopar.runtime.keeping.writing import Snapshot, snapshot
+from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.ranks.mesh import Mesh
+
+
+def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> Snapshot:
+    optimizer = build_optimizer([model], None, zero=0, mesh=mesh)
+    moment = Moment(step=1, rows=1, updates=1)
+    found = snapshot(folder, moment, "", [model], optimizer, mesh)
+    assert isinstance(found, Snapshot)
+    return found
+
+
+def test_what_is_written_is_what_was_there_at_its_step(tmp_path: Path, mesh: Mesh) -> None:
+    model, saving = nn.Linear(300, 300), Saving(mesh)
+    before = model.weight.detach().clone()
+    saving.begin(_taken(tmp_path, model, mesh), time.perf_counter())
+    with torch.no_grad():
+        model.weight.zero_()
+    assert find_checkpoint(tmp_path, AUTO, mesh) is None, "it has no name yet"
+    saved = saving.finish()
+    assert (saved.step, saved.failure, saving.is_under_way) == (1, None, False)
+    assert 0 < saved.waited_seconds <= saved.seconds
+    found = find_checkpoint(tmp_path, AUTO, mesh)
+    assert found is not None
+    restore(found, [model], build_optimizer([model], None, zero=0, mesh=mesh))
+    assert torch.equal(model.weight, before)
+
+
+def test_a_failure_in_the_thread_is_told_when_the_training_asks(
+    tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("autopar.runtime.keeping.writing.write_tensors", full)
+    saving = Saving(mesh)
+    saving.begin(_taken(tmp_path, nn.Linear(2, 2), mesh), time.perf_counter())
+    assert saving.finish().failure == "No space left on device"
+    assert list(tmp_path.iterdir()) == []
