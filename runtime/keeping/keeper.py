@@ -81,7 +81,7 @@ class Keeper:
         self._recipe: Recipe | None = None
         self._rate: Any = None
         self._wish = StopWish(mesh)
-        self._saving = Saving(mesh)
+        self._saving, self._begun_at = Saving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
         self._metrics = Metrics(options.metrics, mesh)
         self._evaluations = Evaluations(options, mesh, self._metrics)
@@ -144,10 +144,12 @@ class Keeper:
         if self._folder is None:
             return
         is_last = step == self._last_step
-        answer = self._wish.ask(step, is_writing=self._saving.is_writing)
+        answer = self._wish.ask(
+            step, is_writing=self._saving.is_writing, is_due=self._are_minutes_over()
+        )
         leaves = answer.stops and not is_last
-        is_best = self._evaluations.is_best(step)
-        is_due = leaves or is_last or is_best or step % self._options.checkpoint_every == 0
+        is_due = answer.is_due or step % self._options.checkpoint_every == 0
+        is_due = is_due or leaves or is_last or self._evaluations.is_best(step)
         with self._watch.paused():
             if answer.is_written or is_due:
                 self._finish()
@@ -202,7 +204,8 @@ class Keeper:
         if (told := self._broken()) is not None:
             self._refuse_broken(step, told)
             return
-        begun, scale = time.perf_counter(), self._loss_scale
+        self._begun_at = begun = time.perf_counter()
+        scale = self._loss_scale
         moment = Moment(
             step=step,
             rows=self.rows + (step - self.step) * self._rows_per_step,
@@ -227,6 +230,10 @@ class Keeper:
         else:
             self._saving.begin(taken, begun)
 
+    def _are_minutes_over(self) -> bool:
+        minutes = self._options.checkpoint_minutes
+        return minutes is not None and time.perf_counter() - self._begun_at > 60 * minutes
+
     def _finish(self) -> None:
         """Put the checkpoint in place that is being written, if there is one."""
         if self._saving.is_under_way:
@@ -249,7 +256,7 @@ class Keeper:
         waited = f"{saved.seconds:,.1f} s, of which the training waited {saved.waited_seconds:,.1f}"
         self._say(f"kept step {saved.step:,} in {folder} ({waited})")
         if self._mesh.rank == 0:
-            _let_go(folder, self._options.keep)
+            _let_go(folder, self._options.keep, self._options.keep_every)
 
     def _tell_failure(self, step: int, failure: str) -> None:
         last = f"step {self._kept_step:,}" if self._kept_step else "none"
@@ -321,11 +328,12 @@ def _step_again(scheduler: LRScheduler, count: int) -> None:
             scheduler.step()
 
 
-def _let_go(folder: Path, keep: int) -> None:
-    """Remove all but the newest checkpoints and the best, and what was left unfinished."""
+def _let_go(folder: Path, keep: int, keep_every: int | None) -> None:
+    """Remove all but the newest checkpoints, the best and those that stay, and unfinished ones."""
     every = checkpoints_in(folder)
     best = best_of(every)
-    for old in every[keep:]:
+    passing = [one for one in every if keep_every is None or step_of(one) % keep_every]
+    for old in passing[keep:]:
         if best is not None and step_of(old) == best[0]:
             continue
         gone = old.with_name(old.name + UNFINISHED)

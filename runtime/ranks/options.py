@@ -63,7 +63,9 @@ def read_options(
     add("--export", default=export, help="trained weights: .safetensors, a folder, or none")
     add("--checkpoint", default=checkpoint, help="the folder of checkpoints, or none")
     add("--checkpoint-every", type=from_one, default=checkpoint_every, help="steps to a checkpoint")
+    add("--checkpoint-minutes", type=from_one, help="one is also written after so long")
     add("--keep", type=from_one, default=keep, help="how many of the newest checkpoints stay")
+    add("--keep-every", type=from_one, metavar="STEPS", help="of every so many steps one stays")
     add("--resume", help="auto (the newest whole checkpoint), a folder step-N, or never")
     parser.set_defaults(eval_every=0, early_stop=None)
     if eval_every is not None:

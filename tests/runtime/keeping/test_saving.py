@@ -10,12 +10,15 @@ import torch
 from torch import nn
 
 from autopar.runtime.keeping.finding import AUTO, find_checkpoint
+from autopar.runtime.keeping.keeper import Keeper, _let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.restoring import restore
 from autopar.runtime.keeping.saving import Saving
 from autopar.runtime.keeping.writing import Snapshot, snapshot
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.weights.initial_weights import Recipe
+from tests.runtime.keeping.test_progress import no_weights, options
 
 
 def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> Snapshot:
@@ -40,6 +43,30 @@ def test_what_is_written_is_what_was_there_at_its_step(tmp_path: Path, mesh: Mes
     assert found is not None
     restore(found, [model], build_optimizer([model], None, zero=0, mesh=mesh))
     assert torch.equal(model.weight, before)
+
+
+def test_the_newest_stay_and_every_so_many_steps(tmp_path: Path) -> None:
+    for step in range(10, 100, 10):
+        (tmp_path / f"step-{step}").mkdir()
+    (tmp_path / "step-100.tmp").mkdir()
+    _let_go(tmp_path, 2, 40)
+    assert {one.name for one in tmp_path.iterdir()} == {"step-40", "step-70", "step-80", "step-90"}
+    _let_go(tmp_path, 1, None)
+    assert [one.name for one in tmp_path.iterdir()] == ["step-90"]
+
+
+def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh: Mesh) -> None:
+    words = ("--checkpoint", str(tmp_path), "--checkpoint-minutes", "1")
+    keeper, model = Keeper(options(*words), mesh, rows_per_step=1, model=""), nn.Linear(2, 2)
+    optimizer = build_optimizer([model], None, zero=0, mesh=mesh)
+    keeper.take([model], optimizer, Recipe(shapes={}, make=no_weights, dtypes={}))
+    keeper.after(1)
+    keeper._begun_at -= 61
+    keeper._wish._steps_between = 1
+    keeper.after(2)
+    keeper._finish()
+    keeper._wish.let_go()
+    assert [one.name for one in tmp_path.iterdir()] == ["step-2"]
 
 
 def test_a_failure_in_the_thread_is_told_when_the_training_asks(
