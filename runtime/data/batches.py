@@ -139,7 +139,7 @@ def dataset_batches(
     read = _streamed if is_streamed(dataset) else _listed
     loader = read(rows, collate, workers)
     sharers = (mesh.pipeline,) if rows_over.size > 1 else (mesh.tensor, mesh.pipeline)
-    return agreed(_read(iter(loader)), sharers, mesh.device)
+    return agreed(_read(mesh.reading.timed(iter(loader))), sharers, mesh.device)
 
 
 def _read(loaded: Iterator[Batch]) -> Iterator[Batch]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
@@ -16,6 +17,7 @@ from torch import Tensor, nn
 from autopar.runtime.data.loss import mean_loss
 from autopar.runtime.keeping.numbers import broken_of, told_broken
 from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.keeping.pace import Pace
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.refusal import give_up
@@ -81,7 +83,7 @@ class Progress:
         self._options, self._mesh, self._parts = options, mesh, parts
         self._learning_rate = learning_rate
         self._amount, self._unit, self._planned = amount, unit, planned
-        self._metrics = Metrics(options.metrics, mesh)
+        self._metrics, self._pace = Metrics(options.metrics, mesh), Pace(mesh)
         self._step, self._begun = begun, time.perf_counter()
         self._before: tuple[int, float] | None = None  # the last line's step and loss
         self._scales_loss, self._before_stopping = scales_loss, before_stopping
@@ -90,7 +92,10 @@ class Progress:
         """Tell a step and return its loss; leave where it is no number, unless that may be."""
         loss = mean_loss(own_loss, self._mesh)
         clipped = float(norm) if self._options.clip else None
-        self._tell(self._line(step, loss, clipped))
+        steps = step - self._step
+        line = self._line(step, loss, clipped)
+        self._tell(line)
+        self._tell_slow(steps, line.seconds, step)
         is_sound = math.isfinite(loss) and (self._scales_loss or math.isfinite(clipped or 0.0))
         was_sound = self._before is None or math.isfinite(self._before[1])
         # fp16 leaves a step out that overflows, and goes on: only a second line tells.
@@ -129,6 +134,12 @@ class Progress:
         self._metrics.add(**data)
         if self._mesh.rank == 0:
             print(json.dumps(data) if self._options.json else line, flush=True)
+
+    def _tell_slow(self, steps: int, seconds: float, step: int) -> None:
+        for one in self._pace.slow_ranks(steps, seconds):
+            self._metrics.add(event=Event.SLOW, step=step, **asdict(one))
+            if self._mesh.rank == 0:
+                print(f"note: {one}", file=sys.stderr, flush=True)
 
     def _stop(self, step: int, loss: float, own_loss: Tensor, norm: float | None) -> None:
         """End the training on all ranks, and say where it went wrong; or let it go on."""

@@ -11,7 +11,7 @@ neighbours; the pipeline axis is the slowest:
 import gc
 import os
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from autopar.runtime.ranks.parent import stop_with_parent
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.rendezvous import store_of
+from autopar.runtime.ranks.stopwatch import Stopwatch
 
 DRY_RUN = "AUTOPAR_DRYRUN"
 
@@ -53,6 +54,7 @@ class Mesh:
     replica: Axis  # the ranks of the data axis that hold the same shard
     is_dry_run: bool
     owns_processes: bool  # start() made the process group, so stop() ends it
+    reading: Stopwatch = field(default_factory=Stopwatch, compare=False)  # the rows of this rank
 
 
 def start(*, pipeline: int, data: int, tensor: int, shard: int | None = None) -> Mesh:

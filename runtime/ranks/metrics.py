@@ -20,6 +20,7 @@ class Event(StrEnum):
     STARTED = "started"
     EVALUATED = "evaluated"
     KEPT = "kept"
+    SLOW = "slow"
     STOPPED_EARLY = "stopped early"
     PREEMPTED = "preempted"
     STOPPED = "stopped"
