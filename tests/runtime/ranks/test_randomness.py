@@ -1,3 +1,4 @@
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
@@ -5,7 +6,7 @@ from torch.nn.functional import dropout
 from torch.utils.checkpoint import checkpoint
 
 from autopar.runtime.ranks.mesh import Axis, Mesh, start
-from autopar.runtime.ranks.randomness import mixed_seed, seed_all, split_randomness
+from autopar.runtime.ranks.randomness import mixed_seed, seed_all, seeded, split_randomness
 from tests.runtime.processes import run_on_ranks
 
 ONES = 64
@@ -76,3 +77,12 @@ def test_mixed_seeds_do_not_meet() -> None:
     assert len(seeds) == 900
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert not dist.is_initialized()
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+def test_the_generator_of_a_device_goes_on_after_numbers_of_another_seed() -> None:
+    torch.cuda.manual_seed(3)
+    before = torch.cuda.get_rng_state()
+    with seeded(5):
+        torch.rand(9, device="cuda")
+    assert torch.equal(torch.cuda.get_rng_state(), before)
