@@ -291,8 +291,8 @@ class Keeper:
             self._say(f"stopped by a signal after step {step:,}; --resume auto goes on")
         raise SystemExit(PREEMPTED if is_kept else 1)
 
-    def _note_stop(self, why: str) -> None:
-        self._metrics.add(event=Event.STOPPED, step=self._kept_step, why=why)
+    def _note_stop(self, step: int, why: str) -> None:
+        self._metrics.add(event=Event.STOPPED, step=step, why=why)
 
     def _count(self, *_: Any) -> None:
         self._updates += 1

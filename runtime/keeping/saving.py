@@ -56,11 +56,17 @@ class Saving:
         return self._one is not None and not self._one.file.done()
 
     def begin(self, taken: Snapshot, begun: float) -> None:
-        """Copy this rank's share and write it in a thread; `begun` is when the training stopped."""
-        taken = replace(taken, tensors=copied(taken.tensors))
+        """Copy this rank's share and write it in a thread; `begun` is when the training stopped.
+
+        A rank whose host has no room for the copy writes at once; the others need not know.
+        """
         file: Future[Written | str] = Future()
-        # A rank that fails leaves at once, whether this has ended or not.
-        threading.Thread(target=_write, args=(taken, file), daemon=True).start()
+        try:
+            taken = replace(taken, tensors=copied(taken.tensors))
+        except (MemoryError, RuntimeError):
+            _write(taken, file)
+        else:  # a rank that fails leaves at once, whether this has ended or not
+            threading.Thread(target=_write, args=(taken, file), daemon=True).start()
         waited = time.perf_counter() - begun
         self._one = _UnderWay(taken=taken, file=file, begun=begun, waited_seconds=waited)
 

@@ -43,7 +43,7 @@ class Watch:
         self._ended = threading.Event()
         self._is_paused = False
 
-    def begin(self, step: int, tell: Callable[[str], None]) -> None:
+    def begin(self, step: int, tell: Callable[[int, str], None]) -> None:
         """Begin to look; `tell` is what the first rank does with the message beside printing it."""
         if not self._mesh.owns_processes or self._mesh.world.size == 1 or self._mesh.is_dry_run:
             return
@@ -93,7 +93,7 @@ class Watch:
             found = f"no step has ended for {self._seconds:,.0f} s: {told_places(places, silent)}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
             print(f"error: {found}\n  fix: {fix}", file=sys.stderr, flush=True)
-            self._tell(found)
+            self._tell(self._step, found)
             with suppress(RuntimeError):
                 _store().set(told, "")
         for rank in silent:

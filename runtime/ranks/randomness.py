@@ -43,7 +43,8 @@ def kept_numbers() -> Iterator[None]:
 @contextmanager
 def seeded(seed: int) -> Iterator[None]:
     """Let numbers that are drawn here be the same in every process, those of devices too."""
-    devices = [torch.cuda.current_device()] if torch.cuda.is_initialized() else []
+    has_device = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    devices = [torch.cuda.current_device()] if has_device else []
     with kept_numbers(), torch.random.fork_rng(devices=devices):
         torch.manual_seed(seed)
         seed_numbers(seed)

@@ -45,6 +45,20 @@ def test_what_is_written_is_what_was_there_at_its_step(tmp_path: Path, mesh: Mes
     assert torch.equal(model.weight, before)
 
 
+def test_without_room_for_a_copy_it_is_written_at_once(
+    tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def no_room(_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("autopar.runtime.keeping.saving.copied", no_room)
+    saving = Saving(mesh)
+    saving.begin(_taken(tmp_path, nn.Linear(2, 2), mesh), time.perf_counter())
+    assert not saving.is_writing
+    assert saving.finish().failure is None
+    assert find_checkpoint(tmp_path, AUTO, mesh) is not None
+
+
 def test_the_newest_stay_and_every_so_many_steps(tmp_path: Path) -> None:
     for step in range(10, 100, 10):
         (tmp_path / f"step-{step}").mkdir()
