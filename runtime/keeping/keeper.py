@@ -150,7 +150,7 @@ class Keeper:
         leaves = answer.stops and not is_last
         is_due = answer.is_due or step % self._options.checkpoint_every == 0
         is_due = is_due or leaves or is_last or self._evaluations.is_best(step)
-        with self._watch.paused():
+        with self._watch.patient():
             if answer.is_written or is_due:
                 self._finish()
             if is_due:

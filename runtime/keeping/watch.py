@@ -26,6 +26,7 @@ from autopar.runtime.ranks.refusal import FAILED
 _STANDARD = sysconfig.get_path("stdlib")
 _PATIENCE_SECONDS = 5.0  # in which the other ranks answer
 _POLL_SECONDS = 0.1
+_PATIENT = 3  # times as long for a checkpoint
 _LEAST_TIMEOUT = timedelta(minutes=30)  # of messages: the watch, which knows more, comes first
 
 
@@ -41,7 +42,7 @@ class Watch:
         self._mesh, self._seconds = mesh, seconds
         self._step = 0
         self._ended = threading.Event()
-        self._is_paused = False
+        self._patience = 1
 
     def begin(self, step: int, tell: Callable[[int, str], None]) -> None:
         """Begin to look; `tell` is what the first rank does with the message beside printing it."""
@@ -51,7 +52,9 @@ class Watch:
         own = (uuid4().hex, os.environ.get("GROUP_RANK"), os.getpid())
         self._ranks: list[tuple[str, str, int]] = every_rank(own, self._mesh)
         for group in dist.distributed_c10d._world.pg_map:
-            _set_pg_timeout(max(2 * timedelta(seconds=self._seconds), _LEAST_TIMEOUT), group)
+            _set_pg_timeout(
+                max((_PATIENT + 1) * timedelta(seconds=self._seconds), _LEAST_TIMEOUT), group
+            )
         threading.Thread(target=self._look, daemon=True).start()
 
     def note(self, step: int) -> None:
@@ -59,11 +62,11 @@ class Watch:
         self._step = step
 
     @contextmanager
-    def paused(self) -> Iterator[None]:
-        """Leave out what may take long for good reasons."""
-        self._is_paused = True
+    def patient(self) -> Iterator[None]:
+        """Wait longer for what happens inside: disks may be slow."""
+        self._patience = _PATIENT
         yield
-        self._is_paused = False
+        self._patience = 1
 
     def end(self) -> None:
         """Look no more."""
@@ -73,12 +76,11 @@ class Watch:
         tick = min(self._seconds / 10, 1.0)
         seen, waited = self._step, 0.0  # by ticks: time in which this process was stopped is none
         while not self._ended.wait(tick):
-            is_still = self._step == seen and not self._is_paused
-            seen, waited = self._step, waited + tick if is_still else 0.0
-            if waited >= self._seconds:
-                self._give_up()
+            seen, waited = self._step, waited + tick if self._step == seen else 0.0
+            if waited >= self._seconds * self._patience:
+                self._give_up(waited)
 
-    def _give_up(self) -> NoReturn:
+    def _give_up(self, waited: float) -> NoReturn:
         """Tell where all ranks are, by the first that answers, and end this one."""
         own = f"after step {self._step:,}, {place_of_main_thread()}"
         places, silent = {self._mesh.rank: own}, []
@@ -90,7 +92,7 @@ class Watch:
             if self._mesh.rank > min(places):
                 store.wait([told], timedelta(seconds=_PATIENCE_SECONDS))
         if self._mesh.rank == min(places):
-            found = f"no step has ended for {self._seconds:,.0f} s: {told_places(places, silent)}"
+            found = f"no step has ended for {waited:,.0f} s: {told_places(places, silent)}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
             print(f"error: {found}\n  fix: {fix}", file=sys.stderr, flush=True)
             self._tell(self._step, found)
