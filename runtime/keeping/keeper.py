@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import shutil
 import sys
 import time
 import warnings
 from collections.abc import Sequence
-from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -24,11 +22,9 @@ from autopar.runtime.keeping.finding import (
     AUTO,
     NEVER,
     Checkpoint,
-    best_of,
-    checkpoints_in,
     find_checkpoint,
-    step_of,
 )
+from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.numbers import broken_of, told_broken
 from autopar.runtime.keeping.owners import every_rank, owners
@@ -40,7 +36,7 @@ from autopar.runtime.keeping.saving import Saved, Saving
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.watch import Watch
-from autopar.runtime.keeping.writing import STEP, UNFINISHED, plan_digest, snapshot
+from autopar.runtime.keeping.writing import plan_digest, snapshot
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Event, Metrics
@@ -140,7 +136,7 @@ class Keeper:
 
     def after(self, step: int) -> None:
         """Write a checkpoint after a step, where it is time for one; leave where a signal asks."""
-        self._watch.note(step)
+        self._watch.note(step, evaluates_next=self._evaluations.are_due(step + 1))
         if self._folder is None:
             return
         is_last = step == self._last_step
@@ -256,7 +252,7 @@ class Keeper:
         waited = f"{saved.seconds:,.1f} s, of which the training waited {saved.waited_seconds:,.1f}"
         self._say(f"kept step {saved.step:,} in {folder} ({waited})")
         if self._mesh.rank == 0:
-            _let_go(folder, self._options.keep, self._options.keep_every)
+            let_go(folder, self._options.keep, self._options.keep_every)
 
     def _tell_failure(self, step: int, failure: str) -> None:
         last = f"step {self._kept_step:,}" if self._kept_step else "none"
@@ -326,19 +322,3 @@ def _step_again(scheduler: LRScheduler, count: int) -> None:
         warnings.filterwarnings("ignore", message="Detected call of `lr_scheduler.step")
         for _ in range(count):
             scheduler.step()
-
-
-def _let_go(folder: Path, keep: int, keep_every: int | None) -> None:
-    """Remove all but the newest checkpoints, the best and those that stay, and unfinished ones."""
-    every = checkpoints_in(folder)
-    best = best_of(every)
-    passing = [one for one in every if keep_every is None or step_of(one) % keep_every]
-    for old in passing[keep:]:
-        if best is not None and step_of(old) == best[0]:
-            continue
-        gone = old.with_name(old.name + UNFINISHED)
-        shutil.rmtree(gone, ignore_errors=True)
-        with suppress(OSError):
-            old.rename(gone)  # at once: half of it would look broken
-    for unfinished in list(folder.glob(f"{STEP}*{UNFINISHED}")):
-        shutil.rmtree(unfinished, ignore_errors=True)

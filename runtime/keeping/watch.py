@@ -26,7 +26,7 @@ from autopar.runtime.ranks.refusal import FAILED
 _STANDARD = sysconfig.get_path("stdlib")
 _PATIENCE_SECONDS = 5.0  # in which the other ranks answer
 _POLL_SECONDS = 0.1
-_PATIENT = 3  # times as long for a checkpoint
+_PATIENT = 3  # times as long for a checkpoint or an evaluation
 _LEAST_TIMEOUT = timedelta(minutes=30)  # of messages: the watch, which knows more, comes first
 
 
@@ -57,16 +57,17 @@ class Watch:
             )
         threading.Thread(target=self._look, daemon=True).start()
 
-    def note(self, step: int) -> None:
-        """Note that a step has ended."""
+    def note(self, step: int, *, evaluates_next: bool = False) -> None:
+        """Note that a step has ended, and whether an evaluation comes with the next one."""
         self._step = step
+        self._patience = _PATIENT if evaluates_next else 1
 
     @contextmanager
     def patient(self) -> Iterator[None]:
         """Wait longer for what happens inside: disks may be slow."""
-        self._patience = _PATIENT
+        before, self._patience = self._patience, _PATIENT
         yield
-        self._patience = 1
+        self._patience = before
 
     def end(self) -> None:
         """Look no more."""

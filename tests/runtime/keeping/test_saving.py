@@ -10,7 +10,8 @@ import torch
 from torch import nn
 
 from autopar.runtime.keeping.finding import AUTO, find_checkpoint
-from autopar.runtime.keeping.keeper import Keeper, _let_go
+from autopar.runtime.keeping.keeper import Keeper
+from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.restoring import restore
 from autopar.runtime.keeping.saving import Saving
@@ -63,9 +64,9 @@ def test_the_newest_stay_and_every_so_many_steps(tmp_path: Path) -> None:
     for step in range(10, 100, 10):
         (tmp_path / f"step-{step}").mkdir()
     (tmp_path / "step-100.tmp").mkdir()
-    _let_go(tmp_path, 2, 40)
+    let_go(tmp_path, 2, 40)
     assert {one.name for one in tmp_path.iterdir()} == {"step-40", "step-70", "step-80", "step-90"}
-    _let_go(tmp_path, 1, None)
+    let_go(tmp_path, 1, None)
     assert [one.name for one in tmp_path.iterdir()] == ["step-90"]
 
 
