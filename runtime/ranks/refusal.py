@@ -86,7 +86,7 @@ def refusals_of_workers() -> Iterator[None]:
 def _leave(message: str, code: int) -> NoReturn:
     store, key = _store_of_torchrun(), _key_of(message)
     if store is None or not _another_tells(store, key):
-        print(message, file=sys.stderr, flush=True)
+        sys.stderr.write(f"{message}\n")  # at once: print writes the end of the line apart
         if store is not None:
             with suppress(RuntimeError):  # torchrun has gone
                 store.set(_told(key), "")
