@@ -175,6 +175,12 @@ def _function_of(name: str) -> str:
     return f"F.{name}" if hasattr(functional, name) else ""
 
 
+def as_op(arguments: Arguments) -> Form:
+    """Print an op as torch has it under its full name."""
+    given = tuple((key, arguments[key]) for key in arguments.raw)
+    return call(f"torch.ops.{arguments.op.target}", keywords=given, is_tensor=False)
+
+
 def by_schema(arguments: Arguments, name: str) -> Form:
     """Print an op as a method of its first argument, or else as a function of torch."""
     names = [key for key in arguments.raw if key not in ("self", "input")]
@@ -201,8 +207,7 @@ def by_schema(arguments: Arguments, name: str) -> Form:
         return method(arguments[owner], name, *positional, keywords=tuple(keywords))
     function = _function_of(name)
     if not function or owner not in (None, next(iter(arguments.raw))):
-        given = tuple((key, arguments[key]) for key in arguments.raw)
-        return call(f"torch.ops.{arguments.op.target}", keywords=given, is_tensor=False)
+        return as_op(arguments)
     if owner is not None:
         positional.insert(0, arguments[owner])
     return call(function, *positional, keywords=tuple(keywords))

@@ -6,6 +6,7 @@ from autopar.codegen.forward.ops import table
 from autopar.codegen.forward.ops.arguments import (
     Arguments,
     Place,
+    as_op,
     base_name,
     by_schema,
     function_call,
@@ -20,6 +21,8 @@ def printed(op: Op, place: Place) -> Form:
     """Return an op as an expression."""
     arguments = Arguments(op, place)
     name = base_name(op.target)
+    if not op.target.startswith("aten."):
+        return as_op(arguments)  # whatever PyTorch has under its name
     special = SPECIAL.get(op.target) or SPECIAL.get(name)
     if special is not None:
         return special(arguments)
