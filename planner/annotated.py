@@ -71,7 +71,7 @@ def annotated_graph(graph: Graph, ops: tuple[AnnotatedOp, ...], *, batch: int) -
     """Return ops and what they read as a graph: an edge for each tensor, with its shape."""
     found = nx.DiGraph()
     known = {one.name: one for one in ops}
-    makers = {name: op.name for op in graph.ops for name in op.outputs}
+    makers = graph.index.made_by
     for name, tensor in graph.tensors.items():
         if name not in makers:
             found.add_node(name, kind=tensor.origin.value, dtype=tensor.dtype)
@@ -80,7 +80,6 @@ def annotated_graph(graph: Graph, ops: tuple[AnnotatedOp, ...], *, batch: int) -
         for name in op.inputs:
             tensor = graph.tensors[name]
             shape = " × ".join(str(size.at(batch)) for size in tensor.shape)
-            found.add_edge(
-                makers.get(name, name), op.name, tensor=name, shape=shape, dtype=tensor.dtype
-            )
+            maker = makers[name].name if name in makers else name
+            found.add_edge(maker, op.name, tensor=name, shape=shape, dtype=tensor.dtype)
     return found

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
@@ -28,11 +27,7 @@ def residence(graph: Graph, layers: Layers) -> Residence:
     stage that needs it, and inputs are on every stage.
     """
     home = {op.name: at for at, layer in enumerate(layers.layers) for op in layer.ops}
-    maker = {out: home[op.name] for op in graph.ops for out in op.outputs}
-    users: dict[str, set[int]] = defaultdict(set)
-    for op in graph.ops:
-        for name in op.inputs:
-            users[name].add(home[op.name])
+    maker = {name: home[op.name] for name, op in graph.index.made_by.items()}
     drawn = (name for op in graph.ops if is_random(op) for name in op.outputs)
     once = computed_once(graph, drawn)
     last_use = _last_uses(graph, home, once)
@@ -44,7 +39,10 @@ def residence(graph: Graph, layers: Layers) -> Residence:
     return Residence(
         home=home,
         maker=maker,
-        users={name: frozenset(used) for name, used in users.items()},
+        users={
+            name: frozenset(home[op.name] for op in ops)
+            for name, ops in graph.index.readers.items()
+        },
         cuts=tuple(map(tuple, cuts)),
     )
 
@@ -58,17 +56,14 @@ def computed_once(graph: Graph, drawn: Iterable[str]) -> frozenset[str]:
     found -= {parameter.name for parameter in graph.parameters}
     found.update(drawn)
     found.update(_beside_statistics(graph))
-    for op in graph.ops:
-        if any(name in found for name in op.inputs):
-            found.update(op.outputs)
-    return frozenset(found)
+    return frozenset(found.union(*(op.outputs for op in graph.index.reached_from(found))))
 
 
 def _beside_statistics(graph: Graph) -> Iterator[str]:
     """Yield what ops return that write to a buffer besides."""
     buffers = {buffer.name for buffer in graph.buffers}
     for op in graph.ops:
-        if any(graph.tensors[name].storage in buffers for name in op.writes):
+        if not buffers.isdisjoint(graph.index.written_by(op)):
             yield from (name for name in op.outputs if graph.tensors[name].storage not in buffers)
 
 
@@ -82,11 +77,3 @@ def _last_uses(graph: Graph, home: Mapping[str, int], once: frozenset[str]) -> M
         for name in op.inputs:
             last[name] = max(at, last.get(name, at))
     return last
-
-
-def crossing(graph: Graph, layers: Layers, position: int) -> tuple[str, ...]:
-    """Return the tensors that live across the cut behind a layer.
-
-    They are made in this layer or before it, and a later layer needs them.
-    """
-    return residence(graph, layers).cuts[position]

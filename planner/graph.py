@@ -11,8 +11,13 @@ from __future__ import annotations
 from collections.abc import Container, Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from functools import cached_property
+from typing import TYPE_CHECKING
 
 from autopar.planner.extent import Extent, numel
+
+if TYPE_CHECKING:
+    from autopar.planner.index import Index
 
 MODEL_DTYPE = "model"
 LOSS_CALL = "(loss)"  # around the ops of the loss function, which is no module
@@ -191,7 +196,7 @@ class Op:
         raise KeyError(f"{self.target} has no argument {name!r}")
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)  # without slots: it carries its index
 class Graph:
     """A model with its loss, traced once for every batch size.
 
@@ -217,6 +222,17 @@ class Graph:
     devices_meet_at: str = ""
     was_noticed: bool = False
     functions: tuple[FunctionCall, ...] = ()  # a call inside another one stands before that
+
+    def learns(self, op: Op) -> bool:
+        """Whether gradients flow through what an op makes."""
+        return any(self.tensors[name].requires_grad for name in op.outputs)
+
+    @cached_property
+    def index(self) -> Index:
+        """Who makes and reads what, and what needs what."""
+        from autopar.planner.index import Index  # with networkx: a fifth of a second
+
+        return Index(self)
 
 
 def input_name(key: str, taken: Container[str]) -> str:

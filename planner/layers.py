@@ -8,12 +8,12 @@ form; they are costed and solved once.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Leaf, substituted
-from autopar.planner.graph import Call, Graph, Op, Origin, Ref, Value
+from autopar.planner.graph import Graph, Op, Origin, Ref, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -75,25 +75,15 @@ class _CallTree:
     """The calls that have ops, by parent, and the ops of each with those of its inner calls."""
 
     def __init__(self, graph: Graph) -> None:
-        self.ops: dict[str, list[Op]] = defaultdict(list)
+        self.ops = graph.index.ops_in
         self.children: dict[str | None, list[str]] = defaultdict(list)
-        for op in graph.ops:
-            for call in ancestors(op.call, graph.calls):
-                if call not in self.ops:
-                    self.children[graph.calls[call].parent].append(call)
-                self.ops[call].append(op)
+        for call in self.ops:
+            self.children[graph.calls[call].parent].append(call)
         numbers: dict[Hashable, int] = {}
         self.forms = {  # calls of equal code have equal numbers
-            call: numbers.setdefault(_form(tuple(ops), graph, None), len(numbers))
+            call: numbers.setdefault(_form(ops, graph, None), len(numbers))
             for call, ops in self.ops.items()
         }
-
-
-def ancestors(call: str | None, calls: Mapping[str, Call]) -> Iterator[str]:
-    """Yield a call and the calls around it, the innermost first."""
-    while call is not None and call in calls:
-        yield call
-        call = calls[call].parent
 
 
 def _units(tree: _CallTree, graph: Graph) -> list[str]:
@@ -138,7 +128,7 @@ def _assigned(graph: Graph, tree: _CallTree, units: list[str]) -> list[tuple[str
     groups: dict[str, list[Op]] = {}
     early: list[Op] = []
     for op in graph.ops:
-        own = next((c for c in ancestors(op.call, graph.calls) if c in weighty), None)
+        own = next((c for c in graph.index.around(op.call) if c in weighty), None)
         if own is None and not order and _has_parameter(op, graph):
             own = op.call  # a model that holds its weights itself, outside of any module
         if own is not None and own not in groups:

@@ -67,7 +67,7 @@ class BodyBuilder:
         self.sizes = Sizes(self.split, self.axis)
         self.have: dict[str, Layout] = {}
         self.same: dict[Held, Held] = {}  # results of ops that do nothing, or nothing new
-        self.repeats = Repeats(self.graph.tensors, self.tree.written_later)
+        self.repeats = Repeats(self.graph)
         self.defined: set[Held] = set()
         self.arguments: dict[Held, str] = {}
         self.lines: list[Line] = []
@@ -79,11 +79,8 @@ class BodyBuilder:
         for one in reversed(self.graph.functions):  # the outer ones first
             self.functions[one.ops[0]].append(one)
         self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
-        self.written = {
-            self.graph.tensors[name].storage
-            for op in self.tree.ops.get(scope, ())
-            for name in op.writes
-        }
+        own = self.tree.ops.get(scope, ())
+        self.written = set[str]().union(*map(self.graph.index.written_by, own))
 
     # --- what comes in ---------------------------------------------------------------------------
 
@@ -219,8 +216,7 @@ class BodyBuilder:
 
     def reads_written(self, op: Op) -> bool:
         """Whether an op touches memory that this body writes to."""
-        tensors = self.graph.tensors
-        return any(tensors[name].storage in self.written for name in (*op.inputs, *op.outputs))
+        return not self.written.isdisjoint(self.graph.index.storages((*op.inputs, *op.outputs)))
 
     def _made(self, tensor: str) -> Held:
         return Held(tensor, self.split.made(tensor))
@@ -256,14 +252,14 @@ class BodyBuilder:
         return wanted
 
     def _conversion(self, held: Held, wanted: Held) -> Line:
-        users = [o for o in self.tree.users.get(held.tensor, ()) if self._converts_for(o, wanted)]
+        users = [o for o in self.graph.index.readers[held.tensor] if self._converts_for(o, wanted)]
         source = self.same.get(held, held)
         converted: Expression = conversions.convert(source, wanted, held, self)
         if held.tensor in self.late_biases:
-            maker = self.tree.maker[held.tensor]
+            maker = self.graph.index.made_by[held.tensor]
             bias = self.owner.tensor(self.late_biases[held.tensor], maker, self)
             converted = binary(converted, "+", bias, Level.SUM)
-        if wanted.tensor in self.tree.written_later:  # never into what others still read
+        if self.graph.index.is_written_later(wanted.tensor):  # never into what others still read
             converted = method(converted, "clone")
         return Line(
             results=wanted,

@@ -157,7 +157,7 @@ def _handed(tensor: str, unit: str, body: BodyBuilder) -> Expression:
 
 def _pattern(value: Value, unit: str, body: BodyBuilder) -> Pattern:
     if isinstance(value, Ref):
-        maker = body.tree.maker.get(value.tensor)
+        maker = body.graph.index.made_by.get(value.tensor)
         if maker is None or not body.tree.is_inside(maker, unit):
             return None
         return Held(value.tensor, body.opening.arrives(value.tensor, body.scope))

@@ -36,7 +36,7 @@ class NeedsInlineError(Exception):
     @staticmethod
     def for_tensor(tensor: str, body: BodyBuilder) -> NeedsInlineError:
         """Return which call hides a tensor from a body."""
-        maker = body.tree.maker.get(tensor)
+        maker = body.graph.index.made_by.get(tensor)
         chain = body.tree.chain(maker) if maker is not None else ()
         key = body.scope
         if body.scope in chain:

@@ -210,11 +210,10 @@ class _Printer:
         """Whether nothing learns from an op, and it computes the same on every tensor rank."""
         layouts = [self.split.made(name) for name in op.outputs]
         layouts += [self.split.need(op, i) for i in range(len(op.inputs))]
-        learns = any(self.graph.tensors[name].requires_grad for name in op.outputs)
-        return not learns and all(layout == WHOLE for layout in layouts)
+        return not self.graph.learns(op) and all(layout == WHOLE for layout in layouts)
 
     def _written_storages(self, part: Part) -> set[str]:
-        return {self.graph.tensors[name].storage for op in part.ops for name in op.writes}
+        return set[str]().union(*map(self.graph.index.written_by, part.ops))
 
     def _signature(self, part: Part, builder: BodyBuilder) -> list[str]:
         positional = [f"{builder.arguments[held]}: Tensor" for held in part.takes]

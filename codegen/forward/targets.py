@@ -147,7 +147,7 @@ def _count(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> Expressi
 
 def counted_loss(graph: Graph) -> Op | None:
     """Return the op that is the loss, where it is a mean over what counts of the batch."""
-    maker = next((op for op in graph.ops if graph.loss in op.outputs), None)
+    maker = graph.index.made_by.get(graph.loss)
     return maker if maker is not None and _counted(graph, [maker]) else None
 
 

@@ -12,7 +12,6 @@ from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Recompute, Zero
 from autopar.planner.errors import InputError
 from autopar.planner.findings.writing_layers import writing_calls
-from autopar.planner.layers import ancestors
 from autopar.planner.plan.plan import Plan
 
 _TABLES = MappingProxyType(
@@ -99,11 +98,10 @@ def _gathered_alone(subject: Subject, paths: Iterable[str]) -> list[str]:
     has to be gathered with the model itself.
     """
     graph = subject.graph
-    known = {parameter.name for parameter in graph.parameters}
     readers = [
-        (name, {graph.calls[call].path for call in ancestors(op.call, graph.calls)})
-        for op in graph.ops
-        for name in known.intersection(op.inputs)
+        (one.name, {graph.calls[call].path for call in graph.index.around(op.call)})
+        for one in graph.parameters
+        for op in graph.index.readers[one.name]
     ]
     return [
         path

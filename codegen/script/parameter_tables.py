@@ -69,10 +69,9 @@ def unread(plan: Plan) -> Source:
     has_unused = any(call.has_unused for call in graph.calls.values())
     if not has_unused or plan.arrangement.data == 1 or plan.arrangement.zero < Zero.GRADIENTS:
         return Source()
-    read = {name for op in graph.ops for name in op.inputs}
     aliases = aliases_of(graph)
     learns = [one.name for one in graph.parameters if one.trainable]
-    found = {alias for name in learns if name not in read for alias in aliases[name]}
+    found = {alias for name in learns if name not in graph.index.readers for alias in aliases[name]}
     known = [alias for name in learns for alias in aliases[name]]
     return assigned("UNREAD", numbered_tuple(outermost(found, known))) if found else Source()
 

@@ -74,7 +74,7 @@ def _ignores(op: Op, graph: Graph, target: str) -> bool:
     ignored = op.argument("ignore_index")
     return any(
         not isinstance(value, bool) and value == ignored
-        for step in steps_to(graph, [target])
+        for step in graph.index.needed_for([target])
         for _, value in step.arguments
     )
 
@@ -98,7 +98,7 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 
 def _kept_from_zero(graph: Graph, name: str) -> tuple[str, float]:
     """Return what a number was before it was kept from being zero, and what was added to it."""
-    maker = next((op for op in graph.ops if name in op.outputs), None)
+    maker = graph.index.made_by.get(name)
     if maker is None or kind_of(maker) not in (OpKind.CLAMP, OpKind.CAST, OpKind.ADDITION):
         return name, 0.0
     other = dict(maker.arguments).get("other", 0.0)
@@ -108,27 +108,14 @@ def _kept_from_zero(graph: Graph, name: str) -> tuple[str, float]:
     return count, added + other
 
 
-def steps_from_batch(graph: Graph, targets: Iterable[str]) -> list[Op] | None:
+def steps_from_batch(graph: Graph, targets: Iterable[str]) -> tuple[Op, ...] | None:
     """Return the ops that make tensors from the batch alone.
 
     None where a parameter, a buffer or what was drawn at random is in them.
     """
     needed = set(targets)
-    steps = steps_to(graph, needed)
+    steps = graph.index.needed_for(needed)
     needed |= {name for op in steps for name in op.inputs}
     origins = {graph.tensors[name].origin for name in needed}
     is_own = origins & {Origin.PARAMETER, Origin.BUFFER} or any(map(is_random, steps))
     return None if is_own else steps
-
-
-def steps_to(graph: Graph, targets: Iterable[str]) -> list[Op]:
-    """Return the ops that make tensors, with those that write into them or what they view."""
-    needed, steps = set(targets), list[Op]()
-    storages = {graph.tensors[name].storage for name in needed}
-    for op in reversed(graph.ops):
-        writes = any(graph.tensors[name].storage in storages for name in op.writes)
-        if writes or needed & set(op.outputs):
-            steps.append(op)
-            needed |= set(op.inputs)
-            storages |= {graph.tensors[name].storage for name in op.inputs}
-    return steps[::-1]

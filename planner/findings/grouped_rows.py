@@ -32,7 +32,6 @@ class _Reader:
 
     def __init__(self, graph: Graph) -> None:
         self.graph = graph
-        self.makers = {out: kind_of(op) for op in graph.ops for out in op.outputs}
         self.order: dict[str, str] = {}  # tensor → the sort in whose order its rows lie
         self.places: dict[str, str] = {}  # tensor → the sort whose rows it names, in their order
         self.ways_back: dict[str, str] = {}  # tensor → the sort from whose order it leads back
@@ -70,7 +69,8 @@ class _Reader:
         """Whether an op writes at the places of a sort the numbers of its rows."""
         if len(op.inputs) != 3 or op.inputs[1] not in self.places:
             return False
-        return self.makers.get(op.inputs[2]) is OpKind.RANGE
+        maker = self.graph.index.made_by.get(op.inputs[2])
+        return maker is not None and kind_of(maker) is OpKind.RANGE
 
     def _returns(self, op: Op) -> bool:
         """Whether an op adds what lies in the order of a sort to the rows that its places name."""

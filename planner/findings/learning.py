@@ -11,14 +11,7 @@ from autopar.planner.graph import Graph
 
 def learning_parameters(graph: Graph) -> frozenset[str]:
     """Return the names of the parameters that have a gradient after a backward of the loss."""
-    tensors = graph.tensors
-    reached, written = {graph.loss}, {tensors[graph.loss].storage}
-    for op in reversed(graph.ops):
-        if not any(tensors[name].requires_grad for name in op.outputs):
-            continue
-        if not reached.isdisjoint(op.outputs) or any(
-            tensors[name].storage in written for name in op.writes
-        ):
-            reached.update(op.inputs)
-            written.update(tensors[name].storage for name in op.inputs)
+    constant = (op for op in graph.ops if not graph.learns(op))
+    learning = graph.index.needed_for([graph.loss], without=constant)
+    reached = {graph.loss}.union(*(op.inputs for op in learning))
     return frozenset(one.name for one in graph.parameters if one.trainable) & reached

@@ -71,7 +71,7 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
 
 def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | None:
     """Return the first op on the way to the loss that made it what it is."""
-    makers = {out: op for op in graph.ops for out in op.outputs}
+    makers = graph.index.made_by
     op = makers.get(graph.loss)
     while op is not None:
         before = next((one for one in op.inputs if found[one] is kind and one in makers), None)
@@ -142,7 +142,7 @@ class _Reader:
         return self._unknown(op, rule)
 
     def _unknown(self, op: Op, rule: Rule) -> Follows:
-        learns = any(self.graph.tensors[out].requires_grad for out in op.outputs)
+        learns = self.graph.learns(op)
         return Follows.MEETS if rule.linear is Linear.NO and learns else Follows.NEARLY
 
     def _added(self, op: Op) -> Follows:

@@ -11,7 +11,7 @@ from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.findings.writing_layers import writing_calls, written
 from autopar.planner.graph import MODULE, Graph, Op, objects
-from autopar.planner.layers import Layer, ancestors
+from autopar.planner.layers import Layer
 from autopar.planner.precision import FUSED
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
@@ -59,7 +59,7 @@ def _hindrance(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> Hindran
     call = graph.calls.get(layer.call)
     if call is None or call.is_function or not call.path:
         return Hindrance(why="its code stands in the model's own forward, not in a module's")
-    made = (graph.tensors[name].storage for op in layer.ops for name in op.outputs)
+    made = graph.index.storages(name for op in layer.ops for name in op.outputs)
     if writers.keys().isdisjoint((*made, *written(layer.ops, graph))):
         return None
     try:
@@ -81,7 +81,7 @@ def _writer_into_kept(layer: Layer, graph: Graph, writers: Mapping[str, Op]) -> 
     """
     if not writers:
         return None
-    ops = [op for op in layer.ops if layer.call in ancestors(op.call, graph.calls)]
+    ops = [op for op in layer.ops if layer.call in graph.index.around(op.call)]
     last = max((i for i, op in enumerate(ops) if keeps_anything(op, graph, FUSED)), default=0)
     kept = (name for op in ops[:last] if rule_of(op.target).contracts for name in op.outputs)
     return next((writers[name] for name in kept if name in writers), None)

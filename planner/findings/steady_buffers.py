@@ -30,5 +30,5 @@ def steady_buffers(graph: Graph) -> tuple[str, ...]:
 
 def written_buffers(op: Op, graph: Graph) -> set[str]:
     """Return the buffers that an op writes to."""
-    storages = {graph.tensors[name].storage for name in op.writes}
+    storages = graph.index.written_by(op)
     return {name for name in storages if graph.tensors[name].origin is Origin.BUFFER}

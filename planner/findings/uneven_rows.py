@@ -19,6 +19,6 @@ def may_be_uneven(graph: Graph) -> bool:
         return False
     if any(kind_of(op) is OpKind.BATCH_NORM for op in graph.ops):
         return False
-    maker = next((op for op in graph.ops if graph.loss in op.outputs), None)
+    maker = graph.index.made_by.get(graph.loss)
     names = counted_by(maker, graph) if maker is not None else ()
     return bool(names) and is_told(graph, names)

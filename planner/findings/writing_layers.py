@@ -11,7 +11,6 @@ from collections.abc import Iterable, Iterator
 
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Call, Graph, Op, Origin, refs
-from autopar.planner.layers import ancestors
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 
@@ -42,23 +41,20 @@ class _Borders:
 
     def __init__(self, graph: Graph, call: str) -> None:
         self.graph, self.call = graph, graph.calls[call]
-        within = [call in ancestors(op.call, graph.calls) for op in graph.ops]
-        last = len(within) - 1 - within[::-1].index(True) if any(within) else -1
-        self.own = [op for op, is_own in zip(graph.ops, within, strict=True) if is_own]
-        self.after = graph.ops[last + 1 :] if self.own else ()
+        self.own = graph.index.ops_in[call]
+        self.after = graph.ops[graph.index.places[self.own[-1].name] + 1 :] if self.own else ()
         self.results = graph.tensors.keys() & set(refs(self.call.result))
 
     @property
     def matter(self) -> bool:
         """Whether something is written across."""
-        makers = {name: op for op in self.own for name in op.outputs if self._storage(name) == name}
-        made = makers.keys()
+        made = {name for op in self.own for name in op.outputs if self._storage(name) == name}
         given = frozenset(written(self.own, self.graph)) - made
         views = [
             name
             for name in self.results
             if self._storage(name) in made - {name}
-            or (name in made and self._is_view_within(makers[name]))
+            or (name in made and self._is_view_within(self.graph.index.made_by[name]))
         ]
         returned = frozenset(map(self._storage, views)).intersection(
             written(self.after, self.graph)

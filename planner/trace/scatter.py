@@ -8,7 +8,7 @@ write is left as it stands.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
@@ -31,22 +31,16 @@ class _Written:
     """
 
     def __init__(self, graph: Graph) -> None:
-        self.graph = graph
-        self.made = {out: i for i, op in enumerate(graph.ops) for out in op.outputs}
+        self.graph, self.index = graph, graph.index
         self.views = views_of(graph)
 
     def storages(self) -> frozenset[str]:
         """Return the names of the storages."""
-        first: dict[str, int] = {}
-        refused: set[str] = set()
-        for i, op in enumerate(self.graph.ops):
-            for name in op.writes:
-                storage = self.graph.tensors[name].storage
-                first.setdefault(storage, i)
-                if not self._is_copy(op):
-                    refused.add(storage)
-            refused |= set(self._stale(i, op, first))
-        return frozenset(first.keys() - refused)
+        return frozenset(
+            storage
+            for storage, ops in self.index.writers.items()
+            if all(map(self._is_copy, ops)) and not self._is_stale(storage, ops[0])
+        )
 
     def _is_copy(self, op: Op) -> bool:
         tensors = self.graph.tensors
@@ -61,14 +55,16 @@ class _Written:
             and tensors[root].storage == root
         )
 
-    def _stale(self, i: int, op: Op, first: Mapping[str, int]) -> Iterator[str]:
-        """Yield the storages of which an op reads a view that was made before the first write."""
-        for name in op.inputs:
-            storage = self.graph.tensors[name].storage
-            written = first.get(storage, i)
-            is_old = self.made.get(name, i) < written < i
-            if is_old and name != storage and not (name in op.writes and self._is_first(name)):
-                yield storage
+    def _is_stale(self, storage: str, first: Op) -> bool:
+        """Whether a view that was made before the first write is read after it."""
+        written = self.index.places[first.name]
+        return any(
+            written < self.index.places[op.name]
+            for name in self.index.lying_in[storage]
+            if name != storage and self.index.made_at(name) < written
+            for op in self.index.readers[name]
+            if not (name in op.writes and self._is_first(name))
+        )
 
     def _is_first(self, view: str) -> bool:
         """Whether a view shows its storage without another view between them."""
@@ -201,18 +197,10 @@ class _Spans:
 
 
 def _spans(graph: Graph) -> _Spans:
-    first: dict[str, int] = {}
-    last: dict[str, int] = {}
-    for i, op in enumerate(graph.ops):
-        call: str | None = op.call
-        while call is not None and call in graph.calls:
-            first.setdefault(call, i)
-            last[call] = i
-            call = graph.calls[call].parent
-    spans = _Spans()
-    for key in first:
-        spans.begin.setdefault(first[key], []).append(key)
-        spans.end.setdefault(last[key], []).append(key)
+    spans, places = _Spans(), graph.index.places
+    for key, ops in graph.index.ops_in.items():
+        spans.begin.setdefault(places[ops[0].name], []).append(key)
+        spans.end.setdefault(places[ops[-1].name], []).append(key)
     return spans
 
 

@@ -7,7 +7,7 @@ that several stages need: these are drawn once, and what is computed from them c
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -42,12 +42,8 @@ def cut_calls(tree: CallTree, places: Mapping[str, int]) -> list[str]:
         call
         for call, ops in tree.ops.items()
         if call not in (ROOT, LOSS)
-        and len({places[op.name] for op in ops if _has_gradient(op, tree)}) > 1
+        and len({places[op.name] for op in ops if tree.graph.learns(op)}) > 1
     ]
-
-
-def _has_gradient(op: Op, tree: CallTree) -> bool:
-    return any(tree.graph.tensors[name].requires_grad for name in op.outputs)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -98,7 +94,7 @@ class Cutter:
         """Raise an error for an op that changes the batch, which several stages would do."""
         tensors = self.graph.tensors
         for op in self.graph.ops:
-            storages = {tensors[name].storage for name in op.writes}
+            storages = self.graph.index.written_by(op)
             if any(tensors[name].origin is Origin.INPUT for name in storages) and (
                 sum(op.name in stage for stage in self.needed) > 1
             ):
@@ -110,26 +106,15 @@ class Cutter:
 
     def _refuse_written_views(self) -> None:
         """Raise an error for a write into memory that a stage receives under several names."""
-        tensors = self.graph.tensors
         for number, takes in enumerate(self.cuts, start=1):
-            received = Counter(tensors[held.tensor].storage for held in takes)
+            received = Counter(self.graph.tensors[held.tensor].storage for held in takes)
             for op in self.part(number).ops:
-                if any(received[tensors[name].storage] > 1 for name in op.writes):
+                if any(received[storage] > 1 for storage in self.graph.index.written_by(op)):
                     raise InputError(
                         f"{op.name} writes to a tensor of which a stage receives views, too",
                         where=op.location,
                         fix="make a new tensor (x = x + 1)",
                     )
-
-    def _writers(self) -> Mapping[str, Sequence[Op]]:
-        """Return the ops that write to memory that the forward itself has made."""
-        found: dict[str, list[Op]] = defaultdict(list)
-        for op in self.graph.ops:
-            for name in op.writes:
-                storage = self.graph.tensors[name].storage
-                if storage not in self.buffers and not self._runs_once(op):
-                    found[storage].append(op)
-        return found
 
     def _returns_loss(self) -> bool:
         """Whether the last stage returns the loss: it must where the root's result is not plain."""
@@ -145,9 +130,8 @@ class Cutter:
         return tuple(name for name in refs(result) if name in self.graph.tensors)
 
     def _needed_by_stage(self) -> list[frozenset[str]]:
-        """Return the ops that each stage runs."""
-        writers = self._writers()
-        return [self._needed(*pair, writers) for pair in enumerate(self._own())]
+        """Return the ops that each stage runs: its own, and what those need besides."""
+        return [self._needed(stage, own) for stage, own in enumerate(self._own())]
 
     def _own(self) -> list[list[Op]]:
         """Return the ops that only one stage runs, by stage: for one tensor alone, or a buffer."""
@@ -159,24 +143,12 @@ class Cutter:
                 found[self.places[op.name]].append(op)
         return found
 
-    def _needed(
-        self, stage: int, own: Sequence[Op], writers: Mapping[str, Sequence[Op]]
-    ) -> frozenset[str]:
-        """Return the ops that a stage runs: its own, and what those need besides."""
-        needed = {op.name for op in own}
+    def _needed(self, stage: int, own: Sequence[Op]) -> frozenset[str]:
         results = self._results() if stage == self.last else ()
-        todo = [name for op in own for name in (*op.inputs, *self._handed(op))] + list(results)
-        while todo:
-            tensor = todo.pop()
-            maker = self.tree.maker.get(tensor)
-            if maker is not None and (maker.name in needed or self._runs_once(maker)):
-                continue
-            makers = () if maker is None else (maker,)
-            for op in (*makers, *writers.get(self.graph.tensors[tensor].storage, ())):
-                if op.name not in needed:
-                    needed.add(op.name)
-                    todo += [*op.inputs, *op.writes]
-        return frozenset(needed)
+        read = {name for op in own for name in (*op.inputs, *self._handed(op))}
+        once = filter(self._runs_once, self.graph.ops)
+        besides = self.graph.index.needed_for(read.union(results), without=once)
+        return frozenset(op.name for op in (*own, *besides))
 
     def _handed(self, op: Op) -> Iterator[str]:
         """Yield what the module is given that an op runs in, be it read there or not."""
@@ -187,26 +159,22 @@ class Cutter:
                 yield from (name for name in refs(value) if name in self.graph.tensors)
 
     def _writes_buffer(self, op: Op) -> bool:
-        tensors = self.graph.tensors
-        return any(tensors[name].storage in self.buffers for name in op.writes)
+        return not self.buffers.isdisjoint(self.graph.index.written_by(op))
 
     def _runs_once(self, op: Op) -> bool:
         return any(name in self.once for name in op.outputs)
 
     def _cuts(self) -> list[tuple[Held, ...]]:
         """Return the values that cross behind each stage but the last, in the order of the ops."""
-        readers: dict[str, list[Op]] = defaultdict(list)
-        for op in self.graph.ops:
-            for name in dict.fromkeys(op.inputs):
-                readers[name].append(op)
         results = set(self._results())
         cuts: list[list[Held]] = [[] for _ in range(self.last)]
         for op in filter(self._runs_once, self.graph.ops):
             for name in op.outputs:
-                runs = [self.last_runs.get(reader.name, -1) for reader in readers[name]]
+                readers = self.graph.index.readers[name]
+                runs = [self.last_runs.get(reader.name, -1) for reader in readers]
                 stop = self.last if name in results else max(runs, default=-1)
                 for stage in range(self.places[op.name], stop):
-                    later = [r for r in readers[name] if self.last_runs.get(r.name, -1) > stage]
+                    later = [r for r in readers if self.last_runs.get(r.name, -1) > stage]
                     cuts[stage].append(Held(name, self._crossing_layout(name, later)))
         return [tuple(cut) for cut in cuts]
 

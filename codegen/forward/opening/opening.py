@@ -71,7 +71,7 @@ class Opening:
     def entry(self, call: str, tensor: str) -> Layout:
         """Return the layout in which a tensor is handed to a call."""
         arrives = self.arrives(tensor, call)
-        for op in self.tree.users.get(tensor, ()):
+        for op in self.tree.graph.index.readers[tensor]:
             if self.tree.is_inside(op, call):
                 for layout in reversed(self.split.way(op, op.inputs.index(tensor))[1:]):
                     place = self.places.get((op.name, tensor, layout))
@@ -120,7 +120,7 @@ class _Opener:
         inlined: set[str],
         called: frozenset[str],
     ) -> None:
-        self.split, self.tree = split, tree
+        self.split, self.tree, self.index = split, tree, tree.graph.index
         self.opened, self.inlined, self.called = opened, inlined, called
         self.places: dict[tuple[str, str, Layout], str] = {}
         self.leaves: dict[str, tuple[str, Layout]] = {}
@@ -137,7 +137,7 @@ class _Opener:
                 self._open(call)
         loss = self.tree.graph.loss
         if self.split.made(loss) != WHOLE:
-            self._open(self.tree.maker[loss].call)
+            self._open(self.index.made_by[loss].call)
         groups = self._groups()
         for group in groups:
             if not group.below and not group.above:
@@ -218,10 +218,9 @@ class _Opener:
         ]
 
     def _maker_chain(self, tensor: str) -> tuple[str, ...]:
-        if tensor in self.tree.maker:
-            return self.tree.chain(self.tree.maker[tensor])
-        users = self.tree.users[tensor]
-        in_model = all(ROOT in self.tree.chain(op) for op in users)
+        if tensor in self.index.made_by:
+            return self.tree.chain(self.index.made_by[tensor])
+        in_model = all(ROOT in self.tree.chain(op) for op in self.index.readers[tensor])
         return (LOSS, ROOT) if in_model else (LOSS,)
 
     def _highest(self, tensor: str, way: Way, op: Op) -> str:
@@ -240,7 +239,7 @@ class _Opener:
 
     def _is_uniform(self, tensor: str, way: Way, call: str) -> bool:
         """Whether all users in a call want the tensor to go this way first."""
-        inside = [op for op in self.tree.users[tensor] if self.tree.is_inside(op, call)]
+        inside = [op for op in self.index.readers[tensor] if self.tree.is_inside(op, call)]
         return tensor in self.tree.entering(call) and self._all_go(tensor, way, inside)
 
     def _all_go(self, tensor: str, way: Way, ops: Sequence[Op]) -> bool:
@@ -268,7 +267,7 @@ class _Opener:
 
     def _may_leave(self, tensor: str, way: Way, call: str) -> bool:
         """Whether everything outside a call wants the tensor to go this way."""
-        outside = [op for op in self.tree.users[tensor] if not self.tree.is_inside(op, call)]
+        outside = [op for op in self.index.readers[tensor] if not self.tree.is_inside(op, call)]
         return tensor in self.tree.leaving(call) and self._all_go(tensor, way, outside)
 
     def _place(self, group: _Group) -> None:

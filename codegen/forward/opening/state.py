@@ -37,8 +37,8 @@ def finds_state(opening: Opening) -> list[str]:
 
 def _is_printed(names: frozenset[str], opening: Opening) -> bool:
     """Whether printed code makes one of these tensors."""
-    makers = [opening.tree.maker[name] for name in names if name in opening.tree.maker]
-    return not all(map(opening.is_hidden, makers))
+    made_by = opening.tree.graph.index.made_by
+    return not all(opening.is_hidden(made_by[name]) for name in names if name in made_by)
 
 
 def _repeated(tree: CallTree) -> list[Sequence[str]]:

@@ -70,14 +70,14 @@ def _used_along(users: Sequence[Op], body: BodyBuilder) -> str:
         gives = layout.gives if layout is not None and op.name not in seen else ()
         seen.add(op.name)
         if any(one.kind is Kind.REPLICATED for one in gives):
-            waiting += [user for made in op.outputs for user in body.tree.users.get(made, ())]
+            waiting += [user for made in op.outputs for user in body.graph.index.readers[made]]
     return ""
 
 
 def reason(held: Held, wanted: Held, users: Sequence[Op], body: BodyBuilder) -> str:
     """Return why a value is converted, in the names of the model's axes."""
     split = body.split
-    maker = body.tree.maker.get(held.tensor)
+    maker = body.graph.index.made_by.get(held.tensor)
     made_along = split.split_axis_name(maker) if maker is not None else ""
     used_along = _used_along(users, body)
     source, target = split.axis_name(held.layout), split.axis_name(wanted.layout)

@@ -297,7 +297,7 @@ def late_bias(op: Op, body: BodyBuilder) -> str | None:
     out, held_as = op.outputs[0], body.split.made(bias.tensor).kind
     ways = [
         (body.split.way(user, i)[1:], user)
-        for user in body.tree.users.get(out, ())
+        for user in body.graph.index.readers[out]
         for i, name in enumerate(user.inputs)
         if name == out
     ]

@@ -7,7 +7,7 @@ import linecache
 import re
 import sys
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence, Set
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import groupby, takewhile
@@ -56,29 +56,31 @@ def author_names(graph: Graph) -> Mapping[str, str]:
     `x = self.norm(x[:, 0])` the module is. What a function makes is what other code uses.
     """
     own: dict[str, list[Op]] = defaultdict(list)
-    users: dict[str, set[str]] = defaultdict(set)
     for op in graph.ops:
         own[op.call].append(op)
-        for name in op.inputs:
-            users[name].add(op.name)
     found: dict[str, str] = {}
     for ops in own.values():
         for setting, run in groupby(ops, key=lambda op: _setting(op.location)):
             if setting is not None:
-                made = _set_by(setting, tuple(run), users)
+                made = _set_by(setting, tuple(run), graph)
                 found |= zip(made, setting.names, strict=True) if made else ()
     return MappingProxyType({tensor: name for tensor, name in found.items() if name})
 
 
-def _set_by(setting: _Setting, ops: Sequence[Op], users: Mapping[str, Set[str]]) -> tuple[str, ...]:
+def _set_by(setting: _Setting, ops: Sequence[Op], graph: Graph) -> tuple[str, ...]:
     """Return the tensors that a statement gives its names to, nothing where that is unclear."""
     made = ops[-1].outputs
     if setting.is_by(ops[-1].target):
         return made if len(made) == len(setting.names) else ()
     if not setting.is_function or len(setting.names) != 1:
         return ()
-    inside = {op.name for op in ops}
-    left = [name for op in ops for name in op.outputs if not users[name] <= inside]
+    inside, readers = {op.name for op in ops}, graph.index.readers
+    left = [
+        name
+        for op in ops
+        for name in op.outputs
+        if any(reader.name not in inside for reader in readers[name])
+    ]
     return tuple(left) if len(left) == 1 else ()
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -16,15 +15,12 @@ ROOT = ""
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallTree:
-    """The calls around each call, the ops in it, and who makes and uses each tensor."""
+    """The calls around each call, and the ops in it."""
 
     graph: Graph
     chains: Mapping[str, tuple[str, ...]]  # outermost first: (LOSS, ROOT, "h.0", "h.0.attn", …)
     inside: Mapping[str, tuple[str, ...]]  # the calls directly in each call
     ops: Mapping[str, tuple[Op, ...]]  # of a call with all calls inside
-    maker: Mapping[str, Op]
-    users: Mapping[str, tuple[Op, ...]]
-    written_later: frozenset[str]  # tensors to whose memory an op writes that comes after them
     named: Mapping[str, str]  # tensors to which the model's author gives a name
 
     def chain(self, op: Op) -> tuple[str, ...]:
@@ -72,23 +68,9 @@ class CallTree:
 
 def call_tree(graph: Graph) -> CallTree:
     """Return the nest of calls of a graph."""
-    chains: dict[str, tuple[str, ...]] = {LOSS: (LOSS,)}
-
-    def chain(call: str) -> tuple[str, ...]:
-        if call not in chains:
-            parent = graph.calls[call].parent
-            chains[call] = (*chain(LOSS if parent is None else parent), call)
-        return chains[call]
-
-    inside: dict[str, list[Op]] = defaultdict(list)
-    users: dict[str, list[Op]] = defaultdict(list)
-    for op in graph.ops:
-        for call in chain(op.call):
-            inside[call].append(op)
-        for tensor in dict.fromkeys(op.inputs):
-            users[tensor].append(op)
-    for call in graph.calls:
-        chain(call)
+    index = graph.index
+    outer = (around for call in graph.calls for around in reversed(index.around(call)))
+    chains = {call: (LOSS, *reversed(index.around(call))) for call in (LOSS, *index.ops_in, *outer)}
     children: dict[str, list[str]] = {call: [] for call in chains}
     for call, around in chains.items():
         if len(around) > 1:
@@ -97,22 +79,9 @@ def call_tree(graph: Graph) -> CallTree:
         graph=graph,
         chains=MappingProxyType(chains),
         inside=MappingProxyType({call: tuple(own) for call, own in children.items()}),
-        ops=MappingProxyType({call: tuple(ops) for call, ops in inside.items()}),
-        maker=MappingProxyType({t: op for op in graph.ops for t in op.outputs}),
-        users=MappingProxyType({t: tuple(ops) for t, ops in users.items()}),
-        written_later=_written_later(graph),
+        ops=MappingProxyType({LOSS: graph.ops, **index.ops_in}),
         named=author_names(graph),
     )
-
-
-def _written_later(graph: Graph) -> frozenset[str]:
-    """Return the tensors, made by ops or from outside, to whose memory a later op writes."""
-    found, storages = set[str](), set[str]()
-    for op in reversed(graph.ops):
-        found |= {name for name in op.outputs if graph.tensors[name].storage in storages}
-        storages |= {graph.tensors[name].storage for name in op.writes}
-    outside = (one for one in graph.tensors.values() if one.origin is not Origin.OP)
-    return frozenset(found | {one.name for one in outside if one.storage in storages})
 
 
 def common(chains: Iterator[tuple[str, ...]] | list[tuple[str, ...]]) -> tuple[str, ...]:

@@ -105,7 +105,7 @@ def split_graph(
     ops = _op_layouts(graph, axes, layers, layouts) if degree > 1 else {}
     gives = {t: g for op in graph.ops if op.name in ops for t, g in _results(op, ops[op.name])}
     given = {p.name: _plain(p.layout, p.name, graph) for p in outside if p.name in graph.tensors}
-    is_made = {t for op in graph.ops for t in op.outputs}
+    is_made = graph.index.made_by.keys()
     if degree > 1:
         gives |= {name: layout for name, layout in given.items() if name not in is_made}
     return Split(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
-
 from autopar.codegen.forward.text.expressions import Expression, Held
-from autopar.planner.graph import Tensor
+from autopar.planner.graph import Graph
 
 
 class Repeats:
@@ -15,13 +13,14 @@ class Repeats:
     for each kind of layer. What anything writes to is left as it is.
     """
 
-    def __init__(self, tensors: Mapping[str, Tensor], written_later: Set[str]) -> None:
-        self.tensors, self.written_later = tensors, written_later
+    def __init__(self, graph: Graph) -> None:
+        self.graph = graph
         self.made: dict[Expression, Held] = {}
 
     def earlier(self, expression: Expression, made: Held) -> Held | None:
         """Return the value that is this one already, and remember this one if there is none."""
-        if self.tensors[made.tensor].requires_grad or made.tensor in self.written_later:
+        learns = self.graph.tensors[made.tensor].requires_grad
+        if learns or self.graph.index.is_written_later(made.tensor):
             return None
         found = self.made.setdefault(expression, made)
         return found if found != made and found.layout == made.layout else None

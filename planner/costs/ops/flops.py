@@ -23,7 +23,7 @@ def backward_flops(rule: Rule, shapes: LocalShapes) -> int:
     What has no gradient, the results being whole numbers or frozen, has none.
     """
     op, graph = shapes.op, shapes.graph
-    if not any(graph.tensors[name].requires_grad for name in op.outputs):
+    if not graph.learns(op):
         return 0
     computation = computation_of(rule, shapes)
     if computation is not None:

@@ -149,7 +149,7 @@ def _parameters(plan: Plan) -> Iterator[str]:
     graph = plan.graph
     parameters = {one.name for one in graph.parameters}
     known = parameters | {one.name for one in graph.buffers}
-    made = {name for op in graph.ops for name in op.outputs}
+    made = graph.index.made_by.keys()
     places = (("parameters", plan.parameters, known), ("crossing", plan.crossing, made))
     for where, own, names in places:
         yield from _doubled(where, (one.name for one in own))
@@ -157,7 +157,7 @@ def _parameters(plan: Plan) -> Iterator[str]:
             if one.name not in names:
                 kind = "parameter" if own is plan.parameters else "result of an op"
                 yield f"{where}.{number}: the graph has no {kind} {one.name[:_MOST_SHOWN]!r}"
-    used = {name for op in graph.ops for name in op.inputs}  # what no op reads has no layout
+    used = graph.index.readers.keys()  # what no op reads has no layout
     missing = parameters & used - {one.name for one in plan.parameters}
     for name in sorted(missing):
         yield f"parameters: the layout of {name!r} is missing"

@@ -101,9 +101,8 @@ def learning(subject: Subject) -> Iterator[bool]:
 
     What nothing learns from is computed where it is needed: a stage of such layers alone is empty.
     """
-    tensors = subject.graph.tensors
     for layer in subject.layers.layers:
-        yield any(tensors[name].requires_grad for op in layer.ops for name in op.outputs)
+        yield any(map(subject.graph.learns, layer.ops))
 
 
 def shared_buffers(subject: Subject) -> Mapping[str, tuple[int, int]]:
@@ -115,7 +114,7 @@ def shared_buffers(subject: Subject) -> Mapping[str, tuple[int, int]]:
     homes = defaultdict[str, list[int]](list)
     for position, layer in enumerate(subject.layers.layers):
         for op in layer.ops:
-            for storage in written & {graph.tensors[name].storage for name in op.inputs}:
+            for storage in written & graph.index.storages(op.inputs):
                 homes[storage].append(position)
     return {name: (used[0], used[-1]) for name, used in homes.items() if used[0] < used[-1]}
 

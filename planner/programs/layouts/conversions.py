@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
-
 from autopar.planner.axes.infer import Axes
 from autopar.planner.graph import Graph, Origin
 from autopar.planner.layouts import CONVERSIONS, Kind, Layout
@@ -51,18 +49,13 @@ class Conversions:
 
 def _written_and_read(graph: Graph) -> frozenset[str]:
     """Return the storages that an op writes to, and a later op reads by what was made before."""
-    names, read = defaultdict[str, list[str]](list), dict[str, int]()
-    made = dict.fromkeys(graph.tensors, -1)
-    for i, op in enumerate(graph.ops):
-        made.update(dict.fromkeys(op.outputs, i))
-        read.update(dict.fromkeys(op.inputs, i))
-    for tensor in graph.tensors.values():
-        names[tensor.storage].append(tensor.name)
+    index = graph.index
     return frozenset(
         storage
-        for i, op in enumerate(graph.ops)
-        for storage in {graph.tensors[name].storage for name in op.writes}
-        if any(made[name] < i < read.get(name, -1) for name in names[storage])
+        for storage, writers in index.writers.items()
+        for name in index.lying_in[storage]
+        for at in (index.places[op.name] for op in writers)
+        if index.made_at(name) < at < index.last_read_at(name)
     )
 
 

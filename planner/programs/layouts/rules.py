@@ -14,7 +14,7 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Product, leaves
 from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.graph import Graph, Op
-from autopar.planner.layers import Layers, ancestors
+from autopar.planner.layers import Layers
 from autopar.planner.layouts import OpLayout
 from autopar.planner.rules.rule import Traffic
 from autopar.planner.rules.table import rule_of
@@ -87,7 +87,7 @@ def check_rules(rules: LayoutRules, graph: Graph, axes: Axes, layers: Layers) ->
     for name in named:
         if name and name not in axes.names.values():
             raise _unknown("axis", name, names)
-    paths = {graph.calls[c].path for op in graph.ops for c in ancestors(op.call, graph.calls)}
+    paths = {graph.calls[c].path for c in graph.index.ops_in}
     for rule in scoped:
         if not any(fnmatchcase(path, rule.modules) for path in paths):
             raise _unknown("module", rule.modules, paths - {""})
@@ -155,8 +155,8 @@ def _name(strategy: OpLayout, axes: Axes) -> str:
 
 
 def _lies_in(op: Op, modules: str, graph: Graph) -> bool:
-    calls = ancestors(op.call, graph.calls)
-    return any(fnmatchcase(graph.calls[call].path, modules) for call in calls)
+    around = graph.index.around(op.call)
+    return any(fnmatchcase(graph.calls[call].path, modules) for call in around)
 
 
 def _unknown(kind: str, name: str, known: Iterable[str]) -> InputError:

@@ -10,6 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
+from networkx.utils import UnionFind
+
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import leaves
 from autopar.planner.graph import Graph
@@ -47,13 +49,19 @@ class Slots:
 
 def find_slots(graph: Graph, axes: Axes, layers: Layers) -> Slots:
     """Return the slots of all tensors and axes of a graph."""
-    tensors, names = _Unions(graph.tensors), _Unions(axes.names)
+    tensors, names = UnionFind(graph.tensors), UnionFind(axes.names)
     for first, other in _places(layers):
-        tensors.unite(first, other)
+        tensors.union(first, other)
         for mine, theirs in zip(axes.dims[first], axes.dims[other], strict=True):
             for a, b in zip(leaves(mine), leaves(theirs), strict=False):
-                names.unite(a.name, b.name)
-    return Slots(tensors=tensors.all(), axes=names.all())
+                names.union(a.name, b.name)
+    return Slots(tensors=_firsts(tensors), axes=_firsts(names))
+
+
+def _firsts(unions: UnionFind) -> Mapping[str, str]:
+    """Return for each name the first of those that it is united with."""
+    first: dict[str, str] = {}
+    return {name: first.setdefault(unions[name], name) for name in unions}
 
 
 def own_layouts(
@@ -84,22 +92,3 @@ def _places(layers: Layers) -> Iterator[tuple[str, str]]:
             for mine, theirs in zip(first.ops, other.ops, strict=True):
                 yield from zip(mine.inputs, theirs.inputs, strict=True)
                 yield from zip(mine.outputs, theirs.outputs, strict=True)
-
-
-class _Unions:
-    """A union-find over names."""
-
-    def __init__(self, names: Mapping[str, object]) -> None:
-        self.parent = {name: name for name in names}
-
-    def find(self, name: str) -> str:
-        while self.parent[name] != name:
-            self.parent[name] = self.parent[self.parent[name]]
-            name = self.parent[name]
-        return name
-
-    def unite(self, a: str, b: str) -> None:
-        self.parent[self.find(b)] = self.find(a)
-
-    def all(self) -> Mapping[str, str]:
-        return {name: self.find(name) for name in self.parent}

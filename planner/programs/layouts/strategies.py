@@ -23,7 +23,6 @@ from collections.abc import Iterator
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.graph import Graph, Op, Origin, Ref, refs
-from autopar.planner.layers import ancestors
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, Layout, OpLayout
 from autopar.planner.programs.layouts.letters import Candidate, candidates, occurrences
 from autopar.planner.rules import shapes
@@ -60,7 +59,7 @@ class _Strategies:
     def is_function(self) -> bool:
         """A custom backward need not be linear in the gradient that it is given."""
         calls = self.graph.calls
-        return any(calls[call].is_function for call in ancestors(self.op.call, calls))
+        return any(calls[call].is_function for call in self.graph.index.around(self.op.call))
 
     def is_closed(self) -> bool:
         """Whether nothing is known of the op, or it writes where others read."""

@@ -7,8 +7,10 @@ recorded so far computes it, for several numbers of rows, which must agree.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 from typing import Any
 
+import networkx as nx
 import torch
 from torch import SymBool, SymFloat, SymInt, Tensor, fx
 from torch.fx.experimental import proxy_tensor
@@ -41,20 +43,16 @@ def _known(last: fx.Node) -> Sequence[fx.Node]:
 
     Those that write to the memory of another among them are among them.
     """
-    writers = writers_of(last.graph)
-    needed, waiting = set[fx.Node](), [last]
-    while waiting:
-        node = waiting.pop()
-        if node in needed:
-            continue
-        needed.add(node)
-        if _is_number(node):
-            continue
-        if not _is_steady(node):
-            return ()
-        waiting += node.all_input_nodes
-        waiting += [writer for one in storages_of([node]) for writer in writers.get(one, ())]
-    return [node for node in last.graph.nodes if node in needed]
+    flow, writers = nx.DiGraph(), writers_of(last.graph)
+    flow.add_node(last)
+    for node in last.graph.nodes:
+        if not _is_number(node):
+            written = storages_of([node]) & writers.keys() if writers else ()
+            before = chain(node.all_input_nodes, *(writers[one] for one in written))
+            flow.add_edges_from((one, node) for one in before)
+    needed = {last, *nx.ancestors(flow, last)}
+    is_known = all(_is_number(one) or _is_steady(one) for one in needed)
+    return [node for node in last.graph.nodes if node in needed] if is_known else ()
 
 
 def _is_steady(node: fx.Node) -> bool:
