@@ -5,11 +5,11 @@ from __future__ import annotations
 import ast
 import sys
 from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 
-from autopar.codegen.forward.text.imports import imports_of
+from autopar.codegen.forward.text.imports import from_line, imports_of
 from autopar.codegen.known_names import KNOWN
-from autopar.codegen.python_text import WIDTH, Source
+from autopar.codegen.python_text import Source
 
 _SECTIONS = ("__future__", "standard", "others", "autopar")
 
@@ -49,14 +49,7 @@ def _from_lines(members: Mapping[str, set[str]]) -> Iterator[str]:
             if " as " in name:
                 yield f"from {module} import {name}"
             elif name == plain[0]:
-                yield _from_line(module, plain)
-
-
-def _from_line(module: str, names: Sequence[str]) -> str:
-    line = f"from {module} import {', '.join(names)}"
-    if len(line) <= WIDTH:
-        return line
-    return "\n".join([f"from {module} import (", *(f"    {name}," for name in names), ")"])
+                yield from_line(module, plain)
 
 
 def _member_order(name: str) -> tuple[int, str]:

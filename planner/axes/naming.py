@@ -52,7 +52,7 @@ def hints_of(
     if not rule.names:
         return
     has_parameter = any(
-        graph.tensors[graph.tensors[name].storage].origin is Origin.PARAMETER for name in op.inputs
+        graph.tensors[root].origin is Origin.PARAMETER for root in graph.index.storages(op.inputs)
     )
     activations_only = "heads" in rule.names.values() and "h" not in rule.names
     if activations_only and has_parameter:

@@ -42,5 +42,5 @@ def unpriced(graph: Graph, axes: Axes) -> Iterator[Unpriced]:
 
 
 def _reads_parameter(op: Op, graph: Graph) -> bool:
-    roots = (graph.tensors[name].storage for name in op.inputs)
+    roots = graph.index.storages(op.inputs)
     return any(graph.tensors[root].origin is Origin.PARAMETER for root in roots)

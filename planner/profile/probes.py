@@ -125,7 +125,7 @@ def _probe(
         split=met.split,
         operands=operands,
         results=results,
-        is_differentiable=any(tensors[name].requires_grad for name in met.op.outputs),
+        is_differentiable=pricer.graph.learns(met.op),
         batch=pricer.batch,
         groups=shapes.letters(("g",)) if "groups" in given and met.split else None,
         uses=uses,

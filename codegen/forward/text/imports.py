@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from types import MappingProxyType
 
 from autopar.codegen.forward.text.wrapping import WIDTH
@@ -39,11 +39,12 @@ def imports_of(sources: Iterable[str]) -> tuple[str, ...]:
     names: dict[str, list[str]] = defaultdict(list)
     for name in sorted(used & _MODULES.keys()):
         names[_MODULES[name]].append(name)
-    lines = [_line(module, found) for module, found in names.items()]
+    lines = [from_line(module, found) for module, found in names.items()]
     return tuple(sorted([*lines, *(_WHOLE[name] for name in used & _WHOLE.keys())]))
 
 
-def _line(module: str, names: list[str]) -> str:
+def from_line(module: str, names: Sequence[str]) -> str:
+    """Return the statement that imports names from a module, on one line where that has room."""
     line = f"from {module} import {', '.join(names)}"
     if len(line) <= WIDTH:
         return line

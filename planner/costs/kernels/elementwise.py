@@ -140,8 +140,3 @@ def adamw_fused_seconds(
     = 28 bytes. Leaves out the gradient norm.
     """
     return memory_seconds(parameters * (6 * state_bytes + gradient_bytes + copy_bytes), rates=rates)
-
-
-# One pass each of torch 2's multi-tensor AdamW: weight decay (2 passes), lerp of the first moment
-# (3), scale and addcmul of the second (2 + 3), sqrt (2), divide and add eps (2 + 2), addcdiv (4).
-FOREACH_ADAMW_PASSES = (2, 3, 2, 3, 2, 2, 2, 4)

@@ -93,7 +93,7 @@ def made_elements(made: Made, shapes: LocalShapes) -> int:
 
 def is_differentiable(op: Op, graph: Graph) -> bool:
     """Whether the backward passes through an op."""
-    return any(graph.tensors[name].requires_grad for name in op.outputs)
+    return graph.learns(op)
 
 
 def made_by(

@@ -12,7 +12,6 @@ from autopar.planner.costs.schedules.in_flight import (
     interleaved_in_flight,
     interleaved_zero_bubble_in_flight,
     one_f_one_b_in_flight,
-    peak_deferred,
     zero_bubble_v_in_flight,
 )
 from autopar.planner.costs.schedules.orders import (
@@ -95,11 +94,6 @@ def settled(shape: PipelineShape) -> PipelineShape:
     if rest or rounds <= SETTLED_ROUNDS:
         return shape
     return replace(shape, microbatches=SETTLED_ROUNDS * shape.ranks)
-
-
-@lru_cache(maxsize=1024)
-def _deferred(kind: ScheduleKind, shape: PipelineShape) -> tuple[int, ...]:
-    return peak_deferred(schedule_of(kind, shape))
 
 
 def _gpipe_refusal(shape: PipelineShape) -> str:

@@ -13,8 +13,8 @@ from autopar.planner.costs.schedules.table import (
     refusal,
     schedule_of,
 )
-from autopar.planner.costs.schedules.validation import require_valid
 from autopar.planner.errors import InputError
+from tests.planner.costs.schedules.schedule_faults import require_valid
 
 SHAPES = [
     PipelineShape(ranks=ranks, stages_per_rank=local, microbatches=microbatches)

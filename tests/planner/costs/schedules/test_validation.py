@@ -4,12 +4,12 @@ import pytest
 
 from autopar.planner.costs.schedules.actions import Action, ActionKind, parse_schedule
 from autopar.planner.costs.schedules.orders import one_f_one_b
-from autopar.planner.costs.schedules.validation import (
+from autopar.planner.errors import InputError
+from tests.planner.costs.schedules.schedule_faults import (
     dependencies,
     require_valid,
     schedule_faults,
 )
-from autopar.planner.errors import InputError
 
 
 def faults(text: str) -> tuple[str, ...]:

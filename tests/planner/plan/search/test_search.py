@@ -22,10 +22,10 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.search import Explorer, search
 from autopar.planner.plan.solving.costing import Subject
 from autopar.planner.precision import Precision
-from autopar.planner.programs.layouts.check import check
 from tests.cells import cells
 from tests.planner.plan.plans import model, parts_of
 from tests.planner.plan.searches import TINY_GPT2, declared, planned
+from tests.planner.programs.layouts.layout_checks import check
 from tests.planner.subjects import ZOO_MODELS
 
 

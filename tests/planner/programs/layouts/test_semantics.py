@@ -14,10 +14,10 @@ from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.layouts import WHOLE, Kind, OpLayout
-from autopar.planner.programs.layouts.check import check
 from autopar.planner.programs.layouts.choice import Budget, LayoutSolution, solve_layouts
 from autopar.planner.programs.layouts.slots import find_slots
 from tests.cells import cells
+from tests.planner.programs.layouts.layout_checks import check
 from tests.planner.programs.layouts.layout_interpreter import Interpreter, tensors_from_outside
 from tests.planner.programs.layouts.random_pricer import RandomPricer
 from tests.planner.subjects import zoo_file, zoo_graph
