@@ -133,7 +133,7 @@ def _is_kept(function: FunctionCall, ops: Sequence[Op], body: BodyBuilder) -> bo
         tensor
         for tensor in made
         if tensor == body.graph.loss
-        or any(user.name not in names for user in body.tree.users.get(tensor, ()))
+        or any(user.name not in names for user in body.graph.index.readers[tensor])
     }
     return read_outside <= set(refs(function.result))
 
