@@ -26,7 +26,7 @@ class Crossing:
 
     def described(self, tensor: Axis, dtype: torch.dtype) -> Tensor:
         """Return the tensor that this rank sends or receives; it has no memory."""
-        shape = list(self.shape)
+        shape = [max(size, 0) for size in self.shape]  # `h - 4` before h is known
         if self.split is not None:
             shape[self.split.dim] = local_size(self.split.parts, tensor)
         dtype = self.dtype or dtype

@@ -22,6 +22,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from tests.clock import least_seconds
 from tests.codegen.kinds import KINDS, plan_of
+from tests.codegen.matrix import plan_of as matrix_plan
 from tests.codegen.plans import pinned_plan, plan_for
 
 ROOT = Path(__file__).parents[2]
@@ -391,3 +392,8 @@ def test_weights_are_standardised_by_themselves_in_evaluation_too(tmp_path: Path
     script = emit(plan, destination=tmp_path / "train.py")
     assert "None, None, training=True" in script
     assert "0.1, self.training" in script
+
+
+def test_sides_of_images_between_stages_are_read_each_from_its_own(tmp_path: Path) -> None:
+    script = emit(matrix_plan("resnet", "pp 1f1b 4"), destination=tmp_path / "train.py")
+    assert "Crossing((MICROBATCH, 32, (height + 1) // 2, (width + 1) // 2))" in script

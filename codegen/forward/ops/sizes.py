@@ -199,6 +199,11 @@ class Sizes:
             ):
                 return _chain([two, second, *[literal(times)] * (times != 1)], "*", Level.PRODUCT)
         for (size, another), fact in lengths.items():
+            for parts in _parts_of(another - size, other - here):
+                up = parts - 1  # rounds up: a convolution of stride 2 that pads
+                if ((size + up) // parts, (another + up) // parts) == (here, other):
+                    return binary(_plus(fact, up), "//", literal(parts), Level.PRODUCT)
+        for (size, another), fact in lengths.items():
             times, rest = divmod(other - here, another - size)
             added = here - times * size
             if not rest and times > 0 and abs(added) < size:

@@ -65,6 +65,8 @@ def test_a_split_tensor_crosses_as_the_shard_that_a_rank_has() -> None:
     assert split.described(TENSOR, torch.float64).shape == (4, 3)
     whole = Crossing((4, 7), dtype=torch.float16).described(TENSOR, torch.float64)
     assert (whole.shape, whole.dtype, whole.requires_grad) == ((4, 7), torch.float16, True)
+    before_a_batch = Crossing((4, 1 - 5)).described(TENSOR, torch.float64)  # `h - 4`
+    assert before_a_batch.shape == (4, 0)
     assert not Crossing((4,), has_gradient=False).described(TENSOR, torch.float64).requires_grad
 
 
