@@ -11,7 +11,6 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.costs.ops.flops import backward_flops, forward_flops
 from autopar.planner.costs.ops.kept import (
     Memory,
-    is_differentiable,
     made_by,
     made_elements,
     names_kept,
@@ -132,7 +131,7 @@ class _Annotator:
         """Return the work of one op; tensors that it keeps are marked as kept."""
         rule = rule_of(op.target)
         shapes = LocalShapes(op, self.graph, self.axes.ops[op.name], batch=self.batch)
-        differentiable = is_differentiable(op, self.graph)
+        differentiable = self.graph.learns(op)
         moved = 0
         if not self.memory.takes_none(op):
             moved = moved_bytes(op, self.graph, self._bytes)

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import networkx as nx
 
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import FunctionCall, Graph, Op
 
 T = TypeVar("T")
 
@@ -137,6 +137,11 @@ class Index:
         """
         ops = self._graph.ops
         return _gathered((call, op) for op in ops for call in reversed(self.around(op.call)))
+
+    @cached_property
+    def functions(self) -> Mapping[str, tuple[FunctionCall, ...]]:
+        """The calls of plain functions by their first ops, the outer ones first."""
+        return _gathered((one.ops[0], one) for one in reversed(self._graph.functions))
 
 
 class _Several(dict[str, tuple[T, ...]]):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -63,12 +63,6 @@ def left_in(folder: Path) -> Iterator[tuple[Path, str]]:
     for ending, what in _LEFT.items():
         for path in sorted(_place(folder).glob(f"{STEP}*{ending}")):
             yield path, what
-
-
-def best_of(kept: Sequence[Kept]) -> Kept | None:
-    """Return the checkpoint of the lowest evaluation loss, the first of several."""
-    evaluated = [(one.evaluation, one) for one in kept if one.evaluation is not None]
-    return min(evaluated, key=lambda pair: pair[0])[1] if evaluated else None
 
 
 def whole_checkpoint(path: Path) -> Checkpoint:

@@ -12,9 +12,10 @@ from rich.table import Table
 from rich.text import Text
 
 from autopar.checkpoints.checkpoint_difference import CheckpointDifference, TensorDifference
-from autopar.checkpoints.kept_checkpoints import Kept, best_of
+from autopar.checkpoints.kept_checkpoints import Kept
 from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bytes_text
+from autopar.runtime.keeping.finding import best_of
 
 _MOST_TOLD = 8  # of the tensors of one kind that differ most
 
@@ -26,13 +27,14 @@ def time_text(seconds: float) -> str:
 
 def list_page(kept: Sequence[Kept], left: Sequence[tuple[Path, str]]) -> Iterator[RenderableType]:
     """Yield a line for each checkpoint, and what else lies there."""
-    best = best_of(kept)
+    best = best_of(one.folder for one in kept)
     evaluation = () if best is None else ("evaluation",)
     columns = ("checkpoint", "step", "rows", "written", "size", "plan", *evaluation, "")
     table = plain_table("", *columns, left=1)
     for one in kept:
         moment = one.manifest.moment if one.manifest else None
-        whole = "whole, the best" if one is best else "whole"
+        is_best = moment is not None and best is not None and moment.step == best[0]
+        whole = "whole, the best" if is_best else "whole"
         table.add_row(
             one.folder.name,
             f"{moment.step:,}" if moment else "?",

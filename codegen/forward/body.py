@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 
@@ -32,7 +31,7 @@ from autopar.codegen.forward.text.repeats import Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import FunctionCall, Op, Origin, Value, size
+from autopar.planner.graph import Op, Origin, Value, size
 from autopar.planner.layouts import Layout
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
@@ -75,9 +74,6 @@ class BodyBuilder:
         self.containers: dict[Expression, str] = {}  # these, by what they hold
         self.called: set[str] = set()
         self.in_functions: set[str] = set()  # ops that run in the calls of plain functions
-        self.functions: dict[str, list[FunctionCall]] = defaultdict(list)  # by their first op
-        for one in reversed(self.graph.functions):  # the outer ones first
-            self.functions[one.ops[0]].append(one)
         self.late_biases: dict[str, str] = {}  # linear → its bias, added after the partial sums
         own = self.tree.ops.get(scope, ())
         self.written = set[str]().union(*map(self.graph.index.written_by, own))
@@ -136,7 +132,7 @@ class BodyBuilder:
 
     def _add_function(self, first: Op) -> bool:
         """Add the call of a function that begins with an op, if one can be called here."""
-        for function in self.functions.get(first.name, ()):
+        for function in self.graph.index.functions[first.name]:
             names = set(function.ops)
             place = self._places[first.name]
             ops = self.ops[place : place + len(names)]

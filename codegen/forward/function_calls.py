@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
+from autopar.codegen.forward.call_arguments import printed_argument
 from autopar.codegen.forward.opening.changes import is_changed
 from autopar.codegen.forward.opening.mistaken_sizes import may_read_parts
 from autopar.codegen.forward.reading.imported import Imported, is_free
@@ -14,12 +15,8 @@ from autopar.codegen.forward.text.expressions import (
     Expression,
     Held,
     call,
-    mapped,
-    sequence,
-    text,
 )
 from autopar.codegen.forward.text.lines import Line, Pattern
-from autopar.codegen.forward.text.literals import literal
 from autopar.planner.extent import Extent
 from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import (
@@ -39,6 +36,7 @@ if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder
 
 LOSS = "new_loss"  # as scripts call the model file's
+_Needs = dict[str, tuple[str, Layout, Op | None]]  # of an argument: what to give, how, and to whom
 _KEPT = (Origin.PARAMETER, Origin.BUFFER)
 
 
@@ -150,9 +148,7 @@ def _is_special(op: Op, body: BodyBuilder) -> bool:
     )
 
 
-def _needs(
-    function: FunctionCall, ops: Sequence[Op], body: BodyBuilder
-) -> dict[str, tuple[str, Layout, Op | None]] | None:
+def _needs(function: FunctionCall, ops: Sequence[Op], body: BodyBuilder) -> _Needs | None:
     """Return for each argument the tensor to give, its layout, and an op that reads it.
 
     An argument that no op reads tells a type, a device, or a size: any tensor like it does.
@@ -169,7 +165,7 @@ def _needs(
     given = dict.fromkeys(refs(values))
     if any(tensors[name].origin is not Origin.CONSTANT for name in wanted.keys() - given.keys()):
         return None
-    found: dict[str, tuple[str, Layout, Op | None]] = {}
+    found: _Needs = {}
     for name in given:
         if name in wanted:
             layout, op = wanted[name]
@@ -196,30 +192,12 @@ def _like(name: str, body: BodyBuilder, *, is_measured: bool) -> str | None:
     return None
 
 
-def _argument(
-    value: Value,
-    needs: dict[str, tuple[str, Layout, Op | None]],
-    body: BodyBuilder,
-    other: Value,
-) -> Expression:
-    """Print an argument, which is another where the inputs have other lengths."""
-    if isinstance(value, Ref):
-        tensor, layout, reader = needs[value.tensor]
-        return Held(tensor, layout) if reader is None else body.value(tensor, layout, reader)
-    if isinstance(value, Mapped):
-        assert isinstance(other, Mapped)  # of the same call
-        shown = zip(pairs(value), pairs(other), strict=True)
-        return mapped(
-            (literal(key), _argument(one, needs, body, two)) for (key, one), (_, two) in shown
-        )
-    if isinstance(value, tuple):
-        assert isinstance(other, tuple)
-        both = zip(value, other, strict=True)
-        return sequence(value, tuple(_argument(one, needs, body, two) for one, two in both))
-    if isinstance(value, DType):
-        own = body.dtype() if value.name == "model" else None
-        return own if own is not None else text(f"torch.{value.name}")
-    return body.plain_size(value, other)
+def _argument(value: Value, needs: _Needs, body: BodyBuilder, other: Value) -> Expression:
+    def tensor(name: str) -> Expression:
+        own, layout, reader = needs[name]
+        return Held(own, layout) if reader is None else body.value(own, layout, reader)
+
+    return printed_argument(value, other, body, tensor=tensor)
 
 
 def _pattern(value: Value, made: set[str], body: BodyBuilder) -> Pattern:

@@ -5,25 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
+from autopar.codegen.forward.call_arguments import printed_argument
 from autopar.codegen.forward.opening.changes import is_split_random
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.reading.modules import is_number
-from autopar.codegen.forward.reading.results import is_mapping, pairs
+from autopar.codegen.forward.reading.results import is_mapping
 from autopar.codegen.forward.text.expressions import (
     Expression,
     Form,
     Held,
     call,
-    mapped,
-    sequence,
-    text,
 )
 from autopar.codegen.forward.text.lines import Line, Pattern
 from autopar.codegen.forward.text.literals import literal
 from autopar.planner.errors import InputError
-from autopar.planner.extent import Extent
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import MODULE, Call, DType, Mapped, Op, Origin, Ref, Value, objects
+from autopar.planner.graph import MODULE, Call, Op, Origin, Ref, Value, objects
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder
@@ -114,25 +111,19 @@ def _is_left_out(name: str, value: Value, unit: str, body: BodyBuilder) -> bool:
 
 
 def _argument(value: Value, unit: str, body: BodyBuilder, other: Value) -> Expression:
-    """Print an argument, which is another where the inputs have other lengths."""
-    if isinstance(value, Ref):
-        return _handed(value.tensor, unit, body)
-    if isinstance(value, Mapped):
-        assert isinstance(other, Mapped)  # of the same call
-        shown = zip(pairs(value), pairs(other), strict=True)
-        return mapped((literal(k), _argument(one, unit, body, two)) for (k, one), (_, two) in shown)
+    return printed_argument(
+        value,
+        other,
+        body,
+        tensor=lambda name: _handed(name, unit, body),
+        rest=lambda one: _object(one, unit, body),
+    )
+
+
+def _object(value: Value, unit: str, body: BodyBuilder) -> Expression:
+    """Print text, nothing, or an object: a module of the owner, None for one that is not read."""
     if is_mapping(value):
         raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
-    if isinstance(value, tuple):
-        assert isinstance(other, tuple)
-        both = zip(value, other, strict=True)
-        given = sequence(value, tuple(_argument(one, unit, body, two) for one, two in both))
-        return text(body.containers[given]) if given in body.containers else given
-    if isinstance(value, (bool, int, float, Extent)):
-        return body.plain_size(value, other)
-    if isinstance(value, DType):
-        own = body.dtype() if value.name == "model" else None
-        return own if own is not None else text(f"torch.{value.name}")
     for name in objects(value):
         if name.startswith(MODULE):
             at_hand = body.owner.within(name.removeprefix(MODULE))
@@ -141,6 +132,7 @@ def _argument(value: Value, unit: str, body: BodyBuilder, other: Value) -> Expre
         if unit not in body.opening.opened:
             raise NeedsInlineError(unit, body.graph.calls[unit], reason=f"<{name}>")
         return literal(None)
+    assert isinstance(value, (str, complex))
     return literal(value)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from argparse import Namespace
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -28,6 +29,12 @@ class Evaluated:
     metrics: Mapping[str, float]
     rows: int
     seconds: float
+
+
+def evaluates_after(step: int, options: Namespace) -> bool:
+    """Whether the options want an evaluation after a step: after every so many, and the last."""
+    every = options.eval_every
+    return bool(every) and (step % every == 0 or step == options.steps)
 
 
 class Evaluation:
@@ -58,11 +65,8 @@ class Evaluation:
         self._all_terms: Tensor | None = None  # their counts of all rows
 
     def is_due(self, step: int) -> bool:
-        """Whether the model is to be evaluated after a step: after every so many, and the last."""
-        if self._rows is None:
-            return False
-        options = self._rows.options
-        return bool(step % options.eval_every == 0 or step == options.steps)
+        """Whether the model is to be evaluated after a step."""
+        return self._rows is not None and evaluates_after(step, self._rows.options)
 
     def run(self) -> Evaluated:
         """Evaluate the model as it is; its training goes on as if nothing had been."""

@@ -45,11 +45,6 @@ class Evaluations:
             why = "found a number" if best is None else f"was better than that of step {best:,}"
             self._say(f"stopped early after step {step:,}: no evaluation {why}")
 
-    def are_due(self, step: int) -> bool:
-        """Whether the model is evaluated after a step."""
-        every = self._options.eval_every
-        return bool(every) and (step % every == 0 or step == self._options.steps)
-
     def loss_of(self, step: int) -> float | None:
         """Return what the evaluation after a step has found; None if none, or no number."""
         if self._last is None or self._last[0] != step or not math.isfinite(self._last[1]):

@@ -15,7 +15,7 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from autopar.runtime.evaluation.evaluating import Evaluated
+from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
 from autopar.runtime.keeping.evaluations import Evaluations
 from autopar.runtime.keeping.export import export
 from autopar.runtime.keeping.finding import (
@@ -136,7 +136,7 @@ class Keeper:
 
     def after(self, step: int) -> None:
         """Write a checkpoint after a step, where it is time for one; leave where a signal asks."""
-        self._watch.note(step, evaluates_next=self._evaluations.are_due(step + 1))
+        self._watch.note(step, evaluates_next=evaluates_after(step + 1, self._options))
         if self._folder is None:
             return
         is_last = step == self._last_step

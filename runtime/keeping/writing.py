@@ -78,21 +78,6 @@ class Snapshot:
             return _said(error)
 
 
-def write_checkpoint(
-    folder: Path,
-    moment: Moment,
-    model: str,
-    parts: Sequence[nn.Module],
-    optimizer: Optimizer,
-    mesh: Mesh,
-    *,
-    built: Mapping[str, torch.dtype] = MappingProxyType({}),
-) -> str | None:
-    """Write a checkpoint, each rank what it owns. Return why it could not be written, if so."""
-    found = snapshot(folder, moment, model, parts, optimizer, mesh, built=built)
-    return found if isinstance(found, str) else put_in_place(found, found.write(), mesh)
-
-
 @torch.no_grad()
 def snapshot(
     folder: Path,

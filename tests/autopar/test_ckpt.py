@@ -17,13 +17,14 @@ from torch.optim import AdamW
 from autopar.planner.costs.prediction import Zero
 from autopar.runtime.keeping import model_files
 from autopar.runtime.keeping.manifest import NAME, Moment
-from autopar.runtime.keeping.writing import rank_file, write_checkpoint
+from autopar.runtime.keeping.writing import rank_file
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import start, stop
 from tests.autopar.commands import Ran, run
 from tests.codegen.kinds import plan_of
 from tests.codegen.plans import pinned_plan
 from tests.codegen.test_resume import STILL, trained
+from tests.runtime.keeping.written import write_checkpoint
 
 Ckpt = Callable[..., Ran]
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.conversions import ConversionCost
-from autopar.planner.costs.ops.kept import Kept, is_differentiable, is_one_kernel
+from autopar.planner.costs.ops.kept import Kept, is_one_kernel
 from autopar.planner.costs.ops.pricer import OpCost, Pricer
 from autopar.planner.costs.ops.shapes import OpSplit
 from autopar.planner.graph import Op, Origin
@@ -135,7 +135,7 @@ def _placed(
         cost=pricer.cost(op, split),
         inside_seconds=pricer.inside_seconds(op, split, shape),
         kept=pricer.kept(op),
-        is_differentiable=is_differentiable(op, pricer.graph),
+        is_differentiable=pricer.graph.learns(op),
         is_contraction=bool(rule_of(op.target).contracts) and is_one,
         parts=1 if is_one else _PARTS,
     )

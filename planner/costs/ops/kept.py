@@ -91,11 +91,6 @@ def made_elements(made: Made, shapes: LocalShapes) -> int:
     return shapes.letters(made.letters)
 
 
-def is_differentiable(op: Op, graph: Graph) -> bool:
-    """Whether the backward passes through an op."""
-    return graph.learns(op)
-
-
 def made_by(
     op: Op, rule: Rule, *, graph: Graph, precision: Precision, kernels: Kernels
 ) -> tuple[Made, ...]:
@@ -141,7 +136,7 @@ def _named(entry: Saved, op: Op) -> Iterable[str]:
 
 
 def _applying(op: Op, rule: Rule, graph: Graph, kernels: Kernels) -> Iterator[Saved]:
-    if is_differentiable(op, graph):
+    if graph.learns(op):
         yield from (entry for entry in rule.saves if _applies(entry, op, graph, kernels))
 
 

@@ -24,7 +24,7 @@ from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.ops.case import OpCase, Seconds
 from autopar.planner.costs.ops.host import Host, measured_host, read_host
-from autopar.planner.costs.ops.kept import Kept, is_differentiable, made_by, names_kept
+from autopar.planner.costs.ops.kept import Kept, made_by, names_kept
 from autopar.planner.costs.ops.measurements import Measurements, OpKey, Timing, op_key
 from autopar.planner.costs.ops.seconds import op_seconds
 from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
@@ -235,7 +235,7 @@ class Pricer:
             precision=self.precision,
         )
         seconds = op_seconds(case)
-        return seconds if is_differentiable(op, self.graph) else Seconds(forward=seconds.forward)
+        return seconds if self.graph.learns(op) else Seconds(forward=seconds.forward)
 
     def _is_activation(self, name: str) -> bool:
         origin = self.graph.tensors[self.memory.root(name)].origin
@@ -255,7 +255,7 @@ class Pricer:
         met: set[str] = set()
         again: set[tuple[str, str]] = set()
         for op in self.graph.ops:
-            if is_differentiable(op, self.graph):
+            if self.graph.learns(op):
                 for name in op.inputs:
                     tensor = self.graph.tensors[name]
                     if tensor.requires_grad and tensor.origin is Origin.OP:

@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Annotated, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeVar
 
 from annotated_types import Ge, Le
 from pydantic import JsonValue
@@ -357,21 +357,20 @@ def _tensor(row: TensorRow) -> Tensor:
 
 
 def _call(row: CallRow) -> Call:
-    changes = {
-        "arguments": tuple(map(value_of, row.arguments)),
-        "keywords": tuple((name, value_of(value)) for name, value in row.keywords),
-        "result": value_of(row.result),
-    }
-    return Call(**{**row._asdict(), **changes})
+    return Call(**{**row._asdict(), **_crossing(row)})
 
 
 def _function(row: FunctionRow) -> FunctionCall:
-    changes = {
+    return FunctionCall(**{**row._asdict(), **_crossing(row)})
+
+
+def _crossing(row: CallRow | FunctionRow) -> dict[str, Any]:
+    """Return what goes into a call and comes out of it."""
+    return {
         "arguments": tuple(map(value_of, row.arguments)),
         "keywords": tuple((name, value_of(value)) for name, value in row.keywords),
         "result": value_of(row.result),
     }
-    return FunctionCall(**{**row._asdict(), **changes})
 
 
 def _doubled(document: GraphDocument) -> Iterator[str]:
