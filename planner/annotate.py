@@ -17,7 +17,8 @@ from autopar.planner.costs.ops.kept import (
 )
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.costs.ops.traffic import moved_bytes
-from autopar.planner.graph import Graph, Op, Origin, Parameter
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Origin, Parameter
 from autopar.planner.precision import (
     FUSED,
     GRADIENT_BYTES,

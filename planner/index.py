@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 import networkx as nx
 
-from autopar.planner.graph import FunctionCall, Graph, Op
+from autopar.planner.ops import Call, FunctionCall, Op, Tensor
 
 T = TypeVar("T")
 
@@ -22,31 +22,37 @@ T = TypeVar("T")
 class Index:
     """The index of one graph, which carries it; each part is made when it is first asked for."""
 
-    def __init__(self, graph: Graph) -> None:
-        self._graph = graph
-        self._calls: dict[str, tuple[str, ...]] = {}
+    def __init__(
+        self,
+        ops: tuple[Op, ...],
+        tensors: Mapping[str, Tensor],
+        calls: Mapping[str, Call],
+        functions: tuple[FunctionCall, ...],
+    ) -> None:
+        self._ops, self._tensors, self._calls, self._functions = ops, tensors, calls, functions
+        self._around: dict[str, tuple[str, ...]] = {}
 
     # --- tensors ---------------------------------------------------------------------------------
 
     @cached_property
     def places(self) -> Mapping[str, int]:
         """The place of each op, by its name."""
-        return MappingProxyType({op.name: at for at, op in enumerate(self._graph.ops)})
+        return MappingProxyType({op.name: at for at, op in enumerate(self._ops)})
 
     @cached_property
     def made_by(self) -> Mapping[str, Op]:
         """The op that makes each tensor that an op makes."""
-        return MappingProxyType({out: op for op in self._graph.ops for out in op.outputs})
+        return MappingProxyType({out: op for op in self._ops for out in op.outputs})
 
     @cached_property
     def readers(self) -> Mapping[str, tuple[Op, ...]]:
         """The ops that read each tensor, each once, in order."""
-        return _gathered((name, op) for op in self._graph.ops for name in dict.fromkeys(op.inputs))
+        return _gathered((name, op) for op in self._ops for name in dict.fromkeys(op.inputs))
 
     @cached_property
     def writers(self) -> Mapping[str, tuple[Op, ...]]:
         """The ops that write to each storage, in order."""
-        return _gathered((name, op) for op in self._graph.ops for name in self.written_by(op))
+        return _gathered((name, op) for op in self._ops for name in self.written_by(op))
 
     def made_at(self, name: str) -> int:
         """Return the place of the op that makes a tensor, -1 where it comes from outside."""
@@ -58,17 +64,17 @@ class Index:
 
     def is_written_later(self, name: str) -> bool:
         """Whether an op writes to the memory of a tensor after that was made."""
-        writers = self.writers[self._graph.tensors[name].storage]
+        writers = self.writers[self._tensors[name].storage]
         return any(self.made_at(name) < self.places[op.name] for op in writers[-1:])
 
     @cached_property
     def lying_in(self) -> Mapping[str, tuple[str, ...]]:
         """The tensors that lie in each storage."""
-        return _gathered((one.storage, one.name) for one in self._graph.tensors.values())
+        return _gathered((one.storage, one.name) for one in self._tensors.values())
 
     def storages(self, names: Iterable[str]) -> Set[str]:
         """Return the storages that some tensors lie in."""
-        return {self._graph.tensors[name].storage for name in names}
+        return {self._tensors[name].storage for name in names}
 
     def written_by(self, op: Op) -> Set[str]:
         """Return the storages that an op writes to."""
@@ -94,7 +100,7 @@ class Index:
 
     def _met(self, flow: nx.DiGraph, starts: Set[Any]) -> tuple[Op, ...]:
         met = chain.from_iterable(nx.bfs_layers(flow, starts))
-        return tuple(self._graph.ops[at] for at in sorted(n for n in met if isinstance(n, int)))
+        return tuple(self._ops[at] for at in sorted(n for n in met if isinstance(n, int)))
 
     @cached_property
     def _flow(self) -> nx.DiGraph:
@@ -102,15 +108,15 @@ class Index:
 
         An op reads the memory of its inputs as the last writer before it has left it.
         """
-        flow, latest, tensors = nx.DiGraph(), dict[str, tuple[str, int]](), self._graph.tensors
-        flow.add_nodes_from(tensors)
-        for at, op in enumerate(self._graph.ops):
+        flow, latest = nx.DiGraph(), dict[str, tuple[str, int]]()
+        flow.add_nodes_from(self._tensors)
+        for at, op in enumerate(self._ops):
             memory = {one: latest[one] for one in self.storages(op.inputs) if one in latest}
             made = {one: self._memory(one, op) for one in self.written_by(op)}
             flow.add_edges_from((one, at) for one in (*op.inputs, *memory.values()))
             flow.add_edges_from((at, one) for one in (*op.outputs, *made.values()))
             flow.add_edges_from((latest[one], made[one]) for one in made if one in latest)
-            lying = {one: tensors[one].storage for one in op.outputs}
+            lying = {one: self._tensors[one].storage for one in op.outputs}
             flow.add_edges_from((one, made[own]) for one, own in lying.items() if own in made)
             latest |= made
         return flow
@@ -122,12 +128,11 @@ class Index:
 
     def around(self, call: str | None) -> tuple[str, ...]:
         """Return a call of a module and the calls around it, the innermost first."""
-        calls = self._graph.calls
-        if call is None or call not in calls:
+        if call is None or call not in self._calls:
             return ()
-        if call not in self._calls:
-            self._calls[call] = (call, *self.around(calls[call].parent))
-        return self._calls[call]
+        if call not in self._around:
+            self._around[call] = (call, *self.around(self._calls[call].parent))
+        return self._around[call]
 
     @cached_property
     def ops_in(self) -> Mapping[str, tuple[Op, ...]]:
@@ -135,13 +140,12 @@ class Index:
 
         Calls come as they begin to compute, each behind the one around it.
         """
-        ops = self._graph.ops
-        return _gathered((call, op) for op in ops for call in reversed(self.around(op.call)))
+        return _gathered((call, op) for op in self._ops for call in reversed(self.around(op.call)))
 
     @cached_property
     def functions(self) -> Mapping[str, tuple[FunctionCall, ...]]:
         """The calls of plain functions by their first ops, the outer ones first."""
-        return _gathered((one.ops[0], one) for one in reversed(self._graph.functions))
+        return _gathered((one.ops[0], one) for one in reversed(self._functions))
 
 
 class _Several(dict[str, tuple[T, ...]]):

@@ -13,7 +13,8 @@ from dataclasses import dataclass, replace
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Leaf, substituted
-from autopar.planner.graph import Graph, Op, Origin, Ref, Value
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Origin, Ref, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

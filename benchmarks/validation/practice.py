@@ -20,8 +20,9 @@ from autopar.planner.costs.ops.host import NO_PASSES, Host
 from autopar.planner.costs.ops.kept import Kept, Made
 from autopar.planner.costs.ops.pricer import OpCost, Pricer
 from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
+from autopar.planner.ops import Op
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of

@@ -9,7 +9,7 @@ from autopar.codegen.forward.reading.results import is_mapping, pairs
 from autopar.codegen.forward.text.expressions import Expression, mapped, sequence, text
 from autopar.codegen.forward.text.literals import literal
 from autopar.planner.extent import Extent
-from autopar.planner.graph import DType, Mapped, Ref, Value
+from autopar.planner.ops import DType, Mapped, Ref, Value
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder

@@ -20,7 +20,7 @@ from autopar.codegen.forward.text.lines import Body, Pattern
 from autopar.codegen.forward.text.wrapping import wrapped_definition, wrapped_del
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Mapped, Ref, Value, refs
+from autopar.planner.ops import Mapped, Ref, Value, refs
 
 _KINDS = inspect.Parameter
 

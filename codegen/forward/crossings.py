@@ -16,8 +16,8 @@ from autopar.codegen.forward.text.lines import tuple_of
 from autopar.codegen.forward.text.literals import literal
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.extent import BATCH
-from autopar.planner.graph import MODEL_DTYPE
 from autopar.planner.layouts import Kind
+from autopar.planner.ops import MODEL_DTYPE
 
 CROSSING = "crossing"
 _UNPACKED = re.compile(r"\s+((?:\w+, )+\w+) = .*\.shape")

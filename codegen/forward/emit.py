@@ -30,7 +30,8 @@ from autopar.codegen.forward.targets import added_to_counts, valid_targets, weig
 from autopar.codegen.forward.text.imports import imports_of
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
-from autopar.planner.graph import batch_key, refs
+from autopar.planner.graph import batch_key
+from autopar.planner.ops import refs
 from autopar.planner.plan.plan import Plan
 
 

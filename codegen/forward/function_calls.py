@@ -19,7 +19,8 @@ from autopar.codegen.forward.text.expressions import (
 from autopar.codegen.forward.text.lines import Line, Pattern
 from autopar.planner.extent import Extent
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import (
+from autopar.planner.layouts import WHOLE, Kind, Layout
+from autopar.planner.ops import (
     LOSS_FUNCTION,
     DType,
     FunctionCall,
@@ -30,7 +31,6 @@ from autopar.planner.graph import (
     Value,
     refs,
 )
-from autopar.planner.layouts import WHOLE, Kind, Layout
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder

@@ -10,8 +10,9 @@ from autopar.codegen.forward.text.identifiers import string
 from autopar.codegen.forward.text.lines import Pattern
 from autopar.codegen.forward.text.wrapping import wrapped_definition
 from autopar.codegen.forward.writing.writer import Style, written
-from autopar.planner.graph import Ref, Value, batch_key, refs
+from autopar.planner.graph import batch_key
 from autopar.planner.layouts import WHOLE
+from autopar.planner.ops import Ref, Value, refs
 
 
 def printed_loss(opening: Opening) -> str:

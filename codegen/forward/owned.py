@@ -13,7 +13,7 @@ from autopar.codegen.forward.text.expressions import Expression, Form, Held, cal
 from autopar.codegen.forward.text.identifiers import is_identifier, string
 from autopar.codegen.forward.text.literals import nested
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Call, Op, Origin
+from autopar.planner.ops import Call, Op, Origin
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 

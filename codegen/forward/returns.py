@@ -8,8 +8,8 @@ from autopar.codegen.forward.reading.results import is_mapping
 from autopar.codegen.forward.text.expressions import Expression, sequence
 from autopar.codegen.forward.text.lines import tuple_of
 from autopar.codegen.forward.text.literals import literal
-from autopar.planner.graph import Listed, Ref, Value
 from autopar.planner.layouts import WHOLE
+from autopar.planner.ops import Listed, Ref, Value
 
 
 def returned(builder: BodyBuilder, value: Value) -> Expression:

@@ -32,8 +32,9 @@ from autopar.codegen.forward.returns import returned
 from autopar.codegen.forward.text.expressions import Expression, Held, pieces
 from autopar.codegen.forward.text.lines import tuple_of
 from autopar.codegen.forward.writing.loops import Loop, rolled
-from autopar.planner.graph import Op, Origin, batch_key
+from autopar.planner.graph import batch_key
 from autopar.planner.layouts import WHOLE
+from autopar.planner.ops import Op, Origin
 
 _POSITIONAL = ("x", "y", "z", "u", "v", "w")
 _BOUNDS = "self.first : self.end"

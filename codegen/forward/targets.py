@@ -31,8 +31,9 @@ from autopar.planner.findings.counting import (
     steps_from_batch,
 )
 from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, is_weighed_division
-from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.graph import Graph
 from autopar.planner.layouts import WHOLE
+from autopar.planner.ops import Op, Origin
 from autopar.planner.rules import shapes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of

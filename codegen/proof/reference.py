@@ -13,8 +13,8 @@ from torch.optim import AdamW
 
 from autopar.codegen.proof.draws import Draw, Drawing
 from autopar.codegen.proof.exactness import Exactly, Widely
-from autopar.planner.graph import Ref
 from autopar.planner.model.model_file import ModelFile, load_model_file
+from autopar.planner.ops import Ref
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
 from autopar.runtime.data.batches import Batch, dataset_batches, placed, synthetic_batches

@@ -23,9 +23,10 @@ from autopar.codegen.python_text import (
 )
 from autopar.codegen.script.imports import sorted_imports
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Graph, Ref, batch_key
+from autopar.planner.graph import Graph, batch_key
 from autopar.planner.model.import_name import import_name
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.ops import Ref
 from autopar.planner.plan.model_facts import sources
 from autopar.runtime.ranks.model_source import source_digest
 

@@ -23,8 +23,9 @@ from autopar.codegen.script.parameter_tables import aliases_of, names_with_alias
 from autopar.planner.axes.infer import Axes
 from autopar.planner.extent import Extent
 from autopar.planner.findings.learning import learning_parameters
-from autopar.planner.graph import MODEL_DTYPE, Graph
+from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind
+from autopar.planner.ops import MODEL_DTYPE
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.plan import Stage as PlannedStage
 from autopar.planner.programs.layouts.cuts import parts_of

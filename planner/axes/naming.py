@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from autopar.planner.axes.terms import Concat, Dim, Leaf, Product, leaves
 from autopar.planner.axes.unify import Unifier
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Origin
 from autopar.planner.rules.rule import Rule
 from autopar.planner.rules.signature import Signature
 

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import isfinite
 
 from autopar.planner.errors import InputError
-from autopar.planner.graph import MODEL_DTYPE, MODEL_EXTREMES, Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import MODEL_DTYPE, MODEL_EXTREMES, Op
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 

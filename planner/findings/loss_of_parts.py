@@ -13,7 +13,8 @@ from types import MappingProxyType
 
 from autopar.planner.extent import BATCH, Extent
 from autopar.planner.findings.counting import counts_untold, division_of
-from autopar.planner.graph import Graph, Op, Origin, Ref, Value
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Origin, Ref, Value
 from autopar.planner.rules.rule import Linear, OpKind, Rule
 from autopar.planner.rules.table import kind_of, rule_out_of_place
 

@@ -9,7 +9,8 @@ from autopar.planner.findings.grouped_rows import grouped_rows
 from autopar.planner.findings.loss_of_parts import Follows, all_of_parts, loss_of_parts
 from autopar.planner.findings.row_numbers import counts_rows
 from autopar.planner.findings.steady_buffers import written_buffers
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, takes_statistics
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from autopar.planner.graph import Op
+from autopar.planner.ops import Op
 
 _SWITCHES = ("train", "training")
 _CHANCES = ("p", "dropout", "dropout_p")

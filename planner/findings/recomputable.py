@@ -10,8 +10,9 @@ from autopar.planner.costs.ops.kept import keeps_anything
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.findings.writing_layers import writing_calls, written
-from autopar.planner.graph import MODULE, Graph, Op, objects
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer
+from autopar.planner.ops import MODULE, Op, objects
 from autopar.planner.precision import FUSED
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of

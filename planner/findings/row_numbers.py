@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Op
+from autopar.planner.ops import Op
 
 _NUMBERS = frozenset(  # the arguments that hold a plain number to compute with
     {"other", "self", "alpha", "beta", "scale", "value", "min", "max", "exponent", "fill_value"}

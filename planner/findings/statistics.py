@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.rules.table import takes_statistics
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autopar.planner.findings.loss_of_parts import Follows, all_of_parts
-from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Origin
 
 
 def steady_buffers(graph: Graph) -> tuple[str, ...]:

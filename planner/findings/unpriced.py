@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from autopar.planner.annotate import annotate
 from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Origin
 from autopar.planner.precision import Precision
 from autopar.planner.rules.table import has_line
 

@@ -10,7 +10,8 @@ import re
 from collections.abc import Iterable, Iterator
 
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Call, Graph, Op, Origin, refs
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Call, Op, Origin, refs
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 

@@ -10,7 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import MODEL_DTYPE, DType, Graph, Op, Origin, Ref, Value
+from autopar.planner.graph import Graph
+from autopar.planner.ops import MODEL_DTYPE, DType, Op, Origin, Ref, Value
 from autopar.planner.precision import Precision
 
 _OWN: Mapping[Precision, torch.dtype] = MappingProxyType(

@@ -9,7 +9,7 @@ from math import prod
 from autopar.planner.costs.ops.measurements import OpKey
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
-from autopar.planner.graph import Op, Origin, refs
+from autopar.planner.ops import Op, Origin, refs
 from autopar.planner.precision import item_bytes
 from autopar.planner.profile.forms import local_strides, strides_of
 from autopar.planner.programs.layouts.strategies import strategies

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
-from autopar.planner.graph import Op, Value, refs
+from autopar.planner.ops import Op, Value, refs
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -31,8 +31,10 @@ class OpKind(StrEnum):
     MEAN = "mean"
     ADDITION = "addition"
     SUBTRACTION = "subtraction"
+    NEGATION = "negation"  # of what may be taken from something else
     MULTIPLICATION = "multiplication"
     DIVISION = "division"
+    POWER = "power"
     QUOTIENT = "quotient"  # or its remainder, in whole numbers
     CLAMP = "clamp"  # from below
     RECURRENT = "recurrent"
@@ -132,8 +134,10 @@ class Rule:
     the type of the first input. `added` is the argument that is added to what the op makes of the
     others: a plain number there makes a linear op affine. `sizes` is the argument that tells the
     sizes of the result, `cuts` are those that tell sizes or places along the argument `dim`.
-    `written_by` is the op that makes a new tensor with this part of it written anew. `names`
-    proposes what people call a letter.
+    `written_by` is the op that makes a new tensor with this part of it written anew; `updates` are
+    arguments that the op writes to without saying so in its schema. torch wants the arguments
+    `alike` to be of one type ("*inputs": all tensors), and has no kernel of what `is_wide` in 16
+    bits. `names` proposes what people call a letter.
     """
 
     target: str
@@ -148,6 +152,9 @@ class Rule:
     sizes: str = ""
     cuts: tuple[str, ...] = ()
     written_by: str = ""
+    updates: tuple[str, ...] = ()
+    alike: tuple[str, ...] = ()
+    is_wide: bool = False
     names: Mapping[str, str] = field(default_factory=dict)
 
     @property

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 from autopar.planner.axes.terms import UNIT, Dim, Leaf, product, size_of
 from autopar.planner.extent import ONE, Extent
-from autopar.planner.graph import Op, Tensor, Value, refs
+from autopar.planner.ops import Op, Tensor, Value, refs
 
 Dims = tuple[Dim, ...]
 _MANY = ("…", "[…]")

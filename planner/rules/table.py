@@ -13,7 +13,7 @@ from functools import partial
 from types import MappingProxyType
 from typing import Any
 
-from autopar.planner.graph import Op
+from autopar.planner.ops import Op
 from autopar.planner.rules import contractions, cuts
 from autopar.planner.rules import factoring as f
 from autopar.planner.rules import multiplying as m
@@ -33,6 +33,7 @@ def _lines(
     *,
     names: str = "",
     contracts: str = "",
+    alike: str = "",
     **facts: Any,
 ) -> list[Rule]:
     """A group of letters in `contracts` is 2·∏(letters) FLOPs; `facts` are further columns."""
@@ -44,6 +45,7 @@ def _lines(
             contracts=tuple(filter(None, contracts.split(","))),
             saves=Saved.parse_all(saves),
             names=MappingProxyType({letter: name for letter, _, name in pairs}),
+            alike=tuple(alike.split()),
             **facts,
         )
         for target in targets.split()
@@ -54,14 +56,14 @@ def _computing(
     targets: str,
     computes: Computing,
     saves: str = "*inputs, out",
-    kind: OpKind = OpKind.OTHER,
-    linear: Linear = Linear.UNTOLD,
+    **facts: Any,
 ) -> list[Rule]:
     """Ops of which nothing is known but their batch, and what they compute."""
-    return _lines(targets, s.opaque, saves, computes=computes, kind=kind, linear=linear)
+    return _lines(targets, s.opaque, saves, computes=computes, **facts)
 
 
-_contraction = partial(_lines, linear=_EACH)
+_contraction = partial(_lines, linear=_EACH, alike="*inputs")
+_factoring = partial(_computing, is_wide=True)
 _convolution = partial(
     _contraction,
     saves="input if weight, weight if input",
@@ -73,6 +75,8 @@ _views = partial(_lines, kind=OpKind.VIEW, linear=_JOINTLY, traffic=Traffic.NONE
 # Ops that multiply no matrices, and whose dims are not told: priced by the bytes they move.
 _moving = partial(_lines, shape=s.opaque, saves="*inputs, out")
 _NORM_SAVES = "input, weight if input"
+_RUNNING = ("running_mean", "running_var")
+_SINGULAR_VALUES = f.factored(lambda m, n: 2 * m * n**2 + 2 * n**3, lambda m, n: 4 * m * n**2)
 _RECURRENT_SAVES = "input, data, hx, out, own(computed)"
 _CELL_SAVES = "input, hx, own(computed)"
 
@@ -104,10 +108,10 @@ _RULES = (
     *_contraction(  # of each group of rows by a matrix of its own
         "_grouped_mm", "self [n] i, mat2 [e] i o, offs? [g] -> n o", contracts="n i o",
         saves="self if mat2, mat2 if self", names="e=experts", computes=m.grouped("self", "mat2"),
-        kind=OpKind.GROUPED,
+        kind=OpKind.GROUPED, alike="self mat2",
     ),
     *_lines("outer", "self m, vec2 n -> m n", "self if vec2, vec2 if self", linear=_EACH),
-    *_contraction("einsum", contractions.einsum, contracts="*", saves="tensors"),
+    *_contraction("einsum", contractions.einsum, contracts="*", saves="tensors", alike=""),
     *_lines(
         "scaled_dot_product_attention", contractions.attention,
         "query, key, value, out, f32(… h q)", contracts="… h q t e,… h q t f",
@@ -168,7 +172,8 @@ _RULES = (
     *_computing("chain_matmul linalg_multi_dot", m.chain, "*inputs"),
     *_computing("matrix_power linalg_matrix_power", m.power),
     *_computing("bilinear", m.bilinear, "input1, input2, weight"),
-    *_computing("cdist _cdist_forward", m.rows_by_rows("x1", "x2")),
+    *_computing("cdist _cdist_forward", m.rows_by_rows("x1", "x2"), is_wide=True),
+    *_computing("pdist", m.rows_by_rows("self", "self"), is_wide=True),
     *_computing("_scaled_mm _scaled_mm_v2", m.matrices("self", "mat2")),
     *_computing("transformers.grouped_mm_fallback.default", m.grouped("input", "weight"),
                 "input if weight, weight if input", kind=OpKind.GROUPED),
@@ -177,73 +182,77 @@ _RULES = (
                 "_scaled_dot_product_cudnn_attention _scaled_dot_product_flash_attention_for_cpu "
                 "_flash_attention_forward _efficient_attention_forward", m.attention),
     # --- linear algebra and Fourier transforms
-    *_computing("inverse linalg_inv linalg_inv_ex", f.cubic(2, 4), "out"),
-    *_computing("linalg_tensorinv", f.folded(2, 4), "out"),
-    *_computing("linalg_solve linalg_solve_ex _linalg_solve_ex",
+    *_factoring("inverse linalg_inv linalg_inv_ex", f.cubic(2, 4), "out"),
+    *_factoring("linalg_tensorinv", f.folded(2, 4), "out"),
+    *_factoring("linalg_solve linalg_solve_ex _linalg_solve_ex",
                 f.solved(2 / 3, matrix=("A",), by=("B",))),
-    *_computing("linalg_tensorsolve", f.folded(2 / 3, 4)),
-    *_computing("linalg_solve_triangular", f.solved(0, matrix=("self",), by=("B",))),
-    *_computing("triangular_solve", f.solved(0, matrix=("A",), by=("self",))),
-    *_computing("linalg_lu_solve", f.solved(0, matrix=("LU",), by=("B",))),
-    *_computing("cholesky_solve", f.solved(0, matrix=("input2",), by=("self",))),
-    *_computing("cholesky linalg_cholesky linalg_cholesky_ex", f.cubic(1 / 3, 4), "out"),
-    *_computing("cholesky_inverse", f.cubic(2 / 3, 4)),
-    *_computing("linalg_ldl_factor", f.cubic(1 / 3, 4)),
-    *_computing("linalg_lu linalg_lu_factor linalg_lu_factor_ex", f.cubic(2 / 3, 4), "out"),
-    *_computing("det linalg_det slogdet linalg_slogdet logdet", f.cubic(2 / 3, 2), linear=_NO),
-    *_computing("linalg_qr qr", f.factored(lambda m, n: 4 * m * n**2 - 4 / 3 * n**3,
+    *_factoring("linalg_tensorsolve", f.folded(2 / 3, 4)),
+    *_factoring("linalg_solve_triangular", f.solved(0, matrix=("self",), by=("B",))),
+    *_factoring("triangular_solve", f.solved(0, matrix=("A",), by=("self",))),
+    *_factoring("linalg_lu_solve", f.solved(0, matrix=("LU",), by=("B",))),
+    *_factoring("cholesky_solve", f.solved(0, matrix=("input2",), by=("self",))),
+    *_factoring("cholesky linalg_cholesky linalg_cholesky_ex", f.cubic(1 / 3, 4), "out"),
+    *_factoring("cholesky_inverse", f.cubic(2 / 3, 4)),
+    *_factoring("linalg_ldl_factor", f.cubic(1 / 3, 4)),
+    *_factoring("linalg_lu linalg_lu_factor linalg_lu_factor_ex", f.cubic(2 / 3, 4), "out"),
+    *_factoring("det linalg_det slogdet linalg_slogdet logdet", f.cubic(2 / 3, 2), linear=_NO),
+    *_factoring("linalg_qr qr", f.factored(lambda m, n: 4 * m * n**2 - 4 / 3 * n**3,
                                            lambda m, n: 6 * m * n**2), "out"),
-    *_computing("linalg_householder_product orgqr", f.factored(
+    *_factoring("linalg_householder_product orgqr", f.factored(
         lambda m, n: 4 * m * n**2 - 4 / 3 * n**3, lambda m, n: 12 * m * n**2)),
-    *_computing("linalg_svd svd pinverse linalg_pinv linalg_pinv.atol_rtol_tensor "
+    *_factoring("linalg_svd svd pinverse linalg_pinv linalg_pinv.atol_rtol_tensor "
                 "linalg_pinv.atol_rtol_float",
                 f.factored(lambda m, n: 6 * m * n**2 + 20 * n**3, lambda m, n: 8 * m * n**2)),
-    *_computing("linalg_svdvals linalg_cond linalg_matrix_rank linalg_matrix_norm.str_ord",
-                f.factored(lambda m, n: 2 * m * n**2 + 2 * n**3, lambda m, n: 4 * m * n**2),
-                linear=_NO),
+    *_factoring("linalg_svdvals linalg_cond linalg_matrix_rank", _SINGULAR_VALUES, linear=_NO),
+    *_computing("linalg_matrix_norm.str_ord", _SINGULAR_VALUES, linear=_NO),
+    *_factoring("linalg_lstsq", f.factored(lambda m, n: 2 * m * n**2, lambda m, n: 6 * m * n**2)),
     *_moving("linalg_matrix_norm", linear=_NO),
-    *_computing("linalg_eigh", f.cubic(9, 6), "out"),
-    *_computing("linalg_eigvalsh", f.cubic(4 / 3, 4)),
-    *_computing("linalg_eig", f.cubic(25, 8), "out"),
-    *_computing("linalg_eigvals", f.cubic(10, 8)),
+    *_factoring("linalg_eigh", f.cubic(9, 6), "out"),
+    *_factoring("linalg_eigvalsh", f.cubic(4 / 3, 4)),
+    *_factoring("linalg_eig", f.cubic(25, 8), "out"),
+    *_factoring("linalg_eigvals", f.cubic(10, 8)),
     # about eight products; the backward is that of a matrix twice as large
     *_computing("matrix_exp linalg_matrix_exp", f.cubic(16, 128), "self"),
     *_computing("fft_fft fft_ifft fft_rfft fft_irfft fft_hfft fft_ihfft fft_fft2 fft_ifft2 "
                 "fft_rfft2 fft_irfft2 fft_hfft2 fft_ihfft2 fft_fftn fft_ifftn fft_rfftn fft_irfftn "
                 "fft_hfftn fft_ihfftn _fft_c2c _fft_r2c _fft_c2r", f.fourier, ""),
-    *_computing("stft stft.center istft", f.short_time_fourier, "window"),
-    *_computing("ctc_loss.IntList ctc_loss.Tensor", f.connectionist),
+    *_factoring("stft stft.center istft", f.short_time_fourier, "window"),
+    *_factoring("ctc_loss.IntList ctc_loss.Tensor", f.connectionist),
     # --- look-ups
     *_lines("embedding", contractions.embedding, "indices", traffic=Traffic.GATHERED,
             kind=OpKind.LOOKUP, names="v=entries d=embed"),
     *_lines("embedding_bag embedding_bag.padding_idx", s.opaque, "indices, offsets, "
             "per_sample_weights, weight if per_sample_weights", traffic=Traffic.GATHERED,
-            kind=OpKind.BAG, computes=m.bags),
+            kind=OpKind.BAG, computes=m.bags, alike="weight per_sample_weights"),
     # --- norms and softmax
     *_lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
-            _NORM_SAVES + ", f32(…), f32(…)", kind=OpKind.NORM, names="d=embed"),
+            _NORM_SAVES + ", f32(…), f32(…)", kind=OpKind.NORM, names="d=embed", alike="*inputs"),
     *_lines("rms_norm", "input … [d], weight? d -> … d", _NORM_SAVES + ", f32(…)",
             kind=OpKind.NORM, names="d=embed"),
     *_lines("batch_norm", "input n c […], weight? c, bias? c, running_mean? c, "
             "running_var? c -> n c […]",
-            _NORM_SAVES + ", f32(c), f32(c)", kind=OpKind.BATCH_NORM, names="c=channels"),
-    *_lines("group_norm instance_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM),
+            _NORM_SAVES + ", f32(c), f32(c)", kind=OpKind.BATCH_NORM, names="c=channels",
+            updates=_RUNNING),
+    *_lines("group_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM, alike="*inputs"),
+    *_lines("instance_norm", s.opaque, _NORM_SAVES, kind=OpKind.NORM, updates=_RUNNING),
     *_lines("softmax.int log_softmax.int _softmax.default", s.over("dim"), "out",
             kind=OpKind.SOFTMAX, linear=_NO),
     *_lines("cross_entropy_loss", contractions.cross_entropy, "self(n v …), target",
-            kind=OpKind.CROSS_ENTROPY, names="v=classes"),
+            kind=OpKind.CROSS_ENTROPY, names="v=classes", alike="self weight"),
     *_lines("nll_loss nll_loss_nd", "self n v …, target n …, weight? v ->", "target",
-            kind=OpKind.CLASS_LOSS),
+            kind=OpKind.CLASS_LOSS, alike="self weight"),
     *_lines("mse_loss smooth_l1_loss l1_loss huber_loss binary_cross_entropy_with_logits",
             s.paired, "self, target", kind=OpKind.LOSS),
+    *_moving("binary_cross_entropy", alike="self target"),
+    *_moving("multi_margin_loss multilabel_margin_loss", is_wide=True),
     # --- elementwise
     *_elementwise("add.Tensor add_.Tensor", kind=OpKind.ADDITION, linear=_JOINTLY, added="other"),
     *_elementwise("sub.Tensor sub_.Tensor", kind=OpKind.SUBTRACTION, linear=_JOINTLY,
                   added="other"),
-    *_elementwise("rsub.Scalar", linear=_JOINTLY, added="other"),
+    *_elementwise("rsub.Scalar", kind=OpKind.NEGATION, linear=_JOINTLY, added="other"),
     *_elementwise("add.Scalar", kind=OpKind.ADDITION),
     *_elementwise("sub.Scalar", kind=OpKind.SUBTRACTION),
-    *_elementwise("neg", linear=_JOINTLY),
+    *_elementwise("neg", kind=OpKind.NEGATION, linear=_JOINTLY),
     *_elementwise("clone _to_copy", kind=OpKind.COPY, linear=_JOINTLY),
     *_elementwise("contiguous", kind=OpKind.CONTIGUOUS, linear=_JOINTLY),
     *_elementwise("to.dtype to.device to.dtype_layout", kind=OpKind.CAST, linear=_JOINTLY),
@@ -263,13 +272,15 @@ _RULES = (
     *_elementwise("tanh sigmoid exp tanh_ sigmoid_", saves="out", kind=OpKind.EXPONENTIAL,
                   linear=_NO),
     *_elementwise("erf", kind=OpKind.EXPONENTIAL, linear=_NO),
-    *_elementwise("pow.Tensor_Scalar abs hardtanh hardswish leaky_relu clamp_max log_sigmoid "
+    *_elementwise("pow.Tensor_Scalar", saves="self", kind=OpKind.POWER, linear=_NO),
+    *_elementwise("pow.Scalar", saves="out", kind=OpKind.POWER, linear=_NO),
+    *_elementwise("abs hardtanh hardswish leaky_relu clamp_max log_sigmoid "
                   "square celu selu relu6 hardsigmoid hardshrink softshrink threshold logit expm1 "
                   "exp2 log2 log10 tan sinh cosh asin acos atan asinh acosh atanh sinc erfc lgamma "
                   "special_entr nan_to_num", saves="self", linear=_NO),
-    *_elementwise("relu relu_ rsqrt sqrt reciprocal pow.Scalar", saves="out", linear=_NO),
+    *_elementwise("relu relu_ rsqrt sqrt reciprocal", saves="out", linear=_NO),
     *_elementwise("log1p", linear=_NO),
-    *_elementwise("pow.Tensor_Tensor", saves="self, exponent, out", linear=_NO),
+    *_elementwise("pow.Tensor_Tensor", saves="self, exponent, out", kind=OpKind.POWER, linear=_NO),
     *_lines("prelu _prelu_kernel", s.opaque, "self, weight"),
     *_elementwise("clamp.Tensor clamp_min.Tensor", saves="*inputs", kind=OpKind.CLAMP, linear=_NO),
     *_elementwise("atan2 hypot logaddexp logaddexp2 xlogy.Tensor clamp_max.Tensor", saves="*inputs",
@@ -330,16 +341,18 @@ _RULES = (
     *_lines("gather", cuts.gathered, "index", traffic=Traffic.GATHERED, linear=_FIRST),
     *_lines("im2col col2im", s.opaque),
     *_lines("index_add index_add_ scatter_add scatter_add_", s.opaque, "index",
-            kind=OpKind.ADD_AT),
+            kind=OpKind.ADD_AT, alike="self source src"),
     *_lines("index_put index_put_ scatter.src scatter.value scatter_.src scatter_.value", s.opaque,
-            "index, indices", kind=OpKind.WRITE_AT),
+            "index, indices", kind=OpKind.WRITE_AT, alike="self values src"),
     *_lines("index_copy index_copy_ index_fill.int_Scalar index_select masked_select "
             "masked_scatter masked_scatter_", s.opaque, "index, mask"),
     *_moving("scatter_reduce.two scatter_reduce_.two take_along_dim one_hot nonzero where unfold "
              "diag_embed rot90 pixel_shuffle pixel_unshuffle channel_shuffle hstack vstack concat "
-             "concatenate repeat_interleave.Tensor real imag view_as_real view_as_complex complex "
-             "polar resolve_conj searchsorted.Tensor bucketize.Tensor cummax kthvalue median.dim "
+             "concatenate repeat_interleave.Tensor real imag view_as_real view_as_complex "
+             "resolve_conj searchsorted.Tensor bucketize.Tensor cummax kthvalue median.dim "
              "mode"),
+    *_moving("complex polar", is_wide=True),
+    *_moving("grid_sampler", alike="input grid"),
     *_moving("diagonal tril_ triu_ trace fill_diagonal_", kind=OpKind.DIAGONAL),
     *_moving("histc bincount", kind=OpKind.COUNT),
     *_moving("unique_dim _unique2 unique_consecutive unique_dim_consecutive", kind=OpKind.VALUES),
@@ -349,9 +362,9 @@ _RULES = (
     *_moving("max_pool1d max_pool3d max_pool1d_with_indices max_pool2d_with_indices avg_pool3d "
              "adaptive_avg_pool3d adaptive_max_pool1d adaptive_max_pool2d adaptive_max_pool3d "
              "upsample_nearest1d.vec upsample_nearest3d.vec upsample_linear1d.vec "
-             "upsample_trilinear3d.vec _upsample_nearest_exact2d.vec grid_sampler "
+             "upsample_trilinear3d.vec _upsample_nearest_exact2d.vec "
              "affine_grid_generator rrelu glu cosine_similarity pairwise_distance "
-             "kl_div binary_cross_entropy normal_functional addcmul addcdiv lerp.Tensor "
+             "kl_div normal_functional addcmul addcdiv lerp.Tensor "
              "lerp.Scalar kron linalg_cross"),
     *_lines("roll flip", s.over("dims"), kind=OpKind.ALONG, linear=_JOINTLY),
     # --- reductions

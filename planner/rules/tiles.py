@@ -6,7 +6,8 @@ from collections import defaultdict
 from collections.abc import Mapping
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph, Op, Ref, refs
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Ref, refs
 
 Tiles = tuple[tuple[Extent, ...], int]
 

@@ -4,28 +4,20 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import fx
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
 from autopar.planner.errors import TraceError
-from autopar.planner.graph import (
-    LOSS_CALL,
-    Call,
-    FunctionCall,
-    Graph,
-    Op,
-    Origin,
-    Ref,
-    Value,
-    refs,
-)
+from autopar.planner.graph import Graph
+from autopar.planner.ops import LOSS_CALL, Op, Origin, Ref, Value, refs
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import rule_of
 from autopar.planner.trace import record
+from autopar.planner.trace.calls import Calls
 from autopar.planner.trace.export import Exported
 from autopar.planner.trace.fold import Form, Plain
 from autopar.planner.trace.frames import defined_at
@@ -51,7 +43,7 @@ from autopar.planner.trace.prune import pruned
 from autopar.planner.trace.scatter import with_scatters
 from autopar.planner.trace.symbols import Symbols, check_numbers
 from autopar.planner.trace.traps import weight_written
-from autopar.planner.trace.values import CannotReplayError, Scope, Values, structured
+from autopar.planner.trace.values import CannotReplayError, Scope, Values
 
 # Ops that say nothing about the computation: the tracer's checks, and names for the same tensor.
 _CHECKS = re.compile(r"aten\.(_assert\w*|sym_\w+|_local_scalar_dense|is_nonzero)\.")
@@ -61,12 +53,6 @@ _KEEPING = MappingProxyType(
 )
 _CUTS_GRADIENT = re.compile(r"aten\.(detach|new_\w+|(zeros|ones|full|empty|rand\w*)_like)\.")
 _SAME_IF_TYPE_IS_SAME = re.compile(r"aten\.(to\.|type_as\.|_to_copy\.)")
-
-# Written to without saying so in their schema.
-_HIDDEN_WRITES = {
-    "aten.batch_norm.default": ("running_mean", "running_var"),
-    "aten.instance_norm.default": ("running_mean", "running_var"),
-}
 
 
 def convert(exported: Exported) -> Graph:
@@ -88,9 +74,7 @@ class _Converter:
         self.ledger = Ledger(self.symbols, exported.subject.model_dtype)
         self.values = Values(exported, self.names, self.ledger)
         self.ops: list[Op] = []
-        self.calls: dict[str, Call] = {}
-        self.functions: list[FunctionCall] = []
-        self.begun: dict[str, tuple[FunctionCall, int]] = {}  # with the number of ops before it
+        self.calls = Calls(self.recording, self.values, self.ops)
         self.bodies = bodies(self.program.graph_module)
         modules = self.program.graph_module.modules()
         graphs = (part.graph for part in modules if isinstance(part, fx.GraphModule))
@@ -113,14 +97,14 @@ class _Converter:
             ),
             constants=MappingProxyType(self.values.constants),
             inputs=tuple(t.name for t in self.ledger.tensors.values() if t.origin is Origin.INPUT),
-            calls=MappingProxyType(self.calls),
+            calls=MappingProxyType(self.calls.modules),
             loss=loss,
             fixed_batch=self.symbols.fixed_batch,
             fixed_at=self.fixed_at if self.symbols.fixed_batch is not None else "",
             recomputed_at=self.recomputed_at,
             autocast_at=self.autocast_at,
             was_noticed=self.was_noticed,
-            functions=tuple(self.functions),
+            functions=tuple(self.calls.functions),
         )
         return pruned(with_scatters(graph))
 
@@ -133,20 +117,14 @@ class _Converter:
 
     def _read(self, node: fx.Node, scope: Scope) -> None:
         target = str(node.target)
+        if self.calls.read(node, scope):
+            return
         if is_getitem(node):
             source, index = operands_of(node)
             value = self.values.value(source, scope)
             scope.values[node] = value[index] if isinstance(value, tuple) else None
-        elif target == record.ENTER:
-            self._enter(node, scope)
-        elif target == record.LEAVE:
-            self._leave(node, scope)
         elif target == record.REPLAY:
             self._replay(node, scope)
-        elif target == record.BEGIN:
-            self._begin(node, scope)
-        elif target == record.END:
-            self._end(node, scope)
         elif isinstance(node.target, torch._ops.HigherOrderOperator):
             self._read_region(node, scope)
         elif _CHECKS.match(target) or not has_tensor(node.meta.get("val")):
@@ -176,7 +154,7 @@ class _Converter:
 
     def _drops_nothing(self, node: fx.Node, target: str, scope: Scope) -> bool:
         """Whether a dropout gives the very tensor it got: code around it may go on with that."""
-        if target != "aten.dropout.default":
+        if rule_of(target).kind is not OpKind.DROPOUT:
             return False
         arguments = dict(self.values.arguments(node, scope))
         return arguments["p"] == 0.0 or arguments["train"] is False
@@ -234,7 +212,8 @@ class _Converter:
             outputs.append(Ref(out))
         scope.values[node] = tuple(outputs) if is_many else outputs[0]
         written = self._written(node, target, dict(arguments), scope)
-        if differentiable and target not in _HIDDEN_WRITES:
+        is_in_place = not rule_of(target).updates
+        if differentiable and is_in_place:
             self.ledger.learn(written)
         self.ops.append(
             Op(
@@ -249,7 +228,7 @@ class _Converter:
                 writes=written,
             )
         )
-        if not is_many and target not in _HIDDEN_WRITES:
+        if not is_many and is_in_place:
             self.ledger.supersede(written, name)
 
     def _location(self, node: fx.Node, scope: Scope) -> str:
@@ -272,7 +251,7 @@ class _Converter:
     def _written(
         self, node: fx.Node, target: str, arguments: Mapping[str, Value], scope: Scope
     ) -> tuple[str, ...]:
-        hidden = _HIDDEN_WRITES.get(target, ())
+        hidden = rule_of(target).updates
         if hidden and not (arguments.get("training") or arguments.get("use_input_stats")):
             hidden = ()
         keys = (*written_arguments(node), *hidden)
@@ -319,76 +298,7 @@ class _Converter:
         places = (self._location(node, scope) for node in (graph.nodes if graph else ()))
         return next(filter(None, places), scope.call)
 
-    # --- calls of modules and functions ----------------------------------------------------------
-
-    def _given(self, node: fx.Node, scope: Scope) -> tuple[Any, Any]:
-        """Return the arguments of a call, those without and those with a name."""
-        tensors, recorded = operands_of(node)
-        border = self.recording.entered[str(recorded)]
-        given: tuple[Any, Any] = pytree.tree_unflatten(
-            self._leaves(tensors, border, scope), border.spec
-        )
-        return given
-
-    def _returned(self, node: fx.Node, scope: Scope) -> Value:
-        tensors, recorded = operands_of(node)
-        border = self.recording.left[str(recorded)]
-        return structured(pytree.tree_unflatten(self._leaves(tensors, border, scope), border.spec))
-
-    def _begin(self, node: fx.Node, scope: Scope) -> None:
-        recorded = str(operands_of(node)[1])
-        module, name = self.recording.plain[recorded]
-        arguments, keywords = self._given(node, scope)
-        function = FunctionCall(
-            module=module,
-            name=name,
-            call=scope.call,
-            arguments=tuple(map(structured, arguments)),
-            keywords=tuple((key, structured(value)) for key, value in keywords.items()),
-            result=None,
-            ops=(),
-        )
-        self.begun[recorded] = function, len(self.ops)
-
-    def _end(self, node: fx.Node, scope: Scope) -> None:
-        function, before = self.begun.pop(str(operands_of(node)[1]))
-        result = self._returned(node, scope)
-        ops = self.ops[before:]
-        if any(refs(result)) and all(op.call == function.call for op in ops):
-            names = tuple(op.name for op in ops)
-            self.functions.append(replace(function, result=result, ops=names))
-
-    def _enter(self, node: fx.Node, scope: Scope) -> None:
-        recorded = operands_of(node)[1]
-        key = self._renamed(str(recorded), scope)
-        arguments, keywords = self._given(node, scope)
-        path = self._module_path(str(recorded), scope)
-        parent = self.recording.parents[str(recorded)]
-        self.calls[key] = Call(
-            key=key,
-            path=path,
-            class_name=self.recording.classes[str(recorded)],
-            is_function=str(recorded) in self.recording.functions,
-            parent=None if parent is None else self._renamed(parent, scope),
-            arguments=tuple(map(structured, arguments)),
-            keywords=tuple((name, structured(value)) for name, value in keywords.items()),
-            result=None,
-            is_batch_norm=isinstance(self.recording.modules.get(path), _BatchNorm),
-        )
-        scope.call = key
-
-    def _leave(self, node: fx.Node, scope: Scope) -> None:
-        key = self._renamed(str(operands_of(node)[1]), scope)
-        self.calls[key] = replace(self.calls[key], result=self._returned(node, scope))
-        parent = self.calls[key].parent
-        scope.call = LOSS_CALL if parent is None else parent
-
-    def _leaves(self, tensors: Any, border: record.Border, scope: Scope) -> list[Any]:
-        values = iter([self.values.value(tensor, scope) for tensor in tensors])
-        return [
-            next(values) if leaf is record.TENSOR else self.values.leaf(leaf)
-            for leaf in border.leaves
-        ]
+    # --- calls -----------------------------------------------------------------------------------
 
     def _replay(self, node: fx.Node, scope: Scope) -> None:
         tensors, site = operands_of(node)
@@ -412,24 +322,6 @@ class _Converter:
         for user in node.users:
             if is_getitem(user):
                 self.values.remember_storage(user, fresh[operands_of(user)[1]][1], scope)
-
-    def _renamed(self, recorded: str, scope: Scope) -> str:
-        """Return a call key as it is at the place where it is replayed."""
-        paths, template = self.recording.paths, scope.template
-        if template is None or not paths[recorded].startswith(paths[template]):
-            return recorded
-        if recorded == template:
-            return scope.site
-        path = paths[recorded]  # what is behind it in a key counts the calls of the module
-        return scope.site + path.removeprefix(paths[template]) + recorded.removeprefix(path)
-
-    def _module_path(self, recorded: str, scope: Scope) -> str:
-        path = self.recording.paths[recorded]
-        if scope.template is None:
-            return path
-        return self.recording.paths[scope.site] + path.removeprefix(
-            self.recording.paths[scope.template]
-        )
 
     def _written_storages(self) -> frozenset[str]:
         return frozenset(self.ledger.tensors[name].storage for op in self.ops for name in op.writes)

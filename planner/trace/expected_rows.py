@@ -12,7 +12,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from types import MappingProxyType
 
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.rules.table import kind_of
 
 

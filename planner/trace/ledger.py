@@ -9,7 +9,7 @@ from dataclasses import replace
 import torch
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import MODEL_DTYPE, Origin, Ref, Tensor, Value
+from autopar.planner.ops import MODEL_DTYPE, Origin, Ref, Tensor, Value
 from autopar.planner.trace.symbols import Symbols
 
 

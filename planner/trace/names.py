@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Buffer, Parameter
+from autopar.planner.ops import Buffer, Parameter
 
 ShapeOf = Callable[[torch.Tensor], tuple[Extent, ...]]
 TypeOf = Callable[[torch.dtype], str]

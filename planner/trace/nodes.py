@@ -14,7 +14,7 @@ import torch
 from torch import fx
 from torch.utils import _pytree as pytree
 
-from autopar.planner.graph import Constant, Value
+from autopar.planner.ops import Constant, Value
 from autopar.planner.trace import record
 from autopar.planner.trace.frames import is_library_file
 

@@ -9,15 +9,20 @@ import torch
 from torch import Tensor, fx
 
 from autopar.planner.errors import TraceError
-from autopar.planner.graph import Tensor as Traced
-from autopar.planner.graph import Value, refs
+from autopar.planner.ops import Tensor as Traced
+from autopar.planner.ops import Value, refs
+from autopar.planner.rules.rule import OpKind
+from autopar.planner.rules.table import rule_of
 from autopar.planner.trace.symbols import depends_on_numbers
 
 _PICKING = frozenset({torch.masked_select, Tensor.masked_select})
 _COUNTING = frozenset(
     f"aten.{name}.default" for name in ("nonzero", "nonzero_numpy", "argwhere", "where")
 )
-_NUMBERS = frozenset({"add", "sub", "rsub", "mul", "div", "true_divide", "pow", "full", "arange"})
+_NUMBERS = (
+    OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.NEGATION, OpKind.MULTIPLICATION, OpKind.DIVISION,
+    OpKind.POWER, OpKind.FILL, OpKind.RANGE,
+)  # fmt: skip
 
 
 def picked(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
@@ -50,7 +55,7 @@ def mask_of(
 
 def refuse_counted(node: fx.Node, target: str, where: str) -> None:
     """Refuse to compute with how many entries were picked: no plan has that number."""
-    if target.split(".")[1] not in _NUMBERS:
+    if rule_of(target).kind not in _NUMBERS:
         return
     for argument in node.args:
         value = argument.meta.get("val") if isinstance(argument, fx.Node) else None

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from types import MappingProxyType
 
-from autopar.planner.graph import Graph, Origin
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Origin
 
 
 def _callers(unused: Iterable[str], live: Iterable[str], graph: Graph) -> Iterator[str]:

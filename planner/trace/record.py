@@ -28,7 +28,7 @@ from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from autopar.planner.graph import LOSS_FUNCTION
+from autopar.planner.ops import LOSS_FUNCTION
 from autopar.planner.trace.build import Loss
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
 from autopar.planner.trace.traps import assigned_buffers_written

@@ -12,7 +12,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from types import MappingProxyType
 
-from autopar.planner.graph import Call, Graph, Op, Origin, Ref, Tensor, Value
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Call, Op, Origin, Ref, Tensor, Value
 from autopar.planner.rules.table import rule_of
 
 _COPY = "aten.copy_.default"

@@ -11,17 +11,8 @@ from torch import fx
 from torch.export.graph_signature import InputKind, InputSpec
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import (
-    MODULE,
-    Constant,
-    DType,
-    Listed,
-    Mapped,
-    Origin,
-    Ref,
-    Value,
-    input_name,
-)
+from autopar.planner.graph import input_name
+from autopar.planner.ops import MODULE, Constant, DType, Listed, Mapped, Origin, Ref, Value
 from autopar.planner.trace.export import Exported
 from autopar.planner.trace.ledger import Ledger
 from autopar.planner.trace.names import ModelNames

@@ -21,10 +21,11 @@ from autopar.codegen.forward.text.expressions import Level, rendered, text
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import AutoparError
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
 from autopar.planner.layouts import WHOLE, OpLayout
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.ops import Op, Origin
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.strategies import strategies
 from autopar.planner.trace import trace

@@ -8,7 +8,8 @@ from random import Random
 import pytest
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import MODEL_DTYPE, Call, Graph, Op, Origin, Ref, Tensor
+from autopar.planner.graph import Graph
+from autopar.planner.ops import MODEL_DTYPE, Call, Op, Origin, Ref, Tensor
 
 # name ← what it reads; "name = view" lies in the storage of what it reads first, "!" writes there
 WRITTEN = (

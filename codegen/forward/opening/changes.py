@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from autopar.codegen.forward.reading.split import Split
 from autopar.planner.axes.terms import Dim, Leaf
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import Op, Origin, Value
 from autopar.planner.layouts import Kind, Layout
+from autopar.planner.ops import Op, Origin, Value
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
 

@@ -19,8 +19,8 @@ from autopar.codegen.forward.text.expressions import Held
 from autopar.planner.crossing import computed_once
 from autopar.planner.errors import InputError
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import Op, Origin, refs
 from autopar.planner.layouts import WHOLE, Kind, Layout
+from autopar.planner.ops import Op, Origin, refs
 
 
 def stage_of_ops(split: Split, counts: Sequence[int]) -> dict[str, int]:

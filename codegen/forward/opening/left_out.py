@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from autopar.planner.graph import refs
+from autopar.planner.ops import refs
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.opening.opening import Opening

@@ -22,8 +22,8 @@ from autopar.codegen.forward.reading.split import Split
 from autopar.planner.axes.terms import leaves
 from autopar.planner.extent import Extent
 from autopar.planner.findings.row_numbers import counts_rows, numbers
-from autopar.planner.graph import MODULE, Op, Value, objects
 from autopar.planner.layouts import Layout
+from autopar.planner.ops import MODULE, Op, Value, objects
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.opening.opening import Opening

@@ -23,7 +23,7 @@ from autopar.codegen.forward.text.expressions import (
 )
 from autopar.codegen.forward.text.literals import literal
 from autopar.planner.extent import Extent
-from autopar.planner.graph import MODEL_EXTREMES, DType, Op, Ref, Value
+from autopar.planner.ops import MODEL_EXTREMES, DType, Op, Ref, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

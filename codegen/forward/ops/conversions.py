@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING
 
 from autopar.codegen.forward.text.expressions import Expression, Form, Held, call, text
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Op
 from autopar.planner.layouts import CONVERSIONS, Kind, Layout
+from autopar.planner.ops import Op
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder

@@ -14,7 +14,7 @@ from autopar.codegen.forward.ops.arguments import (
 )
 from autopar.codegen.forward.ops.own_ways import SPECIAL
 from autopar.codegen.forward.text.expressions import Form, Level, Slot, binary
-from autopar.planner.graph import Op
+from autopar.planner.ops import Op
 
 
 def printed(op: Op, place: Place) -> Form:

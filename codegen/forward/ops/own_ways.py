@@ -21,7 +21,7 @@ from autopar.codegen.forward.text.expressions import (
     power,
 )
 from autopar.codegen.forward.text.literals import literal
-from autopar.planner.graph import DType
+from autopar.planner.ops import DType
 
 _SMALL = 1e6  # whole numbers below are written without a point
 

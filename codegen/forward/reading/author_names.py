@@ -15,7 +15,8 @@ from pathlib import Path
 from textwrap import dedent
 from types import MappingProxyType
 
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 
 _USABLE = re.compile(r"(?!l$)[a-z][a-z0-9_]*")
 # What people write where ATen has another name.

@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.codegen.forward.reading.author_names import author_names
-from autopar.planner.graph import LOSS_CALL, Graph, Op, Origin, refs
+from autopar.planner.graph import Graph
+from autopar.planner.ops import LOSS_CALL, Op, Origin, refs
 
 LOSS = LOSS_CALL
 ROOT = ""

@@ -10,7 +10,8 @@ from types import MappingProxyType
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Dim, Leaf, substituted
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Call, FunctionCall, Graph, Op, Ref, Value
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Call, FunctionCall, Op, Ref, Value
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

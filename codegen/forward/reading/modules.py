@@ -24,7 +24,7 @@ from autopar.codegen.forward.reading.forward_source import (
 from autopar.codegen.forward.reading.imported import Imported, imported, imported_classes
 from autopar.codegen.forward.reading.size_readers import reads_sizes
 from autopar.codegen.forward.text.identifiers import is_identifier
-from autopar.planner.graph import Value
+from autopar.planner.ops import Value
 from autopar.planner.trace.record import plain_functions
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.planner.graph import Mapped, Ref, Value
+from autopar.planner.ops import Mapped, Ref, Value
 
 
 def is_mapping(value: Value) -> bool:

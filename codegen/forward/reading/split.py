@@ -10,9 +10,10 @@ from autopar.codegen.forward.reading.lengths import Lengths
 from autopar.codegen.forward.reading.modules import Modules
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.errors import InputError
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.layouts import WHOLE, Kind, Layout, OpLayout, ParameterLayout
+from autopar.planner.ops import Op
 from autopar.planner.plan.parts import parts_of
 from autopar.planner.plan.plan import Plan
 from autopar.planner.programs.layouts.slots import find_slots, own_layouts

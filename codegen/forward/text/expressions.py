@@ -6,8 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from enum import IntEnum
 
-from autopar.planner.graph import Listed, Value
 from autopar.planner.layouts import Layout
+from autopar.planner.ops import Listed, Value
 
 
 class Level(IntEnum):

@@ -13,9 +13,9 @@ from autopar.planner.costs.collectives.conversions import ConversionCost
 from autopar.planner.costs.ops.kept import Kept, is_one_kernel
 from autopar.planner.costs.ops.pricer import OpCost, Pricer
 from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Op, Origin
 from autopar.planner.layers import Layer
 from autopar.planner.layouts import WHOLE, Layout, OpLayout
+from autopar.planner.ops import Op, Origin
 from autopar.planner.rules.table import rule_of
 
 _PARTS = 13  # of an attention with dropout that is no kernel of its own; 1 is what others have

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from autopar.planner.costs.layers.flow import LayerFlow, PlacedOp
 from autopar.planner.costs.ops.split_loss import splits_classes
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.graph import Origin
 from autopar.planner.layouts import Kind, Layout
+from autopar.planner.ops import Origin
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of
 

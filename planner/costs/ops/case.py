@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.kernels.rates import Rates
 from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.graph import Graph, Op, Origin, Value
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Origin, Value
 from autopar.planner.precision import Precision, item_bytes
 from autopar.planner.rules.rule import Rule
 

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from autopar.planner.costs.ops.products import factors_of, products_of
 from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.rules.computation import Computation
 from autopar.planner.rules.rule import Rule
 

@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
-from autopar.planner.graph import MODEL_DTYPE, Graph, Op, refs
+from autopar.planner.graph import Graph
+from autopar.planner.ops import MODEL_DTYPE, Op, refs
 from autopar.planner.precision import ITEM_BYTES, Kernels, Precision, item_bytes
 from autopar.planner.rules.rule import OpKind, Rule, Saved
 from autopar.planner.rules.table import kind_of, rule_of

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.extent import Extent
-from autopar.planner.graph import DType, Op, Ref, Value, refs
+from autopar.planner.ops import DType, Op, Ref, Value, refs
 from autopar.planner.precision import Precision
 
 

@@ -31,9 +31,10 @@ from autopar.planner.costs.ops.shapes import LocalShapes, OpSplit
 from autopar.planner.costs.ops.split_loss import split_loss_seconds
 from autopar.planner.costs.ops.tensor_sizes import TensorSizes
 from autopar.planner.crossing import Residence, residence
-from autopar.planner.graph import Graph, Op, Origin, Parameter
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.layouts import Layout, conversion
+from autopar.planner.ops import Op, Origin, Parameter
 from autopar.planner.precision import Kernels, Precision, item_bytes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of

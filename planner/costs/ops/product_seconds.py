@@ -10,7 +10,7 @@ from autopar.planner.costs.ops.case import OpCase, Seconds
 from autopar.planner.costs.ops.flops import computation_of
 from autopar.planner.costs.ops.products import products_of
 from autopar.planner.costs.ops.traffic import traffic_seconds
-from autopar.planner.graph import refs
+from autopar.planner.ops import refs
 from autopar.planner.precision import GRADIENT_BYTES
 from autopar.planner.rules.computation import Computation, Product
 

@@ -7,7 +7,7 @@ from math import prod
 
 from autopar.planner.axes.terms import Dim, leaves
 from autopar.planner.costs.ops.shapes import LocalShapes
-from autopar.planner.graph import Op, refs
+from autopar.planner.ops import Op, refs
 from autopar.planner.rules.computation import Product
 from autopar.planner.rules.table import rule_of
 

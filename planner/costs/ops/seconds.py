@@ -17,7 +17,7 @@ from autopar.planner.costs.ops.product_seconds import (
     contraction_seconds,
 )
 from autopar.planner.costs.ops.traffic import traffic_seconds
-from autopar.planner.graph import refs
+from autopar.planner.ops import refs
 from autopar.planner.rules.rule import OpKind
 
 Formula = Callable[[OpCase], Seconds]

@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.costs.ops.case import OpCase, Seconds
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.rules.rule import Linear, OpKind, Traffic
 from autopar.planner.rules.table import rule_of
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass
 
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Op
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import OpLayout
+from autopar.planner.ops import Op
 from autopar.planner.plan.bounds.bottleneck import free_bottleneck_seconds
 from autopar.planner.programs.layouts.rules import LayoutRules, permitted
 from autopar.planner.programs.layouts.strategies import strategies

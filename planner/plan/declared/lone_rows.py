@@ -5,7 +5,8 @@ from __future__ import annotations
 from math import prod
 
 from autopar.planner.errors import InfeasibleError
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.plan.declared.constraints import Constraints
 from autopar.planner.rules.table import takes_statistics
 

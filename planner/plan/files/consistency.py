@@ -13,9 +13,9 @@ from autopar.planner.cluster.link import Backend
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.table import PipelineShape, refusal
 from autopar.planner.findings.recomputable import unable
-from autopar.planner.graph import Op
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import Kind, Layout, OpLayout, ParameterLayout
+from autopar.planner.ops import Op
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.space import shards_in_vain

@@ -20,13 +20,14 @@ from annotated_types import Ge, Le
 from pydantic import JsonValue
 
 from autopar.planner.extent import Extent
-from autopar.planner.graph import (
+from autopar.planner.graph import Graph
+from autopar.planner.numbers import Figure, Rows, Share
+from autopar.planner.ops import (
     Buffer,
     Call,
     Constant,
     DType,
     FunctionCall,
-    Graph,
     Listed,
     Mapped,
     Op,
@@ -36,7 +37,6 @@ from autopar.planner.graph import (
     Tensor,
     Value,
 )
-from autopar.planner.numbers import Figure, Rows, Share
 from autopar.planner.plan.files.graph_faults import graph_faults
 
 Row = TypeVar("Row")

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.planner.graph import LOSS_CALL, MODEL_DTYPE, Buffer, Graph, Origin, Parameter, refs
+from autopar.planner.graph import Graph
+from autopar.planner.ops import LOSS_CALL, MODEL_DTYPE, Buffer, Origin, Parameter, refs
 from autopar.planner.precision import ITEM_BYTES
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.findings.statistics import norm_of_rows
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.plan.plan import Plan
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of

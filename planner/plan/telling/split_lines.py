@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Op
 from autopar.planner.layers import Layer, Layers
 from autopar.planner.layouts import WHOLE, Kind, Layout, OpLayout, conversion
+from autopar.planner.ops import Op
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import layout_words
 

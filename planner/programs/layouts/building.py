@@ -10,9 +10,10 @@ from functools import partial
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Graph, Op, Origin
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
+from autopar.planner.ops import Op, Origin
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.edges import Need, Structure, structure_of
 from autopar.planner.programs.layouts.keeps import keeps_of

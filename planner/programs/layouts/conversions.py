@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph, Origin
+from autopar.planner.graph import Graph
 from autopar.planner.layouts import CONVERSIONS, Kind, Layout
+from autopar.planner.ops import Origin
 from autopar.planner.programs.layouts.cuts import is_contiguous, is_cuttable
 
 

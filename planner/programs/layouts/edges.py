@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
+from autopar.planner.ops import Op
 from autopar.planner.programs.layouts.slots import Slots, find_slots
 
 Ends = tuple[tuple[int, int], ...]

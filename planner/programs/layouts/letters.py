@@ -7,7 +7,8 @@ from dataclasses import dataclass
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Concat, Dim, Leaf, leaves, substituted
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op
 from autopar.planner.programs.layouts.cuts import axis_size, is_cuttable
 from autopar.planner.rules.signature import Dims
 

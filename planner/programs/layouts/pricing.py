@@ -6,8 +6,8 @@ from typing import Protocol
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Op
 from autopar.planner.layouts import Layout
+from autopar.planner.ops import Op
 
 
 class Seconds(Protocol):

@@ -14,8 +14,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from autopar.planner.graph import Op
 from autopar.planner.layouts import WHOLE, Layout, OpLayout
+from autopar.planner.ops import Op
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

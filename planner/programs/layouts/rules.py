@@ -13,9 +13,10 @@ from fnmatch import fnmatchcase
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Product, leaves
 from autopar.planner.errors import InfeasibleError, InputError
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import OpLayout
+from autopar.planner.ops import Op
 from autopar.planner.rules.rule import Traffic
 from autopar.planner.rules.table import rule_of
 

@@ -22,8 +22,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.graph import Graph, Op, Origin, Ref, refs
+from autopar.planner.graph import Graph
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, Layout, OpLayout
+from autopar.planner.ops import Op, Origin, Ref, refs
 from autopar.planner.programs.layouts.letters import Candidate, candidates, occurrences
 from autopar.planner.rules import shapes
 from autopar.planner.rules.rule import Linear, OpKind

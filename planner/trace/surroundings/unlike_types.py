@@ -2,39 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Sequence
 
 from autopar.planner.errors import TraceError
 from autopar.planner.findings.counting import is_class
-from autopar.planner.graph import MODEL_DTYPE, Graph, Op, Ref
+from autopar.planner.graph import Graph
+from autopar.planner.ops import MODEL_DTYPE, Op, Ref
 from autopar.planner.precision import Precision
-from autopar.planner.rules.table import kind_of
+from autopar.planner.rules.table import kind_of, rule_of
 
-_PRODUCTS = ("linear", "matmul", "mm", "bmm", "addmm", "baddbmm", "conv1d", "conv2d", "conv3d")
-_NORMS = ("layer_norm", "group_norm")
-_PAIRS: Mapping[str, tuple[str, str]] = MappingProxyType(
-    {
-        "cross_entropy_loss": ("self", "weight"),
-        "nll_loss": ("self", "weight"),
-        "nll_loss_nd": ("self", "weight"),
-        "binary_cross_entropy": ("self", "target"),
-        "index_add": ("self", "source"),
-        "index_add_": ("self", "source"),
-        "index_put": ("self", "values"),
-        "index_put_": ("self", "values"),
-        "grid_sampler": ("input", "grid"),
-        "embedding_bag": ("weight", "per_sample_weights"),
-    }
-)
-_WIDE = frozenset(
-    {
-        "linalg_qr", "linalg_svd", "linalg_svdvals", "linalg_eig", "linalg_eigh", "linalg_eigvalsh",
-        "linalg_det", "linalg_cholesky", "linalg_cholesky_ex", "linalg_solve", "linalg_lu_factor",
-        "linalg_solve_triangular", "linalg_lstsq", "cholesky", "cholesky_solve", "cdist", "pdist",
-        "stft", "complex", "polar", "ctc_loss", "multi_margin_loss", "multilabel_margin_loss",
-    }
-)  # fmt: skip
 _WHOLE = ("int", "uint", "bool")
 
 
@@ -76,18 +52,17 @@ def check_types(graph: Graph, *, is_half: bool) -> None:
 
     In a training in 32 bits, floating types below float64 are one.
     """
-    products = (*_PRODUCTS, *_NORMS) if is_half else _PRODUCTS
     odd_types = ("float64", "float32") if is_half else ("float64",)
     for op in graph.ops:
-        name = _name(op)
-        if name in products and op.target.endswith(".default"):
+        rule = rule_of(op.target)
+        if rule.alike == ("*inputs",):
             _check_product(op, graph, odd_types)
-        elif name in _PAIRS:
+        elif rule.alike:
             _check_pair(op, graph, odd_types)
             _check_classes(op, graph)
-        elif is_half and name in _WIDE and graph.tensors[op.inputs[0]].dtype == MODEL_DTYPE:
+        elif is_half and rule.is_wide and graph.tensors[op.inputs[0]].dtype == MODEL_DTYPE:
             raise NoKernelError(
-                f"torch does not compute {name}",
+                f"torch does not compute {_name(op)}",
                 where=_where(op, graph),
                 fix=NoKernelError.half_fix,
             )
@@ -108,14 +83,16 @@ def _check_product(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
 
 
 def _check_pair(op: Op, graph: Graph, odd_types: Sequence[str]) -> None:
-    target, keys = dict(op.arguments).get("target"), _PAIRS[_name(op)]
+    arguments = dict(op.arguments)
+    target = arguments.get("target")
     if kind_of(op).is_class_loss and isinstance(target, Ref) and not is_class(graph, target):
         return
-    given = [one for one in map(op.argument, keys) if isinstance(one, Ref)]
-    types = [graph.tensors[one.tensor].dtype for one in given]
+    given = {key: arguments.get(key) for key in rule_of(op.target).alike}
+    refs = {key: one.tensor for key, one in given.items() if isinstance(one, Ref)}
+    types = [graph.tensors[name].dtype for name in refs.values()]
     if len(set(types)) == 2 and set(types) & set(odd_types):
         raise UnlikePairError(
-            f"{_name(op)} computes in {_told(types[0])}, and its {keys[1]} is {_told(types[1])}",
+            f"{_name(op)} computes in {_told(types[0])}, and its {[*refs][1]} is {_told(types[1])}",
             where=_where(op, graph),
             expected="both in one type",
             fix=UnlikePairError.half_fix,

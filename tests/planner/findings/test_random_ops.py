@@ -3,7 +3,7 @@
 import pytest
 
 from autopar.planner.findings.random_ops import is_random
-from autopar.planner.graph import Op, Value
+from autopar.planner.ops import Op, Value
 
 
 def _op(target: str, **arguments: Value) -> Op:

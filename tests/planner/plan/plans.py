@@ -21,7 +21,7 @@ from autopar.planner.costs.prediction import (
     Zero,
 )
 from autopar.planner.costs.schedules.table import ScheduleKind
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.layouts import (
     PARTIAL,
@@ -32,6 +32,7 @@ from autopar.planner.layouts import (
     ParameterLayout,
     split,
 )
+from autopar.planner.ops import Op
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import (
     FORMAT,

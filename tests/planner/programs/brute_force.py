@@ -11,8 +11,8 @@ from itertools import product
 
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Op, Origin
 from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
+from autopar.planner.ops import Op, Origin
 from autopar.planner.programs.layouts.building import ONCE_PER_STEP
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.slots import find_slots

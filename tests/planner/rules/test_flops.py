@@ -15,7 +15,8 @@ from torch.utils.flop_counter import FlopCounterMode, flop_registry
 from autopar.planner.annotate import Precision, Work, annotate
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.findings.unpriced import unpriced
-from autopar.planner.graph import Graph, Op, Ref, Value
+from autopar.planner.graph import Graph
+from autopar.planner.ops import Op, Ref, Value
 from autopar.planner.rules.computation import Computation
 from autopar.planner.rules.table import TABLE, has_line, rule_of
 from autopar.planner.trace import trace

@@ -9,7 +9,7 @@ from torch.nn import functional
 
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.axes.terms import Dim, leaves, size_of
-from autopar.planner.graph import Op
+from autopar.planner.ops import Op
 from autopar.planner.rules.signature import Signature
 from autopar.planner.trace import trace
 from tests.planner.rules.calculating import Calculate, file_of

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from autopar.planner.graph import Origin
+from autopar.planner.ops import Origin
 from tests.planner.trace.model_source import buffer_of, ops_of, traced
 
 NORMED = """

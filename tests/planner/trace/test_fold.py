@@ -4,8 +4,9 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.ops import Op
 from autopar.planner.trace.build import TRACED_BATCH, build
 from autopar.planner.trace.export import export
 from autopar.planner.trace.record import REPLAY

@@ -6,8 +6,9 @@ import pytest
 
 from autopar.planner.errors import TraceError
 from autopar.planner.extent import BATCH, Extent, constant
-from autopar.planner.graph import MODEL_DTYPE, DType, Graph
+from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.ops import MODEL_DTYPE, DType
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace_for_rows
 from tests.planner.trace.model_source import line_of, ops_of, traced, written

@@ -12,8 +12,8 @@ from torch.nn import functional
 from autopar.codegen.forward.ops.arguments import Place
 from autopar.codegen.forward.ops.operations import printed
 from autopar.codegen.forward.text.expressions import rendered, text
-from autopar.planner.graph import MODEL_DTYPE, Op, Ref, Value
-from autopar.planner.graph import Tensor as Traced
+from autopar.planner.ops import MODEL_DTYPE, Op, Ref, Value
+from autopar.planner.ops import Tensor as Traced
 from autopar.planner.trace import trace
 from tests.planner.rules.calculating import file_of
 

@@ -10,9 +10,10 @@ from autopar.planner.cluster.shape import GroupShape, group_shape
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers, find_layers
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Layout, OpLayout, split
+from autopar.planner.ops import Op
 from autopar.planner.precision import Precision
 from tests.planner.subjects import zoo_graph
 

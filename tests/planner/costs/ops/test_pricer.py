@@ -15,7 +15,7 @@ from autopar.planner.costs.kernels.gemm import gemm_seconds
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.ops.shapes import OpSplit
-from autopar.planner.graph import Op
+from autopar.planner.ops import Op
 from autopar.planner.precision import Precision
 from tests.planner.costs.ops.op_factories import GPT2, layer_of, letter_along, op_of, pricer
 

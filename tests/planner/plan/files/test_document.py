@@ -18,8 +18,9 @@ from autopar.planner.cluster.file import parse_cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.extent import Extent
-from autopar.planner.graph import DType, Graph, Listed, Mapped, Ref, Value
+from autopar.planner.graph import Graph
 from autopar.planner.layouts import WHOLE, Kind, Layout, ParameterLayout
+from autopar.planner.ops import DType, Listed, Mapped, Ref, Value
 from autopar.planner.plan.declared.constraints import Declared, RecomputePin, SplitRule, StagePin
 from autopar.planner.plan.declared.document import declared_document, declared_of
 from autopar.planner.plan.declared.settings import declare

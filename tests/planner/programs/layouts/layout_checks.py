@@ -6,9 +6,10 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from autopar.planner.axes.infer import Axes
 from autopar.planner.errors import gathered
-from autopar.planner.graph import Graph, Op
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import WHOLE, Kind, Layout, OpLayout, ParameterLayout
+from autopar.planner.ops import Op
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.cuts import Parts, parts_of
 from autopar.planner.programs.layouts.edges import crossing_tensors

@@ -8,8 +8,9 @@ from random import Random
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.ops.shapes import OpSplit
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Graph, Op, Origin, refs
+from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind, Layout
+from autopar.planner.ops import Op, Origin, refs
 from autopar.planner.programs.layouts.slots import Slots
 from autopar.planner.rules.table import rule_of
 

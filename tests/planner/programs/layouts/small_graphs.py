@@ -7,18 +7,9 @@ from dataclasses import dataclass
 
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.extent import Extent
-from autopar.planner.graph import (
-    MODEL_DTYPE,
-    Call,
-    Graph,
-    Op,
-    Origin,
-    Parameter,
-    Ref,
-    Tensor,
-    Value,
-)
+from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, LayerClass, Layers
+from autopar.planner.ops import MODEL_DTYPE, Call, Op, Origin, Parameter, Ref, Tensor, Value
 
 BATCH = Extent.of(0, 1)
 WIDTH = Extent.of(4)

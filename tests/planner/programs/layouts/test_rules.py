@@ -7,7 +7,7 @@ import pytest
 from autopar.planner.axes.infer import Axes
 from autopar.planner.axes.terms import Concat, Dim, Leaf, Product
 from autopar.planner.extent import Extent
-from autopar.planner.graph import Op
+from autopar.planner.ops import Op
 from autopar.planner.programs.layouts.rules import _merges
 
 BATCH, HEADS, HEAD_DIM, FFN = (

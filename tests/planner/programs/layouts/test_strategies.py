@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.graph import Op
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Kind, OpLayout
+from autopar.planner.ops import Op
 from autopar.planner.programs.layouts.strategies import strategies
 from tests.planner.subjects import zoo_graph
 from tests.planner.trace.model_source import linear_model, ops_of, traced

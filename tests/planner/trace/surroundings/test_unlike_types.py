@@ -7,8 +7,9 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import TraceError
-from autopar.planner.graph import MODEL_DTYPE, DType, Graph, Value
+from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.ops import MODEL_DTYPE, DType, Value
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from tests.planner.trace.model_source import line_of, ops_of, written

@@ -1,0 +1,226 @@
+"""What a graph is made of, as plain immutable data: tensors, ops, module calls, parameters.
+
+Names are unique strings. A tensor is written by one op, or comes from outside (parameter, buffer,
+constant, input). Sizes may depend on the batch B. `MODEL_DTYPE` stands for the model's own floating
+type, the one that a precision setting replaces; a tensor that the model itself pins to float32 says
+so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from enum import StrEnum
+
+from autopar.planner.extent import Extent, numel
+
+MODEL_DTYPE = "model"
+LOSS_CALL = "(loss)"  # around the ops of the loss function, which is no module
+MODULE = "module "  # before the path of a module that is an argument
+MODEL_EXTREMES = (1.7976931348623157e308, 3.3895313892515355e38)  # of the types traced in
+
+
+@dataclass(frozen=True, slots=True)
+class Ref:
+    """A tensor as an argument."""
+
+    tensor: str
+
+
+@dataclass(frozen=True, slots=True)
+class DType:
+    """An element type as an argument, MODEL_DTYPE included."""
+
+    name: str
+
+
+Value = Ref | DType | Extent | str | bool | int | float | complex | None | tuple["Value", ...]
+
+
+class Listed(tuple[Value, ...]):
+    """What crosses the border of a call as a list, where other sequences are tuples."""
+
+    __slots__ = ()
+
+
+class Mapped(tuple[Value, ...]):
+    """What crosses the border of a call as a plain dict: pairs of a key and its value."""
+
+    __slots__ = ()
+
+
+class Origin(StrEnum):
+    """Where a tensor comes from."""
+
+    PARAMETER = "parameter"
+    BUFFER = "buffer"
+    CONSTANT = "constant"
+    INPUT = "input"
+    OP = "op"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Tensor:
+    """One value of the graph; `storage` names the tensor whose memory it lies in.
+
+    Where its size depends on numbers (`x[mask]`), its shape is the largest that it may have, and
+    `counted_by` names the mask of which it has the true entries; where that is no mask, the first
+    op that made such a size. Of these entries, so many as `expected` are priced: one share of all
+    where masks part them, as in a loop over experts.
+    """
+
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    storage: str
+    origin: Origin
+    requires_grad: bool
+    counted_by: str = ""
+    expected: float = 1.0
+
+    @property
+    def numel(self) -> Extent:
+        """The number of elements, of what is counted the most that there may be."""
+        return numel(self.shape)
+
+    def expected_numel(self, batch: int) -> int:
+        """Return the number of elements that a price is for."""
+        return round(self.numel.at(batch) * self.expected)
+
+    @property
+    def is_whole_numbered(self) -> bool:
+        """Whether the elements are whole numbers, or truths."""
+        return self.dtype.startswith(("int", "uint", "bool"))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Parameter:
+    """A parameter with every name that the model has for it; tied weights are one parameter."""
+
+    name: str
+    aliases: tuple[str, ...]
+    shape: tuple[Extent, ...]
+    dtype: str
+    trainable: bool
+    moments: float = 2.0  # fp32 numbers that the optimizer keeps for each of its own, as AdamW does
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Buffer:
+    """A buffer of the model; `updated` where the forward writes to it (running statistics)."""
+
+    name: str
+    shape: tuple[Extent, ...]
+    dtype: str
+    persistent: bool
+    updated: bool
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Constant:
+    """A tensor that the forward made from plain numbers; `values` (nested) where they are few."""
+
+    name: str
+    values: Value
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Call:
+    """One call of a module: `key` is unique, `path` is the module, equal for repeated calls.
+
+    `is_function` marks a custom autograd.Function: its forward is in the graph, its backward is its
+    own, so it is called as it is and never opened.
+    Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>", modules of
+    the model as "<module h.0.position>". Lists are
+    `Listed`, for callers concatenate them, and dicts `Mapped`; other mappings are pairs.
+    `has_unused` marks a call that computes with activations what the loss does not depend on,
+    `is_batch_norm` one of torch's batch norms, which share statistics over the data ranks.
+    """
+
+    key: str
+    path: str
+    class_name: str
+    is_function: bool
+    parent: str | None
+    arguments: tuple[Value, ...]
+    keywords: tuple[tuple[str, Value], ...]
+    result: Value
+    has_unused: bool = False
+    is_batch_norm: bool = False
+
+
+LOSS_FUNCTION = ("", "loss")  # the model file's own, as the module and the name of a function
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class FunctionCall:
+    """One call of a plain function of the model's code, such as `rotate(x, cos, sin)`.
+
+    `module` and `name` are where Python finds the function, `call` is the module call that runs it,
+    `ops` are the names of its ops. Arguments and result are written as those of a `Call`.
+    """
+
+    module: str
+    name: str
+    call: str
+    arguments: tuple[Value, ...]
+    keywords: tuple[tuple[str, Value], ...]
+    result: Value
+    ops: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Op:
+    """One operation, its arguments by schema name, in the module call that ran it."""
+
+    name: str
+    target: str
+    arguments: tuple[tuple[str, Value], ...]
+    inputs: tuple[str, ...]
+    outputs: tuple[str, ...]
+    call: str
+    location: str
+    grad_enabled: bool
+    writes: tuple[str, ...] = ()
+
+    def argument(self, name: str) -> Value:
+        """Return an argument by its schema name."""
+        for key, value in self.arguments:
+            if key == name:
+                return value
+        raise KeyError(f"{self.target} has no argument {name!r}")
+
+
+def refs(value: Value) -> Iterator[str]:
+    """Yield the names of the tensors in an argument, in order."""
+    if isinstance(value, Ref):
+        yield value.tensor
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from refs(item)
+
+
+def objects(value: Value) -> Iterator[str]:
+    """Yield what is named in an argument that is neither tensor nor plain, be it in a container.
+
+    That is a class, or a module of the model behind `MODULE`.
+    """
+    if isinstance(value, str) and value.startswith("<"):
+        yield value[1:-1]
+    elif isinstance(value, tuple):
+        for item in value:
+            yield from objects(item)
+
+
+def sizes(value: Value) -> tuple[Extent, ...]:
+    """Return an argument that lists sizes as extents (−1 stays −1)."""
+    assert isinstance(value, tuple)
+    return tuple(size(item) for item in value)
+
+
+def size(value: Value) -> Extent:
+    """Return an argument that is one size as an extent."""
+    if isinstance(value, Extent):
+        return value
+    assert isinstance(value, int)
+    return Extent.of(value)
