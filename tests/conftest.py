@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+import torch
 import torch.distributed as dist
 from hypothesis import HealthCheck, settings
 from xdist.scheduler import LoadScopeScheduling  # type: ignore[import-untyped]
@@ -40,6 +42,12 @@ class OneWorkerForRanks(LoadScopeScheduling):  # type: ignore[misc]
         if nodeid.startswith(ON_FAMILIES):
             return "families"
         return nodeid.partition("::")[0]
+
+
+def pytest_configure() -> None:
+    """Give each process one thread: several for so small tensors would wait for each other."""
+    os.environ["OMP_NUM_THREADS"] = "1"  # of the processes that tests start
+    torch.set_num_threads(1)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
