@@ -56,7 +56,12 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
         modules=modules,
         axes=split.axes,
         layers=split.layers,
-        opened=opened_classes(plan, split, is_evaluated=file.build_eval_dataset is not None),
+        opened=opened_classes(
+            plan,
+            split,
+            is_evaluated=file.build_eval_dataset is not None,
+            has_metrics=file.metrics is not None,
+        ),
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import cached_property
 
 from autopar.codegen.forward.function_calls import function_line
@@ -335,6 +336,11 @@ class BodyBuilder:
             return self.sizes.whole(size(value), size(more))
         assert value is None or isinstance(value, (bool, int, float, complex, str))
         return literal(value)
+
+    def only_in_evaluations(self, since: int) -> None:
+        """Have the lines from this number on run in evaluations alone; nothing else reads them."""
+        own = [replace(line, only_evaluates=True) for line in self.lines[since:]]
+        self.lines[since:] = own
 
     def body(self, result: Expression | None) -> Body:
         """Return what was built."""

@@ -14,7 +14,7 @@ from autopar.codegen.forward.classes import (
     described,
     printed_forward,
 )
-from autopar.codegen.forward.losses import printed_loss
+from autopar.codegen.forward.losses import printed_loss, printed_metrics
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
 from autopar.codegen.forward.opening.cutting import cut_calls, stage_of_ops
 from autopar.codegen.forward.opening.opening import Opening, open_calls
@@ -35,11 +35,14 @@ from autopar.planner.ops import refs
 from autopar.planner.plan.plan import Plan
 
 
-def opened_classes(plan: Plan, split: Split, *, is_evaluated: bool = False) -> Opened:
+def opened_classes(
+    plan: Plan, split: Split, *, is_evaluated: bool = False, has_metrics: bool = False
+) -> Opened:
     """Return the classes, stages and functions that the script of a plan defines.
 
     A model that is evaluated has a loss of several batches there, if not in the training.
     """
+    split = replace(split, has_metrics=has_metrics)
     stages = sorted(plan.stages, key=lambda stage: stage.first)
     if plan.arrangement.data * plan.arrangement.microbatches > 1 or is_evaluated:
         split = replace(split, weighed=tuple(op.name for op in weighed_terms(split.graph)))
@@ -117,15 +120,17 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     sees_to_loss = stages and (stages[-1].returns_loss or split.graph.loss in refs(result))
     needs_loss = LOSS in opening.opened and not sees_to_loss
     loss = printed_loss(opening) if needs_loss else None
+    metrics = printed_metrics(opening) if needs_loss and split.has_metrics else None
     classes = tuple(_classes(printed, opening))
     counts = valid_targets(split, tree)
     sources = [c.source for c in (*classes, *(stage.cls for stage in stages))]
-    sources += [source for source in (loss, counts) if source is not None]
+    sources += [source for source in (loss, metrics, counts) if source is not None]
     sources += [stage.crossing for stage in stages]
     return Opened(
         classes=classes,
         stages=stages,
         loss=loss,
+        metrics=metrics,
         valid_targets=counts,
         weighs_terms=bool(split.weighed),
         added=() if counts is None else added_to_counts(split),

@@ -1,38 +1,60 @@
-"""Prints the model file's loss as a function of its own, where the split changes it."""
+"""Prints what scripts make of outputs that are split: the loss, and the metrics, as functions."""
 
 from __future__ import annotations
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS, ROOT
-from autopar.codegen.forward.text.expressions import Held
+from autopar.codegen.forward.returns import whole_outputs
+from autopar.codegen.forward.text.expressions import Held, call, text
 from autopar.codegen.forward.text.identifiers import string
-from autopar.codegen.forward.text.lines import Pattern
+from autopar.codegen.forward.text.lines import Body, Pattern
 from autopar.codegen.forward.text.wrapping import wrapped_definition
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.graph import batch_key
-from autopar.planner.layouts import WHOLE
+from autopar.planner.layouts import WHOLE, Kind
 from autopar.planner.ops import Ref, Value, refs
+
+_ARGUMENTS = ("outputs: Tensor", "batch: Mapping[str, Tensor]", "tensor: Axis")
 
 
 def printed_loss(opening: Opening) -> str:
     """Return the source of `split_loss(outputs, batch, tensor)`."""
+    builder = _given_outputs(opening)
+    bind_batch(builder)
+    for op in opening.tree.ops[LOSS]:
+        if op.call == LOSS:
+            builder.add(op)
+    body = builder.body(builder.value(opening.split.graph.loss, WHOLE))
+    return _function("split_loss", builder, body, returns="Tensor", what="loss")
+
+
+def printed_metrics(opening: Opening) -> str | None:
+    """Return the source of `whole_metrics(outputs, batch, tensor)`; None if nothing is split."""
+    builder = _given_outputs(opening)
+    if all(layout.kind in (Kind.WHOLE, Kind.REPLICATED) for layout in builder.have.values()):
+        return None
+    outputs = whole_outputs(builder, opening.split.graph.calls[ROOT].result)
+    body = builder.body(call("new_metrics", outputs, text("batch"), is_tensor=False))
+    returns = "Mapping[str, Tensor]"
+    return _function("whole_metrics", builder, body, returns=returns, what="metrics")
+
+
+def _given_outputs(opening: Opening) -> BodyBuilder:
+    """Return what builds a function that is given what the model returns."""
     builder = BodyBuilder(opening, LOSS, axis="tensor")
     result = opening.split.graph.calls[ROOT].result
     if isinstance(result, Ref):
         builder.bind(Held(result.tensor, opening.arrives(result.tensor, LOSS)), "outputs")
     elif any(refs(result)):
         builder.bind_pattern(_pattern(opening, result), "outputs")
-    bind_batch(builder)
-    for op in opening.tree.ops[LOSS]:
-        if op.call == LOSS:
-            builder.add(op)
-    graph = opening.split.graph
-    body = builder.body(builder.value(graph.loss, WHOLE))
-    style = Style(typed=frozenset({"outputs"}), returns="Tensor", axis="tensor", indent=4)
-    arguments = ["outputs: Tensor", "batch: Mapping[str, Tensor]", "tensor: Axis"]
-    head = wrapped_definition("split_loss", arguments, "Tensor", indent=0)
-    doc = '    """Return the loss of outputs that are split over the tensor axis."""'
+    return builder
+
+
+def _function(name: str, builder: BodyBuilder, body: Body, *, returns: str, what: str) -> str:
+    style = Style(typed=frozenset({"outputs"}), returns=returns, axis="tensor", indent=4)
+    head = wrapped_definition(name, [*_ARGUMENTS], returns, indent=0)
+    doc = f'    """Return the {what} of outputs that are split over the tensor axis."""'
     return "\n".join([*head, doc, *written(body, builder.owner, style)]) + "\n"
 
 
@@ -43,8 +65,8 @@ def bind_batch(builder: BodyBuilder) -> None:
 
 
 def _pattern(opening: Opening, value: Value) -> Pattern:
-    if isinstance(value, Ref):
+    if isinstance(value, Ref) and value.tensor in opening.split.graph.tensors:
         return Held(value.tensor, opening.arrives(value.tensor, LOSS))
-    if isinstance(value, tuple):
+    if isinstance(value, tuple) and any(refs(value)):
         return tuple(_pattern(opening, item) for item in value)
     return None

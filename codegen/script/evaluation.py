@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.codegen.forward.reading.calls import ROOT
 from autopar.codegen.python_text import Group, Source, call
 from autopar.codegen.script.settings_lines import sums_rows
 from autopar.codegen.subject import Subject
 from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.ops import refs
 from autopar.planner.plan.plan import Plan
 
 
@@ -19,15 +21,17 @@ def evaluation(plan: Plan, subject: Subject) -> Source:
     return Source(made.laid_out(before=17, indent=4))
 
 
-def has_metrics(plan: Plan, subject: Subject) -> bool:
-    """Whether there are metrics, and ranks have what they are made of: the outputs as a whole."""
-    opened, arranged = subject.opened, plan.arrangement
-    is_own = arranged.pipeline == 1 and not opened.stages  # and no more, no less than the model's
-    is_whole = arranged.tensor == 1 or opened.loss is None
-    return subject.file.metrics is not None and is_own and is_whole
+def has_metrics(subject: Subject) -> bool:
+    """Whether there are metrics, and some rank has all that they may be made of."""
+    opened, graph = subject.opened, subject.graph
+    if subject.file.metrics is None or not (opened.stages or opened.loss):
+        return subject.file.metrics is not None
+    if opened.stages and opened.stages[-1].returns_loss:
+        return opened.stages[-1].shows_outputs
+    return all(name in graph.tensors for name in refs(graph.calls[ROOT].result))
 
 
-def evaluation_notes(plan: Plan, subject: Subject) -> Iterator[str]:
+def evaluation_notes(subject: Subject) -> Iterator[str]:
     """Yield what an evaluation does otherwise than one process that has the model."""
     opened, modules = subject.opened, subject.modules
     paths = {path for one in opened.classes for path in one.instances}
@@ -35,10 +39,10 @@ def evaluation_notes(plan: Plan, subject: Subject) -> Iterator[str]:
     paths |= {""} if opened.stages else set()
     found = (modules[path] for path in paths if path in modules)
     names = sorted({one.class_name for one in found if one.branches_in_training})
-    if subject.file.metrics is not None and not has_metrics(plan, subject):
+    if subject.file.metrics is not None and not has_metrics(subject):
         yield (
-            "evaluations have the loss alone, and no metrics(): under this plan no rank has the "
-            "outputs of the model as a whole."
+            "evaluations have the loss alone, and no metrics(): the code printed here makes no "
+            "outputs that the loss does not depend on, and no objects that are no mapping."
         )
     if names:
         yield (
@@ -75,5 +79,7 @@ def _weighing(plan: Plan, subject: Subject) -> Iterator[str]:
         yield "added=ADDED"
     if sums_rows(plan):
         yield "microbatches=MICROBATCHES * DATA"
-    if has_metrics(plan, subject):
-        yield "metrics=new_metrics"
+    if has_metrics(subject):
+        is_split = opened.metrics is not None
+        whole = "partial(whole_metrics, tensor=mesh.tensor)" if is_split else "new_metrics"
+        yield f"metrics={whole}"

@@ -54,7 +54,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         _imported(opened),
         destination,
         is_half=plan.arrangement.precision.is_half,
-        has_metrics=has_metrics(plan, subject),
+        has_metrics=has_metrics(subject),
     )
     parameters = parameter_tables(plan, subject.axes)
     stages = _stages(plan, subject)
@@ -63,14 +63,14 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
     return ScriptView(
         docstring=docstring(
-            plan, destination.name, *(evaluation_notes(plan, subject) if evaluates else ())
+            plan, destination.name, *(evaluation_notes(subject) if evaluates else ())
         ),
         model_imports=calls.imports,
         functions=calls.functions,
         model_source=model_source(subject.file.path),
         settings=lines([*settings_of(plan), *(evaluating() if evaluates else ())]),
         plan=lines(planned(plan)),
-        classes=_classes(plan, opened, calls),
+        classes=_classes(plan, subject, calls),
         counting=Source(_counting(opened)),
         adding=Source(", added=ADDED" if opened.added else ""),
         weighs_terms=opened.weighs_terms,
@@ -194,17 +194,20 @@ def _own_rows_table(opened: Opened) -> Source:
     return assigned("OWN_ROWS", keys, "what tensor ranks need of their own rows alone")
 
 
-def _classes(plan: Plan, opened: Opened, calls: ModelCalls) -> Source:
+def _classes(plan: Plan, subject: Subject, calls: ModelCalls) -> Source:
     """Return all that is printed from the graph, two empty lines between."""
+    opened = subject.opened
     sources = [one.source for one in opened.classes]
     stages = dict.fromkeys(stage.cls.source for stage in opened.stages)
     has_own_arguments = _is_pipelined(plan) or _returns_loss(opened)
     sources += map(_overriding, stages) if has_own_arguments else stages
-    sources += [opened.loss] if opened.loss is not None else []
+    metrics = opened.metrics if has_metrics(subject) else None
+    sources += [one for one in (opened.loss, metrics) if one is not None]
     names = crossing_names(opened)
     sources += [source.replace(CROSSING, name, 1) for source, name in names.items()]
     if _is_pipelined(plan) and not opened.stages[-1].returns_loss:
-        sources.append(_loss_stage(opened.stages[-1].cls.name, _loss(opened, calls)))
+        name, loss = opened.stages[-1].cls.name, _loss(opened, calls)
+        sources.append(_loss_stage(name, loss, has_metrics=has_metrics(subject)))
     return Source("\n\n\n".join(source.strip("\n") for source in sources))
 
 
@@ -213,14 +216,17 @@ def _overriding(source: str) -> str:
     return re.sub(r"^(    def forward\(.*)$", r"\1  # type: ignore[override]", source, flags=re.M)
 
 
-def _loss_stage(last: str, loss: Source) -> str:
+def _loss_stage(last: str, loss: Source, *, has_metrics: bool) -> str:
     value = loss.replace(", tensor)", ", self.tensor)")
+    shown = """
+        if not self.training:
+            self.for_metrics = outputs"""
     return f'''class {LOSS_STAGE}({identifier(last)}):
     """The last stage, with the loss."""
 
     def forward(self, *received: Tensor, **batch: Tensor) -> Tensor:
         """Map what the stage before gives to the loss."""
-        outputs = super().forward(*received, **batch)
+        outputs = super().forward(*received, **batch){shown if has_metrics else ""}
         loss: Tensor = {value}
         return loss'''
 

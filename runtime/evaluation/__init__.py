@@ -4,6 +4,7 @@ Scripts import from here; files import from each other.
 """
 
 from autopar.runtime.evaluation.evaluating import Evaluation
+from autopar.runtime.evaluation.row_metrics import Outputs
 from autopar.runtime.evaluation.rows import read_evaluation
 
-__all__ = ["Evaluation", "read_evaluation"]
+__all__ = ["Evaluation", "Outputs", "read_evaluation"]

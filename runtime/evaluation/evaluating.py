@@ -44,7 +44,7 @@ class Evaluation:
     several means up, each of those weighs by its own count among the `terms`. `added` is what the
     loss adds to a count before it divides. A loss that is a sum is told as that of a step of the
     training, which has so many `microbatches` on all data ranks together. `metrics` are means of
-    what is made of the outputs of the model, where a script calls it as a whole.
+    what is made of the outputs of the model.
     """
 
     def __init__(
@@ -74,15 +74,15 @@ class Evaluation:
         if self._rows.mesh.device.type == "cuda":
             torch.cuda.synchronize()  # what is left to do is of the training
         begun = time.perf_counter()
-        metrics = RowMetrics(self._measure)
+        metrics = RowMetrics(self._measure, self._rows.mesh)
         with (
             evaluated(self._parts, self._rows.mesh, self._rows.options.seed),
-            metrics.watching(self._parts[0]),
+            metrics.watching(self._parts),
         ):
             loss = self._mean(self._rows, metrics)
         return Evaluated(
             loss=loss,
-            metrics=metrics.means(self._rows.mesh),
+            metrics=metrics.means(),
             rows=self._rows.count,
             seconds=time.perf_counter() - begun,
         )
@@ -101,7 +101,7 @@ class Evaluation:
             loss = self._loss(given).double()
             total += scale_loss(loss, once(with_added(count, added), times))
             weight += once(count, times)
-            metrics.add(given, times)
+            metrics.add(rows.whole(given), times)
         total, weight = over_ranks(torch.stack([total, weight]), rows.mesh)
         total *= rows.mesh.pipeline.size  # only the last of its ranks has losses
         return float(total / with_added(weight, added)) * self._microbatches

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.runtime.data.batches import Batch
@@ -15,51 +16,82 @@ from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.user_code import told
 
+ATTRIBUTE = "for_metrics"  # of a part of the model, set where its forward returns the loss alone
 Measure: TypeAlias = Callable[[Any, Batch], Mapping[str, Tensor]]
+
+
+class Outputs(dict[str, Any]):
+    """What a model of a library returns, as far as the code of a script has it.
+
+    An entry is found by its name, as an attribute, and by its place among those that are not None.
+    """
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self:
+            return self[name]
+        raise AttributeError(f"the outputs have no {name}, but {', '.join(self)}")
+
+    def __getitem__(self, key: str | int) -> Any:
+        if isinstance(key, str):
+            return super().__getitem__(key)
+        return [value for value in self.values() if value is not None][key]
 
 
 class RowMetrics:
     """The metrics of one evaluation: of each, the mean of its elements, however many a row has.
 
-    Without a `measure` there are none.
+    Without a `measure` there are none. In a pipeline the ranks of the last stage alone measure.
     """
 
-    def __init__(self, measure: Measure | None) -> None:
-        self._measure = measure
-        self._outputs: Any = None  # of the last microbatch
+    def __init__(self, measure: Measure | None, mesh: Mesh) -> None:
+        self._measure, self._mesh = measure, mesh
+        self._outputs: list[Any] = []  # of the last microbatch, where this rank has them
         self._sums: dict[str, Tensor] = {}  # of the elements, and how many they are
 
     @contextmanager
-    def watching(self, model: nn.Module) -> Iterator[None]:
-        """Take what a model returns."""
+    def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
+        """Take what the model returns, or what a forward that returns the loss has set aside."""
 
-        def take(_: nn.Module, __: Any, outputs: Any) -> None:
-            self._outputs = outputs
+        def take(part: nn.Module, _: Any, returned: Any) -> None:
+            found = [vars(part).pop(ATTRIBUTE)] if ATTRIBUTE in vars(part) else []
+            self._outputs = found or ([returned] if self._mesh.pipeline.size == 1 else [])
 
-        handle = model.register_forward_hook(take)
+        handles = [part.register_forward_hook(take) for part in parts]
         try:
             yield
         finally:
-            handle.remove()
+            for handle in handles:
+                handle.remove()
 
     def add(self, batch: Batch, times: int) -> None:
         """Add the microbatch that the model has just seen, whose rows are there so many times."""
-        if self._measure is None:
+        if self._measure is None or not self._outputs:
             return
         with told("metrics() of the model file"):
-            found = self._measure(self._outputs, batch)
+            found = self._measure(self._outputs.pop(), batch)
         _check(found, like=self._sums)
         for name, value in found.items():
             elements = value.double()
             own = torch.stack([elements.sum(), elements.new_tensor(value.numel())])
             self._sums[name] = self._sums.get(name, 0) + once(own, times)
 
-    def means(self, mesh: Mesh) -> dict[str, float]:
+    def means(self) -> dict[str, float]:
         """Return the means over the rows of all data ranks."""
-        if not self._sums:
+        names = self._names()
+        if not names:
             return {}
-        sums, counts = over_ranks(torch.stack(list(self._sums.values()), 1), mesh)
-        return dict(zip(self._sums, (sums / counts).tolist(), strict=True))
+        nothing = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
+        own = torch.stack([self._sums.get(name, nothing) for name in names], 1)
+        sums, counts = over_ranks(own, self._mesh)
+        return dict(zip(names, (sums / counts).tolist(), strict=True))
+
+    def _names(self) -> Sequence[str]:
+        """Return the names of the metrics, which in a pipeline not all ranks know."""
+        if self._measure is None or self._mesh.pipeline.size == 1:
+            return [*self._sums]
+        known: list[Any] = [None] * self._mesh.pipeline.size
+        dist.all_gather_object(known, [*self._sums], group=self._mesh.pipeline.group)
+        return next((names for names in known if names), [])
 
 
 def _check(found: object, *, like: Mapping[str, Tensor]) -> None:

@@ -148,6 +148,11 @@ class EvaluationRows:
             return batch
         return gathered_rows(batch, self.own, self.rows_over, rows=self.dealer.size)
 
+    def whole(self, batch: Batch) -> Batch:
+        """Return a microbatch with all rows, of what the model needs its own of, too."""
+        own = {key: batch[key] for key in self.own}
+        return {**batch, **gathered_rows(own, (), self.rows_over, rows=self.dealer.size)}
+
 
 class _Places(Sampler[list[Place]]):
     """The places of what this rank reads of each of its microbatches, in the dataset's order."""

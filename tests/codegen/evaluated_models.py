@@ -90,6 +90,50 @@ def metrics(outputs, batch):
 """
 
 
+_LIBRARY = f"""
+import torch
+from transformers import GPT2Config, GPT2LMHeadModel
+
+
+def build_model():
+    sizes = dict(n_embd=32, n_head=4, n_layer=2, n_positions=16, vocab_size=96)
+    drops = dict(attn_pdrop=0.0, embd_pdrop=0.0, resid_pdrop=0.0)
+    return GPT2LMHeadModel(GPT2Config(**sizes, **drops, use_cache=False))
+
+
+def example_batch(batch_size):
+    tokens = torch.randint(0, 96, (batch_size, 16))
+    return {{"input_ids": tokens, "labels": tokens}}
+
+
+def rows(count, seed):
+    torch.manual_seed(seed)
+    return [{{"input_ids": one, "labels": one}} for one in torch.randint(0, 96, (count, 16))]
+
+
+def build_dataset():
+    return rows(24, 1)
+
+
+def build_eval_dataset():
+    return rows({COUNT}, 2)
+
+
+def metrics(outputs, batch):
+    logits, targets = outputs.logits[:, :-1], batch["labels"][:, 1:]
+    assert outputs["logits"] is outputs[1]
+    nats = torch.nn.functional.cross_entropy(logits.transpose(1, 2), targets, reduction="none")
+    return {{"hits": (logits.argmax(-1) == targets), "perplexity": nats.mean(1).exp()}}
+"""
+
+
+def evaluated_library(folder: Path) -> Path:
+    """Write a GPT-2 of Hugging Face with rows to evaluate on, and return its place."""
+    path = folder / "evaluated_library.py"
+    path.write_text(_LIBRARY, encoding="utf-8")
+    return path
+
+
 def evaluated_gpt2(folder: Path) -> Path:
     """Write GPT-2 with rows to evaluate on, and return its place."""
     for name in ("sizes.py", "token_data.py"):

@@ -14,6 +14,7 @@ import pytest
 
 from autopar.codegen.emit import emit, write_script
 from autopar.codegen.proof.script_rank import imported
+from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
@@ -23,6 +24,7 @@ from tests.codegen.equality import compare
 from tests.codegen.evaluated_models import (
     COUNT,
     evaluated_gpt2,
+    evaluated_library,
     evaluated_small,
     plain_loss,
     plain_outputs,
@@ -49,11 +51,13 @@ def trained(plan: Plan, folder: Path, *arguments: str, steps: int = STEPS) -> li
     return run_on_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
 
 
-def small_plan(path: Path, *, data: int = 2, tensor: int = 1, **pins: Any) -> Plan:
+def small_plan(
+    path: Path, *, pipeline: int = 1, data: int = 2, tensor: int = 1, **pins: Any
+) -> Plan:
     """Return the plan of a small model; of a batch of 8 rows, a rank has 2 at a time."""
     file = load_model_file(str(path))
     own = {"microbatch": 2, **pins}
-    return plan_for(file, trace(file), (), degrees=(1, data, tensor), **own)
+    return plan_for(file, trace(file), (), degrees=(pipeline, data, tensor), **own)
 
 
 def keeping(folder: Path) -> tuple[str, ...]:
@@ -158,27 +162,88 @@ def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path:
 METRICS = "{'accuracy': hits[valid], 'error': (number - batch['y']).abs()}"
 
 
-def test_metrics_are_means_over_all_rows(tmp_path: Path) -> None:
+SPLITS: Mapping[str, Mapping[str, Any]] = {
+    "data": {"data": 2},
+    "pipeline": {"pipeline": 2},
+    "zero bubble v": {
+        "pipeline": 2, "schedules": (ScheduleKind.ZERO_BUBBLE_V,), "stages_per_rank": 2,
+    },
+    "rows over tensor ranks": {"tensor": 2, "data": 1, "split": ("batch",)},
+    "classes over tensor ranks": {"tensor": 2, "data": 1, "split": ("classes",)},
+    "classes of a pipeline": {"tensor": 2, "pipeline": 2, "data": 1, "split": ("classes",)},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", SPLITS)
+def test_metrics_are_means_over_all_rows(kind: str, tmp_path: Path) -> None:
     path = evaluated_small(
         tmp_path, LOSSES["several means"], norm="nn.LayerNorm(8)", metrics=METRICS
     )
-    trained(small_plan(path), tmp_path, *keeping(tmp_path), "--eval-every", "9")
-    (number, kind), batch = plain_outputs(
+    trained(small_plan(path, **SPLITS[kind]), tmp_path, *keeping(tmp_path), "--eval-every", "9")
+    (number, kinds), batch = plain_outputs(
         load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}"
     )
-    hits = (kind.argmax(-1) == batch["kind"])[batch["kind"] != -100].double().mean()
+    hits = (kinds.argmax(-1) == batch["kind"])[batch["kind"] != -100].double().mean()
     (found,) = told(tmp_path, "evaluated")
     assert abs(found["metrics"]["accuracy"] - hits) < 1e-10
     assert abs(found["metrics"]["error"] - (number - batch["y"]).abs().mean()) < 1e-10
 
 
-def test_a_plan_without_the_outputs_has_no_metrics_and_says_so(tmp_path: Path) -> None:
-    path = evaluated_small(tmp_path, LOSSES["sum"], norm="nn.LayerNorm(8)", metrics=METRICS)
+@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 1, 2)])
+def test_metrics_find_what_a_model_of_a_library_returns(
+    degrees: tuple[int, int, int], tmp_path: Path
+) -> None:
+    file = load_model_file(str(evaluated_library(tmp_path)))
+    split = ("vocab",) if degrees[2] > 1 else ()
+    graph = trace(file)
+    found = []
+    for number, (kind, axes) in enumerate((((1, 1, 1), ()), (degrees, split))):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        trained(
+            plan_for(file, graph, (), degrees=kind, split=axes),
+            folder, *keeping(folder), "--eval-every", "9", "--lr", "0",
+        )  # fmt: skip
+        found.append(told(folder, "evaluated")[0]["metrics"])
+    assert found[0]["perplexity"] > 0
+    for name, value in found[0].items():
+        assert abs(found[1][name] - value) < 1e-10
+
+
+ONE_HEAD = "F.cross_entropy(kind, batch['kind'])"
+AS_OBJECT = "Both(number=self.number(x), kind=self.kind(x))"
+BOTH = """
+@dataclasses.dataclass
+class Both:
+    number: torch.Tensor
+    kind: torch.Tensor
+
+
+class Small"""
+
+
+@pytest.mark.parametrize("returns", ["what the loss does not need", "an object"])
+def test_a_plan_without_the_outputs_has_no_metrics_and_says_so(
+    returns: str, tmp_path: Path
+) -> None:
+    loss = LOSSES["sum"] if returns == "an object" else ONE_HEAD
+    path = evaluated_small(tmp_path, loss, norm="nn.LayerNorm(8)", metrics=METRICS)
+    if returns == "an object":
+        text = path.read_text(encoding="utf-8").replace("\nclass Small", BOTH)
+        text = text.replace("return self.number(x), self.kind(x)", f"return {AS_OBJECT}")
+        text = text.replace("number, kind = outputs", "number, kind = outputs.number, outputs.kind")
+        path.write_text("import dataclasses\n" + text, encoding="utf-8")
     file = load_model_file(str(path))
     plan = plan_for(file, trace(file), (), degrees=(2, 1, 1))
-    text = emit(plan, destination=tmp_path / "train.py")
-    assert "Note: evaluations have the loss alone, and no metrics()" in text
-    assert "new_metrics" not in text
+    script = emit(plan, destination=tmp_path / "train.py")
+    assert "Note: evaluations have the loss alone, and no metrics()" in script
+    assert "new_metrics" not in script
+
+
+def test_a_loss_of_one_of_two_outputs_is_split(tmp_path: Path) -> None:
+    path = evaluated_small(tmp_path, ONE_HEAD, norm="nn.LayerNorm(8)")
+    found = compare(small_plan(path, tensor=2, data=1, split=("classes",)), steps=2)
+    assert found.is_within(1e-10), found
 
 
 FAULTS = {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.planner.ops import Mapped, Ref, Value
+from autopar.planner.ops import Ref, Value
 
 
 def is_mapping(value: Value) -> bool:
@@ -19,7 +19,7 @@ def is_mapping(value: Value) -> bool:
     )
 
 
-def pairs(value: Mapped) -> Iterator[tuple[str, Value]]:
+def pairs(value: tuple[Value, ...]) -> Iterator[tuple[str, Value]]:
     """Yield the keys of a dict and what they stand for."""
     for item in value:
         assert isinstance(item, tuple)

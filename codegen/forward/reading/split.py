@@ -26,7 +26,8 @@ class Split:
     `crossing` holds the layouts in which tensors pass from one layer to others, where that is not
     how they are made. `weighed` are ops that are terms of the loss: each is multiplied by a weight
     of the microbatch, in this order. `own_rows` are inputs of which a rank is given its rows alone.
-    `lengths` tells which sizes follow those of the inputs.
+    `lengths` tells which sizes follow those of the inputs. With `has_metrics`, evaluations want the
+    outputs of the model.
     """
 
     graph: Graph
@@ -43,6 +44,7 @@ class Split:
     lengths: Lengths
     weighed: tuple[str, ...] = ()
     own_rows: tuple[str, ...] = ()
+    has_metrics: bool = False
 
     def need(self, op: Op, position: int) -> Layout:
         """Return the layout that an op needs of its input at a position."""

@@ -18,6 +18,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "Mapping": "collections.abc",
         "Axis": "autopar.runtime.ranks",
         "split_randomness": "autopar.runtime.ranks",
+        "Outputs": "autopar.runtime.evaluation",
         "local_size": "autopar.runtime.tensor",
         "scale_loss": "autopar.runtime.data",
         "vocab_parallel_cross_entropy": "autopar.runtime.tensor",

@@ -29,6 +29,7 @@ class Line:
     names: tuple[str, ...] = ()  # what the model's author calls the results, "" where nothing
     module: str | None = None
     function: str = ""
+    only_evaluates: bool = False  # runs in evaluations alone
     arguments: tuple[tuple[str, Expression], ...] = ()
 
 

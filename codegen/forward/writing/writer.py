@@ -142,6 +142,8 @@ class _Writer:
         return first if is_simple and name not in self.arguments else None
 
     def _block(self, statement: Statement) -> str:
+        if statement.line.only_evaluates:
+            return "if not self.training:"
         if not statement.line.has_gradient:
             return "with torch.no_grad():"
         return f"with split_randomness({self.style.axis}):" if statement.line.is_random else ""
