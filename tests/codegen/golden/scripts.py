@@ -23,13 +23,9 @@ def _gpt2() -> Plan:
 
 
 def _llama_8b() -> Plan:
-    pins = {"pipeline": 2, "data": 4, "zero_levels": (Zero.PARAMETERS,), "global_batch": 64}
-    return pinned_plan("llama.py", ("size=8b",), **pins, **H100)
-
-
-def _llama_70b() -> Plan:
-    degrees = {"pipeline": 4, "data": 2, "tensor": 8}
-    return pinned_plan("llama.py", ("size=70b",), global_batch=128, **degrees, **H100)
+    degrees = {"pipeline": 4, "data": 2, "tensor": 2, "split": ("kv_heads", "ffn")}
+    pins = {"zero_levels": (Zero.PARAMETERS,), "microbatch": 1, "global_batch": 32}
+    return pinned_plan("llama.py", ("size=8b", "layers=12"), **degrees, **pins, **H100)
 
 
 def _resnet50() -> Plan:
@@ -43,8 +39,7 @@ def _t5() -> Plan:
 GOLDEN: Mapping[str, Callable[[], Plan]] = MappingProxyType(
     {
         "gpt2_124m_tp_dp": _gpt2,
-        "llama_8b_pp_zero": _llama_8b,
-        "llama_70b_tp_pp_dp": _llama_70b,
+        "llama_8b_tp_pp_dp": _llama_8b,
         "resnet50_dp": _resnet50,
         "t5_pp": _t5,
     }
