@@ -1,5 +1,7 @@
 """Tensor, data and ZeRO axes together train as one process does."""
 
+from itertools import product
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -10,6 +12,7 @@ from autopar.runtime.optimizer.gradients import clip_by_global_norm
 from autopar.runtime.ranks.mesh import Axis, start
 from autopar.runtime.recompute.running_again import Mode, recompute
 from autopar.runtime.tensor.collectives import sum_gradients, sum_partials
+from tests.cells import cells
 from tests.runtime.processes import run_on_ranks
 from tests.runtime.small_training import (
     CLIP_NORM,
@@ -94,8 +97,12 @@ def check(ranks: int, *arguments: object) -> None:
         assert largest_difference(parameters, parts) < 1e-12
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+STAND = ((0, "none"), (1, "selective"), (2, "full"), (3, "none"), (3, "full"))
+
+
+@pytest.mark.parametrize(
+    ("zero", "mode"), cells(product(range(4), ("none", "selective", "full")), STAND)
+)
 def test_tensor_and_data_axes_train_as_one_process(zero: int, mode: Mode) -> None:
     check(4, zero, None, 2, mode)
 

@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
+from itertools import product
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.optimizer.gradients import clip_by_global_norm
 from autopar.runtime.ranks.mesh import start
 from autopar.runtime.recompute.running_again import recompute
+from tests.cells import cells
 from tests.runtime.processes import run_on_ranks
 from tests.runtime.small_training import (
     CLIP_NORM,
@@ -67,10 +69,12 @@ def train(
     return losses, whole(model.named_parameters()), sum(s.numel() for s in states if s.dim())
 
 
-@pytest.mark.parametrize(("ranks", "shard"), [(2, 2), (4, 4), (4, 2)])
-@pytest.mark.parametrize(
-    ("zero", "always_last"), [(zero, always) for zero in range(4) for always in (False, True)]
-)
+RANKS = ((2, 2), (4, 2), (4, 4))
+EVERY = [(*ranks, zero, last) for ranks in RANKS for zero in range(4) for last in (False, True)]
+STAND = [(*RANKS[turn], zero, zero % 2 == turn) for zero in range(4) for turn in (0, 1)]
+
+
+@pytest.mark.parametrize(("ranks", "shard", "zero", "always_last"), cells(EVERY, STAND))
 def test_every_zero_level_trains_as_one_process(
     ranks: int, shard: int, zero: int, always_last: bool
 ) -> None:
@@ -125,8 +129,13 @@ def test_zero_1_with_copies_shares_the_states_within_a_copy() -> None:
     assert states[1] == states[3]
 
 
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
-@pytest.mark.parametrize("compute", [torch.bfloat16, torch.float16])
+HALVES = (torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("zero", "compute"),
+    cells(product(range(4), HALVES), [(zero, HALVES[zero % 2]) for zero in range(4)]),
+)
 def test_16_bit_training_follows_fp32_closely(zero: int, compute: torch.dtype) -> None:
     expected_losses, _ = trained_alone(MICROBATCHES, dtype=torch.float32, tied=True)
     losses, _, states = run_on_ranks(train, 2, None, zero, False, compute, False)[0]

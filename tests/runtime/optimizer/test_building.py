@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Iterable
 from functools import partial
+from itertools import product
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import start
 from autopar.runtime.weights.initial_weights import build as build_from_recipe
 from autopar.runtime.weights.initial_weights import record
+from tests.cells import cells
 from tests.runtime.processes import run_on_ranks
 from tests.runtime.small_training import whole
 
@@ -77,8 +79,10 @@ def train(name: str, zero: int) -> tuple[list[torch.Tensor], list[float]]:
     return list(whole(model.named_parameters()).values()), rates
 
 
-@pytest.mark.parametrize("name", OPTIMIZERS)
-@pytest.mark.parametrize("zero", [0, 1, 2, 3])
+STAND = [(name, at % 4) for number, name in enumerate(OPTIMIZERS) for at in (number, number + 2)]
+
+
+@pytest.mark.parametrize(("name", "zero"), cells(product(OPTIMIZERS, range(4)), STAND))
 def test_any_elementwise_optimizer_and_its_scheduler_work_sharded(name: str, zero: int) -> None:
     model = build()
     optimizer = made_optimizer(OPTIMIZERS[name], [model], list(model.parameters()))

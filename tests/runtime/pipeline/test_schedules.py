@@ -13,6 +13,7 @@ from autopar.runtime.pipeline.tied import Tie, TiedWeights
 from autopar.runtime.ranks.mesh import Axis, Mesh, start
 from autopar.runtime.recompute.running_again import Mode, recompute
 from autopar.runtime.tensor.collectives import sum_gradients, sum_partials
+from tests.cells import cells
 from tests.runtime.processes import run_on_ranks
 from tests.runtime.small_training import (
     BATCH,
@@ -138,16 +139,19 @@ def _check(
 
 
 @pytest.mark.parametrize("kind", PER_RANK)
-@pytest.mark.parametrize("ranks", [2, 4])
-def test_every_schedule_trains_as_one_process(kind: str, ranks: int) -> None:
-    _check(ranks, kind, ranks, 0)
+def test_every_schedule_trains_as_one_process(kind: str) -> None:
+    _check(4, kind, 4, 0)
 
 
-@pytest.mark.parametrize(
-    ("kind", "zero"), [(kind, zero) for kind in PER_RANK for zero in _zero_levels(kind)]
-)
-def test_every_schedule_trains_with_every_zero_level(kind: str, zero: int) -> None:
-    _check(4, kind, 2, zero)
+# Every level is tried with every schedule, and weights are tied in every second cell.
+LEVELS = [(kind, zero) for kind in PER_RANK for zero in _zero_levels(kind)]
+TIED = [(*level, tied) for level in LEVELS for tied in (False, True)]
+EVERY_SECOND = [(*level, bool(number % 2)) for number, level in enumerate(LEVELS)]
+
+
+@pytest.mark.parametrize(("kind", "zero", "tied"), cells(TIED, EVERY_SECOND))
+def test_every_schedule_trains_with_every_zero_level(kind: str, zero: int, *, tied: bool) -> None:
+    _check(4, kind, 2, zero, tied=tied)
 
 
 @pytest.mark.parametrize("kind", SPLIT)
@@ -167,8 +171,10 @@ def split_sharded(kind: str, zero: int) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("kind", PER_RANK)
-@pytest.mark.parametrize(("pipeline", "zero"), [(4, 0), (2, 1)])
+@pytest.mark.parametrize(
+    ("kind", "pipeline", "zero"),
+    [(kind, *((4, 0), (2, 1))[number % 2]) for number, kind in enumerate(PER_RANK)],
+)
 def test_stages_may_be_frozen_and_inputs_need_no_gradient(
     kind: str, pipeline: int, zero: int
 ) -> None:
@@ -176,15 +182,13 @@ def test_stages_may_be_frozen_and_inputs_need_no_gradient(
 
 
 @pytest.mark.parametrize(
-    ("kind", "zero"), [(kind, zero) for kind in PER_RANK for zero in _zero_levels(kind)]
-)
-def test_weights_tied_across_stages_stay_tied(kind: str, zero: int) -> None:
-    _check(4, kind, 2, zero, tied=True)
-
-
-@pytest.mark.parametrize("mode", ["selective", "full"])
-@pytest.mark.parametrize(
-    ("kind", "zero"), [("1f1b", 3), ("interleaved-1f1b", 2), ("zero-bubble-v", 1)]
+    ("kind", "zero", "mode"),
+    [
+        ("1f1b", 3, "full"),
+        ("interleaved-1f1b", 2, "selective"),
+        ("zero-bubble-v", 1, "selective"),
+        ("zero-bubble-v", 1, "full"),
+    ],
 )
 def test_recomputation_changes_nothing(kind: str, zero: int, mode: Mode) -> None:
     _check(4, kind, 2, zero, mode=mode)
