@@ -57,7 +57,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leave out the cells that others stand for."""
+    """Leave out the cells that others stand for; begin with what takes long.
+
+    A long test that comes last would keep one worker busy, and the other idle.
+    """
+    slow = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda one: (not one.nodeid.startswith(ON_MANY_PROCESSES), one.path not in slow))
     if config.getoption("--all-cells"):
         return
     left_out = [item for item in items if item.get_closest_marker("more_cells")]
@@ -73,7 +78,8 @@ def pytest_collection_finish() -> None:
 
 
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> LoadScopeScheduling:
-    """Take the schedule above whatever `--dist` says."""
+    """Take the schedule above whatever `--dist` says, and files in the order of their tests."""
+    config.option.loadscopereorder = False
     return OneWorkerForRanks(config, log)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
@@ -17,6 +18,9 @@ class Ran:
     code: int
     out: str
     err: str
+
+
+Autopar = Callable[..., Ran]  # the words of a command line → what it left behind
 
 
 def run(

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
+from typing import Protocol
 
-import pytest
-
-from tests.autopar.commands import Ran, run
+from tests.autopar.commands import Ran
 
 MODEL = """
 import torch
@@ -45,6 +44,7 @@ def loss(outputs, batch):
     return outputs.square().mean()
 """
 _MOST_LINES = 8
+NO_FILES: Mapping[str, str | bytes] = MappingProxyType({})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,28 +57,29 @@ class Mistake:
     code: int = 2
 
 
+def mistake(
+    command: str, *telling: str, files: Mapping[str, str | bytes] = NO_FILES, code: int = 2
+) -> Mistake:
+    """Return the mistake of a command line; what is telling may be one text, parted by ` … `."""
+    parts = tuple(part for text in telling for part in text.split(" … "))
+    return Mistake(arguments=tuple(command.split()), telling=parts, files=files, code=code)
+
+
 def changed(addition: str) -> dict[str, str | bytes]:
     """Return the model file with later definitions that replace some of it."""
     return {"model.py": f"{MODEL}\n{addition}\n"}
 
 
-def commit(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    folder: Path,
-    mistake: Mistake,
-) -> Ran:
-    """Run a mistake in a folder with its files."""
-    monkeypatch.chdir(folder)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    for name, content in mistake.files.items():
-        path = folder / name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(content.encode() if isinstance(content, str) else content)
-    before = _contents(folder)
-    ran = run(monkeypatch, capsys, *mistake.arguments)
-    assert _contents(folder) == before, "a refused command leaves files as they were"
-    return ran
+class Commit(Protocol):
+    """Runs a mistake in a folder with its files; without a folder, in that of the test."""
+
+    def __call__(self, mistake: Mistake, folder: Path | None = None) -> Ran: ...
+
+
+class Tell(Protocol):
+    """Runs a mistake, and checks that one short message says what is telling of it."""
+
+    def __call__(self, mistake: Mistake, folder: Path | None = None) -> None: ...
 
 
 def assert_clear(ran: Ran, mistake: Mistake) -> None:
@@ -94,6 +95,6 @@ def assert_clear(ran: Ran, mistake: Mistake) -> None:
     assert len(ran.err.splitlines()) <= _MOST_LINES
 
 
-def _contents(folder: Path) -> dict[str, bytes]:
+def contents_of(folder: Path) -> dict[str, bytes]:
     files = [path for path in folder.rglob("*") if path.is_file()]
     return {str(path): path.read_bytes() for path in files if "__pycache__" not in path.parts}

@@ -20,7 +20,7 @@ from autopar.runtime.keeping.manifest import NAME, Moment
 from autopar.runtime.keeping.writing import rank_file
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import start, stop
-from tests.autopar.commands import Ran, run
+from tests.autopar.commands import Autopar, Ran
 from tests.codegen.kinds import plan_of
 from tests.codegen.plans import pinned_plan
 from tests.codegen.test_resume import STILL, trained
@@ -58,8 +58,8 @@ def write(folder: Path, step: int, *, moved: float = 0.0) -> Path:
 
 
 @pytest.fixture
-def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Ckpt:
-    return lambda *words: run(monkeypatch, capsys, "ckpt", *map(str, words))
+def ckpt(autopar: Autopar) -> Ckpt:
+    return lambda *words: autopar("ckpt", *map(str, words))
 
 
 def flip(path: Path) -> None:

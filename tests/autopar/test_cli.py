@@ -15,7 +15,7 @@ from autopar.lazy_commands import FUNCTIONS
 from autopar.planner.errors import ExitCode
 from autopar.runtime.keeping import signals
 from autopar.runtime.ranks import refusal
-from tests.autopar.commands import run
+from tests.autopar.commands import Autopar
 
 
 def test_an_interrupted_command_says_so_and_leaves_with_its_code(
@@ -35,9 +35,9 @@ def test_an_interrupted_command_says_so_and_leaves_with_its_code(
 
 @pytest.mark.parametrize("command", FUNCTIONS)
 def test_every_command_refuses_an_unknown_option_in_one_message(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], command: str
+    autopar: Autopar, command: str
 ) -> None:
-    ran = run(monkeypatch, capsys, command, "--unknown")
+    ran = autopar(command, "--unknown")
     assert (ran.code, ran.out) == (2, "")
     head, place, fix = ran.err.splitlines()
     assert head == "error: there is no option --unknown"
@@ -50,19 +50,15 @@ def test_every_command_refuses_an_unknown_option_in_one_message(
 @pytest.mark.parametrize(
     ("word", "fix"), [("pln", "did you mean 'plan'?"), ("zzz", "known are inspect, plan, explain")]
 )
-def test_a_command_that_is_not_there_is_told(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], word: str, fix: str
-) -> None:
-    ran = run(monkeypatch, capsys, word, "model.py")
+def test_a_command_that_is_not_there_is_told(autopar: Autopar, word: str, fix: str) -> None:
+    ran = autopar(word, "model.py")
     assert (ran.code, ran.out) == (2, "")
     assert ran.err.startswith(f"error: there is no command {word!r}\n")
     assert fix in ran.err
 
 
-def test_no_command_shows_all_of_them_and_is_bad_usage(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    ran = run(monkeypatch, capsys)
+def test_no_command_shows_all_of_them_and_is_bad_usage(autopar: Autopar) -> None:
+    ran = autopar()
     assert (ran.code, ran.err) == (2, "")
     assert all(name in ran.out for name in FUNCTIONS)
 

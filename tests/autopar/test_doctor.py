@@ -9,35 +9,31 @@ import torch
 
 from autopar.commands.doctor import examine
 from autopar.planner.programs.solver import SolverError
-from tests.autopar.commands import run
+from tests.autopar.commands import Autopar
 
 MonkeyPatch = pytest.MonkeyPatch
 CaptureFixture = pytest.CaptureFixture
 
 
-def test_a_machine_that_runs_these_tests_is_fine(
-    monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
-) -> None:
-    done = run(monkeypatch, capsys, "doctor")
+def test_a_machine_that_runs_these_tests_is_fine(autopar: Autopar) -> None:
+    done = autopar("doctor")
     assert done.code == 0, done.err
     for word in ("Python", "torch", "gloo", "HiGHS"):
         assert word in done.out
 
 
-def test_json_has_every_finding(monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]) -> None:
-    found = json.loads(run(monkeypatch, capsys, "doctor", "--json").out)
+def test_json_has_every_finding(autopar: Autopar) -> None:
+    found = json.loads(autopar("doctor", "--json").out)
     names = ["Python", "torch", "GPUs", "process groups", "solver"]
     assert [one["name"] for one in found] == names
 
 
-def test_an_old_torch_is_told_with_what_to_do(
-    monkeypatch: MonkeyPatch, capsys: CaptureFixture[str]
-) -> None:
+def test_an_old_torch_is_told_with_what_to_do(autopar: Autopar, monkeypatch: MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.4.1")
     (finding,) = [one for one in examine() if one.name == "torch"]
     assert not finding.is_fine
     assert "torch>=2.11" in finding.fix
-    assert run(monkeypatch, capsys, "doctor").code == 1
+    assert autopar("doctor").code == 1
 
 
 @pytest.mark.parametrize(("version", "told"), [("2.12.1", "2.13"), ("3.0.0+cu140", "verify")])

@@ -8,7 +8,7 @@ from pathlib import Path
 import networkx as nx
 import pytest
 
-from tests.autopar.commands import run
+from tests.autopar.commands import Autopar
 
 MODEL = """
 import torch
@@ -43,57 +43,50 @@ PARAMETERS = 8 * 16 + 16 + 16 * 8 + 8
     ],
 )
 def test_it_tells_what_the_optimizer_of_the_model_keeps(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    text: str,
-    name: str,
-    numbers: int,
+    autopar: Autopar, tmp_path: Path, text: str, name: str, numbers: int
 ) -> None:
     path = tmp_path / "model.py"
     path.write_text(text, encoding="utf-8")
-    ran = run(monkeypatch, capsys, "inspect", str(path), "--json")
+    ran = autopar("inspect", str(path), "--json")
     assert ran.code == 0
     found = json.loads(ran.out)
     assert found["optimizer"] == name
     assert found["states"][0]["optimizer_bytes"] == numbers * 4 * PARAMETERS
-    assert f"with {name}" in run(monkeypatch, capsys, "inspect", str(path)).out
+    assert f"with {name}" in autopar("inspect", str(path)).out
 
 
 def test_each_op_is_told_with_what_it_computes_moves_keeps_and_takes(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    autopar: Autopar, tmp_path: Path
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
     command = ("inspect", str(tmp_path / "model.py"), "--ops", "--batch", "4", "--device", "cpu")
-    first, second, loss = json.loads(
-        run(monkeypatch, capsys, *command, "--precision", "fp32", "--json").out
-    )
+    first, second, loss = json.loads(autopar(*command, "--precision", "fp32", "--json").out)
     assert first["target"] == "aten.linear.default"
     assert first["forward_flops"] == second["forward_flops"] == 2 * 4 * 8 * 16
     assert first["backward_flops"] == 2 * 4 * 8 * 16  # nobody wants the gradient of the input
     assert second["backward_flops"] == 2 * 2 * 4 * 8 * 16
     assert first["kept_bytes"] == 4 * 4 * 8
     assert all(one["forward_seconds"] > 0 for one in (first, second, loss))
-    page = run(monkeypatch, capsys, *command).out
+    page = autopar(*command).out
     assert "linear" in page
     assert "mse_loss" in page
 
 
 @pytest.mark.parametrize("kind", ["graphml", "dot"])
 def test_the_annotated_graph_is_a_file_that_others_read(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, kind: str
+    autopar: Autopar, tmp_path: Path, kind: str
 ) -> None:
     (tmp_path / "model.py").write_text(MODEL, encoding="utf-8")
     path = tmp_path / f"model.{kind}"
     command = ("inspect", str(tmp_path / "model.py"), "--graph", str(path))
-    assert run(monkeypatch, capsys, *command).code == 0
+    assert autopar(*command).code == 0
     if kind == "graphml":
         graph = nx.read_graphml(path)
         assert nx.has_path(graph, "input", list(graph)[-1])
         assert {one["kind"] for _, one in graph.nodes(data=True)} >= {"op", "parameter", "input"}
     else:
         assert path.read_text().count(" -> ") == path.read_text().count("tensor=") == 8
-    assert run(monkeypatch, capsys, *command).code == 0  # its own file may be written anew
+    assert autopar(*command).code == 0  # its own file may be written anew
     path.write_text("mine", encoding="utf-8")
-    assert run(monkeypatch, capsys, *command).code == 2
+    assert autopar(*command).code == 2
     assert path.read_text(encoding="utf-8") == "mine"

@@ -7,13 +7,17 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.plan.plan import Plan
-from tests.autopar.commands import run
-from tests.autopar.mistakes import MODEL, Mistake, assert_clear, changed, commit
+from tests.autopar.commands import Autopar
+from tests.autopar.mistakes import MODEL, Commit, Mistake, Tell, changed, mistake
 
 CPUS = ("--gpus", "2", "--device", "cpu", "--global-batch", "8", "--precision", "fp32")
 PLAN = ("plan", "model.py", *CPUS)
 GPUS = ("plan", "model.py", "--gpus", "2", "--device", "h100-sxm")
 RULES = (*PLAN, "-c", "rules.toml")
+
+
+def planning(options: str, *telling: str, code: int = 2) -> Mistake:
+    return mistake(" ".join((*PLAN, options)), *telling, files=changed(""), code=code)
 
 
 def device(name: str, *telling: str) -> Mistake:
@@ -66,51 +70,27 @@ MISTAKES = {
     "rows without what the model is given": dataset(
         '{"features": torch.zeros(4)}', "has features, but no x", "the keys of example_batch"
     ),
-    "no devices": Mistake(
-        arguments=("plan", "model.py", "--gpu", "8"),
-        files=changed(""),
-        telling=("there is no option --gpu", "did you mean --gpus?", "autopar plan --help"),
+    "no devices": planning(
+        "--gpu 8", "there is no option --gpu … did you mean --gpus? … autopar plan --help"
     ),
-    "the rows of a microbatch": Mistake(
-        arguments=(*PLAN, "--batch", "8"),
-        files=changed(""),
-        telling=("there is no option --batch", "did you mean --global-batch?"),
+    "the rows of a microbatch": planning(
+        "--batch 8", "there is no option --batch … did you mean --global-batch?"
     ),
-    "a time in words": Mistake(
-        arguments=(*PLAN, "--time-limit", "1min"),
-        files=changed(""),
-        telling=("'1min' is no time", "at: --time-limit", "seconds, above 0"),
+    "a time in words": planning(
+        "--time-limit 1min", "'1min' is no time … at: --time-limit … seconds, above 0"
     ),
-    "a device for a number": Mistake(
-        arguments=("plan", "model.py", "--gpus", "h100-sxm"),
-        files=changed(""),
-        telling=("'h100-sxm' is not a number of devices", "--device which"),
+    "a device for a number": planning(
+        "--gpus h100-sxm", "'h100-sxm' is not a number of devices … --device which"
     ),
-    "a number for a device": Mistake(
-        arguments=("plan", "model.py", "--gpus", "8", "--device", "8"),
-        files=changed(""),
-        telling=("the device '8' is not known", "--gpus how many"),
+    "a number for a device": planning(
+        "--gpus 8 --device 8", "the device '8' is not known … --gpus how many"
     ),
-    "an option without its value": Mistake(
-        arguments=(*PLAN, "--pin"),
-        files=changed(""),
-        telling=("option '--pin' requires an argument", "autopar plan --help"),
+    "an option without its value": planning(
+        "--pin", "option '--pin' requires an argument … autopar plan --help"
     ),
-    "a value for a flag": Mistake(
-        arguments=(*PLAN, "--force=yes"),
-        files=changed(""),
-        telling=("option '--force' does not take a value",),
-    ),
-    "spaces around an equals sign": Mistake(
-        arguments=(*PLAN, "--arg", "depth", "=", "3"),
-        files=changed(""),
-        telling=("unexpected extra argument",),
-    ),
-    "float32 for fp32": Mistake(
-        arguments=(*PLAN, "--precision", "float32"),
-        files=changed(""),
-        telling=("one of fp32, bf16", "did you mean 'fp32'?"),
-    ),
+    "a value for a flag": planning("--force=yes", "option '--force' does not take a value"),
+    "spaces around an equals sign": planning("--arg depth = 3", "unexpected extra argument"),
+    "float32 for fp32": planning("--precision float32", "one of fp32, bf16 … did you mean 'fp32'?"),
     "a pin by its long name": pin("tensor=2", "there is no 'tensor' to pin", "mean 'tp'?"),
     "a misspelt pin": pin("td=2", "there is no 'td' to pin", "did you mean 'tp'?"),
     "pins joined by a semicolon": pin("dp=1;tp=2", "is not of the form key=value", "dp=2,tp=4"),
@@ -120,10 +100,9 @@ MISTAKES = {
     "more stages than layers": pin(
         "stages_per_rank=9", "on 2 devices no plan satisfies stages_per_rank=9 (--pin)", code=3
     ),
-    "more stages than the model has layers": Mistake(
-        arguments=("plan", "model.py", "--gpus", "8", "--device", "cpu", "--pin", "pp=8"),
-        files=changed(""),
-        telling=("on 8 devices no plan satisfies pp=8 (--pin)", "some of its 4 layers"),
+    "more stages than the model has layers": planning(
+        "--gpus 8 --device cpu --pin pp=8",
+        "on 8 devices no plan satisfies pp=8 (--pin) … some of its 4 layers",
         code=3,
     ),
     "a unit in small letters": memory("3gb", "unknown unit 'gb'", "did you mean 3 GB?"),
@@ -134,15 +113,15 @@ MISTAKES = {
         files=changed(""),
         telling=("a limit of 900 GiB for each device, and h100-sxm has 80 GiB", "at: --memory"),
     ),
-    "more memory than the devices have, in a file": Mistake(
-        arguments=(*GPUS, "-c", "rules.toml"),
+    "more memory than the devices have, in a file": mistake(
+        "plan model.py --gpus 2 --device h100-sxm -c rules.toml",
+        "h100-sxm has 80 GiB … at: rules.toml, line 3 … docs/cluster-file.md",
         files=changed("") | {"rules.toml": '[limits]\ntp = 2\nmemory = "81 GiB"\n'},
-        telling=("h100-sxm has 80 GiB", "at: rules.toml, line 3", "docs/cluster-file.md"),
     ),
     "more rows than the model's code takes": Mistake(
         arguments=PLAN,
-        files={"model.py": MODEL.replace("self.embed(x)", "self.embed(x.view(7, *x.shape[1:]))")},
         telling=("the model fixes its batch to 7", "/model.py:", "7 or 14"),
+        files={"model.py": MODEL.replace("self.embed(x)", "self.embed(x.view(7, *x.shape[1:]))")},
         code=3,
     ),
     "pins outside of their section": rules("tp = 2", "'tp' stands before any section", "[pins]"),
@@ -199,13 +178,8 @@ MISTAKES = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_in_planning_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    mistake: Mistake,
-) -> None:
-    assert_clear(commit(monkeypatch, capsys, tmp_path, mistake), mistake)
+def test_a_mistake_in_planning_is_told(tell: Tell, mistake: Mistake) -> None:
+    tell(mistake)
 
 
 @pytest.mark.parametrize(
@@ -214,8 +188,7 @@ def test_a_mistake_in_planning_is_told(
 )
 def test_a_search_that_is_ended_leaves_no_plan_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
+    commit: Commit,
     error: type[BaseException],
     code: int,
     telling: str,
@@ -224,8 +197,7 @@ def test_a_search_that_is_ended_leaves_no_plan_and_no_traceback(
         raise error
 
     monkeypatch.setattr("autopar.planner.plan.fleet.trials.search", ended)
-    mistake = Mistake(arguments=PLAN, files=changed(""), telling=(telling,), code=code)
-    ran = commit(monkeypatch, capsys, tmp_path, mistake)
+    ran = commit(planning("", telling, code=code))
     assert (ran.code, ran.out) == (code, "")
     assert telling in ran.err
     assert "Traceback" not in ran.err
@@ -240,16 +212,11 @@ def test_a_search_that_is_ended_leaves_no_plan_and_no_traceback(
     ],
 )
 def test_what_does_not_show_in_the_first_row_is_left_to_the_script(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    rows: str,
-    note: str,
+    autopar: Autopar, tmp_path: Path, rows: str, note: str
 ) -> None:
-    monkeypatch.chdir(tmp_path)
     text = changed(f"def build_dataset():\n    return {rows}")["model.py"]
     (tmp_path / "model.py").write_text(str(text))
-    ran = run(monkeypatch, capsys, *PLAN)
+    ran = autopar(*PLAN)
     assert ran.code == 0
     assert ("the dataset" in ran.err) == bool(note)
     assert note in ran.err.replace("\n", " ")

@@ -14,7 +14,7 @@ from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.plan.declared.options import gathered_constraints
 from autopar.planner.plan.files.document import write_plan
 from autopar.planning import make_plan
-from tests.autopar.mistakes import MODEL, Mistake, assert_clear, commit
+from tests.autopar.mistakes import MODEL, Commit, Mistake, Tell, mistake
 
 Files = Mapping[str, str]
 READERS = ("explain", "emit", "verify", "dryrun")
@@ -43,37 +43,30 @@ def planned(tmp_path_factory: pytest.TempPathFactory) -> Files:
 
 
 NO_PLANS = {
-    "a misspelt plan": Mistake(
-        arguments=("plna.json",), telling=("the plan cannot be read", "did you mean plan.json?")
+    "a misspelt plan": mistake("plna.json", "the plan cannot be read … did you mean plan.json?"),
+    "the model for the plan": mistake(
+        "model.py", "model.py is a Python file, not a plan … did you mean plan.json?"
     ),
-    "the model for the plan": Mistake(
-        arguments=("model.py",),
-        telling=("model.py is a Python file, not a plan", "did you mean plan.json?"),
-    ),
-    "a folder without a plan": Mistake(
-        arguments=("empty",),
+    "a folder without a plan": mistake(
+        "empty",
+        "the plan cannot be read … at: empty/plan.json … autopar plan MODEL",
         files={"empty/notes.txt": ""},
-        telling=("the plan cannot be read", "at: empty/plan.json", "autopar plan MODEL"),
     ),
-    "a plan that is cut off": Mistake(
-        arguments=("cut.json",),
+    "a plan that is cut off": mistake(
+        "cut.json",
+        "damaged or cut off … cut.json, line 1 … plan again",
         files={"cut.json": '{"format": 1, "autopar'},
-        telling=("damaged or cut off", "cut.json, line 1", "plan again"),
     ),
-    "another program's file": Mistake(
-        arguments=("other.json",),
-        files={"other.json": '{"mine": 1}'},
-        telling=("this JSON file is not a plan",),
+    "another program's file": mistake(
+        "other.json", "this JSON file is not a plan", files={"other.json": '{"mine": 1}'}
     ),
-    "a plan of a later autopar": Mistake(
-        arguments=("later.json",),
+    "a plan of a later autopar": mistake(
+        "later.json",
+        "autopar 9.0 wrote this plan in format 99 … update autopar",
         files={"later.json": '{"format": 99, "autopar": "9.0"}'},
-        telling=("autopar 9.0 wrote this plan in format 99", "update autopar"),
     ),
-    "bytes": Mistake(
-        arguments=("bytes.json",),
-        files={"bytes.json": b"\xff\xfe\x00"},
-        telling=("the plan is no text in UTF-8",),
+    "bytes": mistake(
+        "bytes.json", "the plan is no text in UTF-8", files={"bytes.json": b"\xff\xfe\x00"}
     ),
 }
 
@@ -81,126 +74,83 @@ NO_PLANS = {
 @pytest.mark.parametrize("command", READERS)
 @pytest.mark.parametrize("mistake", NO_PLANS.values(), ids=NO_PLANS)
 def test_what_is_no_plan_is_told_by_every_command_that_reads_one(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    planned: Files,
-    *,
-    command: str,
-    mistake: Mistake,
+    tell: Tell, planned: Files, *, command: str, mistake: Mistake
 ) -> None:
     wrong = Mistake(
         arguments=(command, *mistake.arguments),
         files={**planned, **mistake.files},
         telling=mistake.telling,
     )
-    assert_clear(commit(monkeypatch, capsys, tmp_path, wrong), wrong)
+    tell(wrong)
 
 
 IN_THE_WAY = "the script would replace the file that it is made from"
 MISTAKES = {
-    "diff of a plan and a model": Mistake(
-        arguments=("diff", "plan.json", "model.py"), telling=("model.py is a Python file",)
+    "diff of a plan and a model": mistake("diff plan.json model.py", "model.py is a Python file"),
+    "diff of one plan": mistake(
+        "diff plan.json", "B is missing … expected: plan.json or its folder … autopar diff A B"
     ),
-    "diff of one plan": Mistake(
-        arguments=("diff", "plan.json"),
-        telling=("B is missing", "expected: plan.json or its folder", "autopar diff A B"),
+    "a stage that is not there": mistake(
+        "explain plan.json --stage 1", "there is no stage 1 … 0 to 0"
     ),
-    "a stage that is not there": Mistake(
-        arguments=("explain", "plan.json", "--stage", "1"),
-        telling=("there is no stage 1", "0 to 0"),
+    "a question without a value": mistake("explain plan.json --why-not tp", "--why-not dp=2,tp=4"),
+    "a rank that is not there": mistake("dryrun plan.json --rank 2", "there is no rank 2 … 0 to 1"),
+    "all ranks": mistake("dryrun plan.json --rank all", "'all' is not a count … at: --rank"),
+    "no steps": mistake("verify plan.json --steps 0", "'0' is not a count … at: --steps"),
+    "a script that is not there": mistake(
+        "verify plan.json --script gone.py",
+        "there is no script to verify … at: gone.py … autopar emit",
     ),
-    "a question without a value": Mistake(
-        arguments=("explain", "plan.json", "--why-not", "tp"), telling=("--why-not dp=2,tp=4",)
+    "a script that is none": mistake(
+        "verify plan.json --script model.py",
+        "the script has no function main and no train_step … model.py",
     ),
-    "a rank that is not there": Mistake(
-        arguments=("dryrun", "plan.json", "--rank", "2"), telling=("there is no rank 2", "0 to 1")
-    ),
-    "all ranks": Mistake(
-        arguments=("dryrun", "plan.json", "--rank", "all"),
-        telling=("'all' is not a count", "at: --rank"),
-    ),
-    "no steps": Mistake(
-        arguments=("verify", "plan.json", "--steps", "0"),
-        telling=("'0' is not a count", "at: --steps"),
-    ),
-    "a script that is not there": Mistake(
-        arguments=("verify", "plan.json", "--script", "gone.py"),
-        telling=("there is no script to verify", "at: gone.py", "autopar emit"),
-    ),
-    "a script that is none": Mistake(
-        arguments=("verify", "plan.json", "--script", "model.py"),
-        telling=("the script has no function main and no train_step", "model.py"),
-    ),
-    "a script that is cut off": Mistake(
-        arguments=("verify", "plan.json", "--script", "cut.py"),
+    "a script that is cut off": mistake(
+        "verify plan.json --script cut.py",
+        "the script is no Python … cut.py, line 1",
         files={"cut.py": "def main(:"},
-        telling=("the script is no Python", "cut.py, line 1"),
     ),
-    "a tolerance below nothing": Mistake(
-        arguments=("verify", "plan.json", "--tolerance", "-1"),
-        telling=("'-1' is no difference", "at: --tolerance"),
+    "a tolerance below nothing": mistake(
+        "verify plan.json --tolerance -1", "'-1' is no difference … at: --tolerance"
     ),
-    "a script over the model": Mistake(
-        arguments=("emit", "plan.json", "-o", "model.py", "--force"), telling=(IN_THE_WAY,)
+    "a script over the model": mistake("emit plan.json -o model.py --force", IN_THE_WAY),
+    "a script over the plan": mistake("emit plan.json -o plan.json --force", IN_THE_WAY),
+    "a script over a folder": mistake(
+        "emit plan.json -o folder", "folder is a folder, not a file", files={"folder/notes.txt": ""}
     ),
-    "a script over the plan": Mistake(
-        arguments=("emit", "plan.json", "-o", "plan.json", "--force"), telling=(IN_THE_WAY,)
+    "a standalone folder over a file": mistake(
+        "emit plan.json --standalone -o model.py", "model.py is a file, not a folder"
     ),
-    "a script over a folder": Mistake(
-        arguments=("emit", "plan.json", "-o", "folder"),
-        files={"folder/notes.txt": ""},
-        telling=("folder is a folder, not a file",),
-    ),
-    "a standalone folder over a file": Mistake(
-        arguments=("emit", "plan.json", "--standalone", "-o", "model.py"),
-        telling=("model.py is a file, not a folder",),
-    ),
-    "a standalone folder that holds a file named autopar": Mistake(
-        arguments=("emit", "plan.json", "--standalone", "-o", "folder"),
+    "a standalone folder that holds a file named autopar": mistake(
+        "emit plan.json --standalone -o folder",
+        "folder/autopar is a file, not a folder",
         files={"folder/autopar": ""},
-        telling=("folder/autopar is a file, not a folder",),
     ),
-    "measurements over a folder": Mistake(
-        arguments=("profile", "model.py", "-o", "folder"),
+    "measurements over a folder": mistake(
+        "profile model.py -o folder",
+        "folder is a folder, not a file",
         files={"folder/notes.txt": ""},
-        telling=("folder is a folder, not a file",),
     ),
-    "measurements over the model": Mistake(
-        arguments=("profile", "model.py", "-o", "model.py"),
-        telling=("the measurements are damaged", "at: model.py"),
+    "measurements over the model": mistake(
+        "profile model.py -o model.py", "the measurements are damaged … at: model.py"
     ),
-    "an argument for doctor": Mistake(
-        arguments=("doctor", "model.py"), telling=("unexpected extra argument",)
-    ),
+    "an argument for doctor": mistake("doctor model.py", "unexpected extra argument"),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_a_mistake_with_a_plan_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    planned: Files,
-    *,
-    mistake: Mistake,
-) -> None:
+def test_a_mistake_with_a_plan_is_told(tell: Tell, planned: Files, *, mistake: Mistake) -> None:
     wrong = Mistake(
         arguments=mistake.arguments,
         files={**planned, **mistake.files},
         telling=mistake.telling,
     )
-    assert_clear(commit(monkeypatch, capsys, tmp_path, wrong), wrong)
+    tell(wrong)
 
 
 @pytest.mark.parametrize("command", ["emit", "verify", "dryrun"])
 def test_a_model_that_is_gone_or_has_changed_is_told(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    planned: Files,
-    *,
-    command: str,
+    tell: Tell, planned: Files, *, command: str
 ) -> None:
     gone = Mistake(
         arguments=(command, "plan.json"),
@@ -210,14 +160,14 @@ def test_a_model_that_is_gone_or_has_changed_is_told(
             "--model PATH",
         ),
     )
-    assert_clear(commit(monkeypatch, capsys, tmp_path, gone), gone)
+    tell(gone)
     changed = Mistake(
         arguments=(command, "plan.json"),
         files={**planned, "model.py": planned["model.py"] + "# another one\n"},
         telling=("has changed since it was planned for", "plan again"),
         code=6,
     )
-    assert_clear(commit(monkeypatch, capsys, tmp_path, changed), changed)
+    tell(changed)
 
 
 RUNS = 'from pathlib import Path\nPath("ran").write_text("")\n'
@@ -225,12 +175,7 @@ RUNS = 'from pathlib import Path\nPath("ran").write_text("")\n'
 
 @pytest.mark.parametrize("command", ["emit", "verify", "dryrun"])
 def test_a_model_file_that_is_another_one_is_not_imported(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    planned: Files,
-    *,
-    command: str,
+    tell: Tell, planned: Files, *, command: str
 ) -> None:
     changed = Mistake(
         arguments=(command, "plan.json"),
@@ -238,19 +183,13 @@ def test_a_model_file_that_is_another_one_is_not_imported(
         telling=("has changed since it was planned for",),
         code=6,
     )
-    assert_clear(commit(monkeypatch, capsys, tmp_path, changed), changed)
+    tell(changed)
 
 
 @pytest.mark.parametrize("command", ["emit", "verify", "dryrun"])
 @pytest.mark.parametrize("path", ["../model.py", "{}/model.py"])
 def test_a_path_out_of_the_plan_s_folder_is_followed_only_where_it_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    planned: Files,
-    *,
-    command: str,
-    path: str,
+    tell: Tell, tmp_path: Path, planned: Files, *, command: str, path: str
 ) -> None:
     (tmp_path / "model.py").write_text(planned["model.py"], encoding="utf-8")
     (tmp_path / "plan").mkdir()
@@ -262,57 +201,42 @@ def test_a_path_out_of_the_plan_s_folder_is_followed_only_where_it_is_given(
         files={"plan.json": plan, "train.py": planned["train.py"]},
         telling=("lies neither here nor beside the plan", f"--model {tmp_path}/model.py"),
     )
-    assert_clear(commit(monkeypatch, capsys, tmp_path / "plan", outside), outside)
+    tell(outside, tmp_path / "plan")
 
 
 def test_a_model_that_has_moved_is_given(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    planned: Files,
+    commit: Commit, tell: Tell, tmp_path: Path, planned: Files
 ) -> None:
     (tmp_path / "model.py").write_text(planned["model.py"], encoding="utf-8")
-    given = Mistake(
-        arguments=("emit", "plan.json", "--model", "../model.py", "--check"),
+    given = mistake(
+        "emit plan.json --model ../model.py --check",
         files={"plan.json": planned["plan.json"], "train.py": planned["train.py"]},
-        telling=(),
     )
     (tmp_path / "plan").mkdir()
-    ran = commit(monkeypatch, capsys, tmp_path / "plan", given)
+    ran = commit(given, tmp_path / "plan")
     assert (ran.code, ran.err) == (1, "")  # the path of the model file is another
-    gone = Mistake(
-        arguments=("emit", "plan.json", "--model", "gone.py"),
-        telling=("the plan is for gone.py, which is neither here",),
+    gone = mistake(
+        "emit plan.json --model gone.py", "the plan is for gone.py, which is neither here"
     )
-    assert_clear(commit(monkeypatch, capsys, tmp_path / "plan", gone), gone)
+    tell(gone, tmp_path / "plan")
 
 
 def test_a_model_that_this_machine_cannot_train_is_refused_before_it_is_tried(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    planned: Files,
+    tell: Tell, monkeypatch: pytest.MonkeyPatch, planned: Files
 ) -> None:
     parameters = 4 * 8 + 8 + 3 * (8 * 8 + 8)  # embed and three blocks
     monkeypatch.setattr("os.sysconf", {"SC_PAGE_SIZE": parameters, "SC_PHYS_PAGES": 31}.get)
-    large = Mistake(
-        arguments=("verify", "plan.json"),
+    large = mistake(
+        "verify plan.json",
+        "to train model in float64, and this machine has … a small model … --arg",
         files=planned,
-        telling=("to train model in float64, and this machine has", "a small model", "--arg"),
     )
-    assert_clear(commit(monkeypatch, capsys, tmp_path, large), large)
+    tell(large)
 
 
-def test_a_script_of_bytes_is_not_the_one_of_the_plan(
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-    planned: Files,
-) -> None:
-    check = Mistake(
-        arguments=("emit", ".", "--check"), files={**planned, "train.py": b"\xff\xfe"}, telling=()
-    )
-    ran = commit(monkeypatch, capsys, tmp_path, check)
+def test_a_script_of_bytes_is_not_the_one_of_the_plan(commit: Commit, planned: Files) -> None:
+    check = mistake("emit . --check", files={**planned, "train.py": b"\xff\xfe"})
+    ran = commit(check)
     assert (ran.code, ran.err) == (1, "")
     assert "train.py is not the script of this plan" in ran.out
 

@@ -18,21 +18,11 @@ from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
-from tests.autopar.commands import Ran, run
+from tests.autopar.commands import Autopar
 from tests.planner.plan.plans import arrangement, proof, runner_up, small_plan, split_plan
 from tests.planner.subjects import ZOO
 
-Autopar = Callable[..., Ran]
 MNIST = str(ZOO / "mnist.py")
-
-
-@pytest.fixture
-def autopar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Autopar:
-    """Return the command line as a function, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run(monkeypatch, capsys, *arguments)
 
 
 @pytest.fixture

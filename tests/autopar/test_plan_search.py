@@ -3,26 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autopar.planner.plan.files.document import read_plan
-from tests.autopar.commands import Ran, run
+from tests.autopar.commands import Autopar, Ran
 from tests.planner.subjects import ZOO
 
-Autopar = Callable[..., Ran]
 MNIST, GPT2 = str(ZOO / "mnist.py"), str(ZOO / "gpt2.py")
-
-
-@pytest.fixture
-def autopar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Autopar:
-    """Return the command line as a function, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
-    return lambda *arguments: run(monkeypatch, capsys, *arguments)
 
 
 def told(ran: Ran) -> str:

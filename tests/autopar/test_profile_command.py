@@ -3,27 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from autopar.planner.profile.file import read_measurements
-from tests.autopar.commands import Ran, run
+from tests.autopar.commands import Autopar, Ran
 from tests.planner.subjects import ZOO
 
-Autopar = Callable[..., Ran]
 MNIST = str(ZOO / "mnist.py")
 
 
-@pytest.fixture
-def autopar(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> Autopar:
-    """Return the command line as a function, in an empty folder."""
-    monkeypatch.chdir(tmp_path)
+@pytest.fixture(autouse=True)
+def nobody_sets_threads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    return lambda *arguments: run(monkeypatch, capsys, *arguments)
 
 
 def profiled(autopar: Autopar, *more: str) -> Ran:

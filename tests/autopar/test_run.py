@@ -41,7 +41,7 @@ from autopar.runs.run_record import (
 )
 from autopar.runtime.keeping.finding import checkpoints_in
 from autopar.runtime.keeping.manifest import NAME
-from tests.autopar.commands import run
+from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
 
 ENDLESS = ("--data", "synthetic", "--steps", "1000000", "--checkpoint-every", "50")
@@ -202,21 +202,18 @@ def test_a_run_whose_process_is_gone_was_killed(planned: Plan, tmp_path: Path) -
 
 
 def test_runs_are_listed_with_their_last_step(
-    planned: Plan,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    autopar: Autopar, planned: Plan, tmp_path: Path
 ) -> None:
     place = kept_run(planned, tmp_path / "runs" / "first")
     lines = [STARTED, '{"step": 20, "loss": 2.5, "seconds": 0.25}', '{"event": "finished"}']
     (place / "metrics.jsonl").write_text("\n".join(lines))
-    ran = run(monkeypatch, capsys, "runs", str(tmp_path))
+    ran = autopar("runs", str(tmp_path))
     assert ran.code == 0
     line = next(line for line in ran.out.splitlines() if "first" in line)
     assert all(word in line for word in ("finished", "20", "2.50000", "250 ms"))
-    found = json.loads(run(monkeypatch, capsys, "runs", str(place), "--json").out)
+    found = json.loads(autopar("runs", str(place), "--json").out)
     assert [(one["state"], one["last_step"]["step"]) for one in found] == [("finished", 20)]
-    assert run(monkeypatch, capsys, "runs", str(tmp_path / "nowhere")).code == 2
+    assert autopar("runs", str(tmp_path / "nowhere")).code == 2
 
 
 @pytest.mark.parametrize(
@@ -230,14 +227,9 @@ def test_runs_are_listed_with_their_last_step(
     ],
 )
 def test_bad_input_is_told_before_anything_is_made(
-    words: tuple[str, ...],
-    code: int,
-    told: str,
-    folder: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    autopar: Autopar, words: tuple[str, ...], code: int, told: str, folder: Path
 ) -> None:
-    ran = run(monkeypatch, capsys, "run", str(folder), *words)
+    ran = autopar("run", str(folder), *words)
     assert ran.code == code
     assert told in ran.err
     assert not (folder / "runs").exists()

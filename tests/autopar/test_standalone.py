@@ -10,21 +10,20 @@ from pathlib import Path
 
 import pytest
 
-from tests.autopar.commands import run
+from tests.autopar.commands import Autopar
 from tests.autopar.mistakes import MODEL
 
 
 def test_a_standalone_folder_trains_elsewhere_with_the_model_file_that_it_asks_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    autopar: Autopar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     here, there = tmp_path / "here", tmp_path / "there"
     here.mkdir()
     monkeypatch.chdir(here)
-    monkeypatch.setattr(sys, "path", list(sys.path))
     Path("model.py").write_text(MODEL, encoding="utf-8")
     machine = ("--gpus", "1", "--device", "cpu", "--precision", "fp32", "--global-batch", "4")
-    assert run(monkeypatch, capsys, "plan", "model.py", *machine, "-o", "out").code == 0
-    ran = run(monkeypatch, capsys, "emit", "out", "--standalone", "-o", "alone")
+    assert autopar("plan", "model.py", *machine, "-o", "out").code == 0
+    ran = autopar("emit", "out", "--standalone", "-o", "alone")
     assert ran.code == 0
     assert "copy alone there, and model.py into it" in ran.out
     shutil.move("alone", there)
@@ -43,9 +42,8 @@ def test_a_standalone_folder_trains_elsewhere_with_the_model_file_that_it_asks_f
 
 
 def test_all_that_a_model_file_imports_of_its_own_is_asked_for(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    autopar: Autopar, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(sys, "path", list(sys.path))
     files = {
         "flat/net.py": f"import blocks\n{MODEL}",
         "flat/blocks.py": "",
@@ -60,28 +58,21 @@ def test_all_that_a_model_file_imports_of_its_own_is_asked_for(
     for model, needed in (("flat/net.py", "blocks.py, net.py"), ("src/inner/net.py", "inner")):
         monkeypatch.chdir(tmp_path)
         out = str(tmp_path / f"out-{Path(model).parent.name}" / ("long" * 30))
-        assert run(monkeypatch, capsys, "plan", model, *machine, "-o", out).code == 0
+        assert autopar("plan", model, *machine, "-o", out).code == 0
         monkeypatch.chdir("/")
-        ran = run(monkeypatch, capsys, "emit", out, "--standalone")
+        ran = autopar("emit", out, "--standalone")
         assert f"there, and {needed} into it" in ran.out
 
 
 @pytest.mark.parametrize("name", ["__init__.py", "notes.txt", "runtime/ranks/mesh.py"])
-def test_a_folder_of_that_name_of_somebody_else_stays(
-    name: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    tmp_path: Path,
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
+def test_a_folder_of_that_name_of_somebody_else_stays(autopar: Autopar, name: str) -> None:
     Path("model.py").write_text(MODEL, encoding="utf-8")
     machine = ("--gpus", "1", "--device", "cpu", "--precision", "fp32", "--global-batch", "4")
-    assert run(monkeypatch, capsys, "plan", "model.py", *machine, "-o", "out").code == 0
+    assert autopar("plan", "model.py", *machine, "-o", "out").code == 0
     theirs = Path("autopar") / name
     theirs.parent.mkdir(parents=True)
     theirs.write_text("mine", encoding="utf-8")
-    ran = run(monkeypatch, capsys, "emit", "out", "--standalone", "--force", "-o", ".")
+    ran = autopar("emit", "out", "--standalone", "--force", "-o", ".")
     assert ran.code == 2
     assert "autopar did not write is in the way" in ran.err
     assert theirs.read_text(encoding="utf-8") == "mine"

@@ -17,7 +17,7 @@ from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.smaller import arrangement_constraints
 from autopar.smaller_plan import smaller_plan
-from tests.autopar.commands import run
+from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
 
 SMALL = ("layers=4", "dim=32", "heads=4", "vocab_size=64", "seq_len=16", "size=tiny")
@@ -73,16 +73,14 @@ def test_fewer_layers_than_stages_are_refused_with_what_the_plan_has() -> None:
 
 
 @pytest.mark.slow
-def test_the_command_says_which_model_it_verified(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
-) -> None:
+def test_the_command_says_which_model_it_verified(autopar: Autopar, tmp_path: Path) -> None:
     large = pinned_plan("gpt2.py", ("size=124m",), data=2, global_batch=16, device="h100-sxm")
     write_plan(large, tmp_path / "plan.json")
     script = write_script(large, tmp_path)
     text = script.read_text(encoding="utf-8")
     script.write_text(text.replace("LOG_EVERY = 10", "LOG_EVERY = 50"), encoding="utf-8")
     given = [word for argument in SMALL for word in ("--arg", argument)]
-    ran = run(monkeypatch, capsys, "verify", str(tmp_path), *given, "--steps", "2", "--json")
+    ran = autopar("verify", str(tmp_path), *given, "--steps", "2", "--json")
     assert ran.code == 0, ran.err
     assert "under the plan's degrees: dp 2" in ran.err
     told = json.loads(ran.out)
@@ -92,7 +90,7 @@ def test_the_command_says_which_model_it_verified(
     script.write_text(
         text.replace("mesh.data.rank", "0").replace("seed_all(options.seed, mesh)", "...")
     )
-    ran = run(monkeypatch, capsys, "verify", str(tmp_path), *given, "--steps", "1")
+    ran = autopar("verify", str(tmp_path), *given, "--steps", "1")
     assert ran.code == 1
     assert "seed_all is missing" in ran.out
 

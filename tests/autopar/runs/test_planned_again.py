@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,10 +17,11 @@ from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.runs.launching import Ended
 from autopar.runs.run_metrics import lines_of
-from tests.autopar.commands import Ran, run
+from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
+from tests.codegen.test_resume import run_as_given
+from tests.runtime.processes import run_on_ranks
 
-Run = Callable[..., Ran]
 AUTOPAR = (sys.executable, "-m", "autopar")
 
 
@@ -60,14 +60,8 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return commands
 
 
-@pytest.fixture
-def autopar(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    """Return the command line as a function."""
-    return lambda *words: run(monkeypatch, capsys, *words)
-
-
 def test_a_plan_for_these_devices_is_made_and_left_in_the_folder_of_the_run(
-    folder: Path, autopar: Run, started: list[list[str]]
+    folder: Path, autopar: Autopar, started: list[list[str]]
 ) -> None:
     ran = autopar("run", str(folder), "--gpus", "1", "--name", "mine")
     assert ran.code == 0, ran.err
@@ -91,7 +85,7 @@ def test_a_plan_for_these_devices_is_made_and_left_in_the_folder_of_the_run(
 def test_nothing_is_planned_where_a_plan_for_these_devices_is_there(
     devices: str,
     folder: Path,
-    autopar: Run,
+    autopar: Autopar,
     started: list[list[str]],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -106,7 +100,7 @@ def test_nothing_is_planned_where_a_plan_for_these_devices_is_there(
 
 
 def test_a_plan_of_another_training_is_not_taken(
-    folder: Path, autopar: Run, started: list[list[str]]
+    folder: Path, autopar: Autopar, started: list[list[str]]
 ) -> None:
     other = pinned_plan("mnist.py", ("size=512",), microbatch=4, global_batch=16)
     written(other, folder.with_name("out-1"))
@@ -117,7 +111,7 @@ def test_a_plan_of_another_training_is_not_taken(
 
 
 def test_a_script_that_was_changed_by_hand_is_not_lost_without_a_word(
-    folder: Path, autopar: Run, started: list[list[str]]
+    folder: Path, autopar: Autopar, started: list[list[str]]
 ) -> None:
     script = folder / "train.py"
     script.write_text(script.read_text().replace("STEPS = 100", "STEPS = 200"))
@@ -147,7 +141,7 @@ def test_what_cannot_be_is_told_before_anything_is_made(
     code: int,
     told: str,
     tmp_path: Path,
-    autopar: Run,
+    autopar: Autopar,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = for_devices(2, **{"limits.pp": 1, "limits.tp": 1})
@@ -160,7 +154,7 @@ def test_what_cannot_be_is_told_before_anything_is_made(
 
 
 def test_a_machine_with_fewer_devices_says_how_to_go_on(
-    folder: Path, autopar: Run, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
+    folder: Path, autopar: Autopar, monkeypatch: pytest.MonkeyPatch, started: list[list[str]]
 ) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -173,10 +167,11 @@ def test_a_machine_with_fewer_devices_says_how_to_go_on(
 
 @pytest.mark.slow
 def test_losses_go_on_where_a_device_is_gone_as_if_it_were_there(folder: Path) -> None:
+    exact = ("--dtype", "float64", "--log-every", "1", "--lr", "0.01", "--steps")
+
     def trained(name: str, steps: int, *words: str) -> list[float]:
-        exact = ("--dtype", "float64", "--log-every", "1", "--lr", "0.01", "--steps", str(steps))
         ran = subprocess.run(
-            [*AUTOPAR, "run", str(folder), "--name", name, *words, "--", *exact],
+            [*AUTOPAR, "run", str(folder), "--name", name, *words, "--", *exact, str(steps)],
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
@@ -187,7 +182,7 @@ def test_losses_go_on_where_a_device_is_gone_as_if_it_were_there(folder: Path) -
         lines = lines_of(folder / "runs" / name / "metrics.jsonl")
         return [one["loss"] for one in lines if "event" not in one]
 
-    expected = trained("whole", 5)
+    expected = run_on_ranks(run_as_given, 2, str(folder / "train.py"), [*exact, "5"])[0]
     losses = trained("two", 2) + trained("one", 4, "--gpus", "1", "--resume", "auto")
     losses += trained("four", 5, "--gpus", "4", "--resume", "auto")  # and more of them
     assert len(losses) == len(expected) == 5

@@ -13,7 +13,7 @@ import pytest
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.runs.run_analysis import Analysis, Figure, analyze
-from tests.autopar.commands import run
+from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
 
 
@@ -73,28 +73,25 @@ def test_memory_and_mfu_are_compared_where_they_were_measured(plan: Plan) -> Non
 
 
 def test_the_page_tells_figures_flags_and_what_to_do(
-    plan: Plan,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    autopar: Autopar, plan: Plan, tmp_path: Path
 ) -> None:
     path, metrics = tmp_path / "plan.json", tmp_path / "metrics.jsonl"
     write_plan(plan, path)
     slow = 2 * plan.prediction.step_seconds
     lines = [line(slow, against_plan=2.0), line(slow, against_plan=2.0)]
     metrics.write_text("\n".join(map(json.dumps, lines)))
-    ran = run(monkeypatch, capsys, "explain", str(path), "--analyze", str(metrics))
+    ran = autopar("explain", str(path), "--analyze", str(metrics))
     assert ran.code == 0
     step = next(one for one in ran.out.splitlines() if one.split()[:1] == ["step"])
     assert "+100%" in step
     assert "more than a quarter" in step
     assert "autopar profile" in ran.out
     metrics.write_text(json.dumps(line(slow, against_plan=None)))
-    ran = run(monkeypatch, capsys, "explain", str(path), "--analyze", str(metrics))
+    ran = autopar("explain", str(path), "--analyze", str(metrics))
     assert "The run was not on cpu" in ran.out
     assert "autopar profile" not in ran.out
     folder = tmp_path / "run"
     write_plan(replace(plan, objective="cost"), folder / "plan.json")
     for given, told in ((folder, "was by another plan"), (tmp_path / "no", "is no run")):
-        ran = run(monkeypatch, capsys, "explain", str(path), "--analyze", str(given))
+        ran = autopar("explain", str(path), "--analyze", str(given))
         assert (ran.code, told in ran.err) == (2, True)
