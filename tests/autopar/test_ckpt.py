@@ -124,8 +124,7 @@ def test_a_damaged_checkpoint_is_neither_exported_nor_compared(
 
 
 @pytest.mark.parametrize(
-    ("kind", "dtype"),
-    [("zero3", "float32"), ("tp_zero1", "bfloat16"), ("interleaved", "bfloat16")],
+    ("kind", "dtype"), [("zero3", "float32"), ("tp_zero1", "bfloat16"), ("interleaved", "bfloat16")]
 )
 def test_an_export_is_the_one_of_the_script_byte_for_byte(
     kind: str, dtype: str, tmp_path: Path, ckpt: Ckpt
@@ -216,11 +215,7 @@ def test_checkpoints_of_unlike_plans_are_compared(tmp_path: Path, ckpt: Ckpt) ->
     ],
 )
 def test_bad_input_leaves_with_2(
-    words: tuple[str, ...],
-    told: str,
-    tmp_path: Path,
-    ckpt: Ckpt,
-    monkeypatch: pytest.MonkeyPatch,
+    words: tuple[str, ...], told: str, tmp_path: Path, ckpt: Ckpt, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     ran = ckpt(*words)

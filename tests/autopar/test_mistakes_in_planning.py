@@ -183,8 +183,7 @@ def test_a_mistake_in_planning_is_told(tell: Tell, mistake: Mistake) -> None:
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "telling"),
-    [(KeyboardInterrupt, 130, ""), (MemoryError, 5, "out of memory")],
+    ("error", "code", "telling"), [(KeyboardInterrupt, 130, ""), (MemoryError, 5, "out of memory")]
 )
 def test_a_search_that_is_ended_leaves_no_plan_and_no_traceback(
     monkeypatch: pytest.MonkeyPatch,

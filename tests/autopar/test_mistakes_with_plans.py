@@ -141,9 +141,7 @@ MISTAKES = {
 @pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_a_mistake_with_a_plan_is_told(tell: Tell, planned: Files, *, mistake: Mistake) -> None:
     wrong = Mistake(
-        arguments=mistake.arguments,
-        files={**planned, **mistake.files},
-        telling=mistake.telling,
+        arguments=mistake.arguments, files={**planned, **mistake.files}, telling=mistake.telling
     )
     tell(wrong)
 

@@ -31,10 +31,7 @@ def axes_of(plan: Plan) -> Axes:
     """Return the axes of a plan's ranks."""
     own = plan.arrangement
     return Axes(
-        pipeline=own.pipeline,
-        data=own.data,
-        tensor=own.tensor,
-        microbatches=own.microbatches,
+        pipeline=own.pipeline, data=own.data, tensor=own.tensor, microbatches=own.microbatches
     )
 
 

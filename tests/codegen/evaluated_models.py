@@ -144,12 +144,7 @@ def evaluated_gpt2(folder: Path) -> Path:
 
 
 def evaluated_small(
-    folder: Path,
-    loss: str,
-    *,
-    norm: str = "nn.Identity()",
-    of: str = "list",
-    metrics: str = "{}",
+    folder: Path, loss: str, *, norm: str = "nn.Identity()", of: str = "list", metrics: str = "{}"
 ) -> Path:
     """Write a small model with a loss, and `of` what its rows to evaluate on are; return where."""
     text = _SMALL.replace("LOSS", loss).replace("NORM", norm).replace("EVALUATED", of)

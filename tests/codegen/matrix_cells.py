@@ -195,7 +195,7 @@ KINDS: Mapping[str, Kind] = {
 _NOTHING_RUNS = "devices can run the model"
 REFUSED: Mapping[tuple[str, str], str] = {
     # two layers make no more than two stages
-    **{("intent", kind): _NOTHING_RUNS for kind, own in KINDS.items() if own.stages > 2},
+    **{("intent", kind): _NOTHING_RUNS for kind, own in KINDS.items() if own.stages > 2}
 }
 
 

@@ -21,10 +21,7 @@ TOLERANCE = 1e-10
 OTHERS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("bert.py", {"data": 2, "microbatch": 2}),
     ("bert.py", {"pipeline": 2, "microbatch": 2}),
-    (
-        "t5.py",
-        {"pipeline": 2, "data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)},
-    ),
+    ("t5.py", {"pipeline": 2, "data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)}),
     ("resnet.py", {"data": 2, "microbatch": 2}),
     ("llama.py", {"tensor": 2, "microbatch": 4, "split": ("ffn",)}),
     ("llama.py", {"pipeline": 2, "microbatch": 2}),

@@ -36,16 +36,14 @@ WAYS: dict[str, dict[str, Any]] = {
 }
 OWN_AXES = {"llama": {"heads": "kv_heads"}, "listener": {"vocab": "classes"}}
 CELLS = [(kind, way) for kind in KINDS for way in ("dp", "tp", "sp", "pp")] + [("llama", "pp tp")]
-STAND = {
+STAND = {  # each kind and each way
     ("nanogpt", "tp"),
     ("gpt2", "sp"),
     ("llama", "pp tp"),
-    ("llama", "sp"),
     ("t5", "pp"),
     ("bert", "dp"),
     ("captioner", "tp"),
     ("listener", "pp"),
-    ("listener", "sp"),
 }
 GLOBAL_BATCH, STEPS, TOLERANCE = 4, 4, 1e-10
 

@@ -198,11 +198,7 @@ def _misprinted(op: Op, values: Mapping[str, Tensor]) -> str:
     expected = _results(called(op, expected_given, ROWS))
     names = tuple(text(f"given[{i}]") for i in range(len(given)))
     place = Place(
-        inputs=names,
-        training=text("True"),
-        dtype=text("torch.float32"),
-        device=None,
-        sizes={},
+        inputs=names, training=text("True"), dtype=text("torch.float32"), device=None, sizes={}
     )
     line = ""
     try:

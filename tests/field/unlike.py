@@ -202,10 +202,7 @@ UNLIKE = (
         name="LiLT",  # two streams, of which the last layer needs one
         model_class=LiltForTokenClassification,
         config=LiltConfig(
-            **BERT_LIKE,
-            channel_shrink_ratio=2,
-            max_2d_position_embeddings=BOXES,
-            num_labels=LABELS,
+            **BERT_LIKE, channel_shrink_ratio=2, max_2d_position_embeddings=BOXES, num_labels=LABELS
         ),
         inputs=layout_batch,
         sizes={},

@@ -19,10 +19,7 @@ def idx(values: np.ndarray) -> bytes:
 def write_mnist(folder: Path, *, count: int = 5, gzipped: bool = False) -> np.ndarray:
     images = np.random.default_rng(0).integers(256, size=(count, 28, 28))
     labels = np.arange(count) % 10
-    for name, values in (
-        ("train-images-idx3-ubyte", images),
-        ("train-labels-idx1-ubyte", labels),
-    ):
+    for name, values in (("train-images-idx3-ubyte", images), ("train-labels-idx1-ubyte", labels)):
         if gzipped:
             (folder / f"{name}.gz").write_bytes(gzip.compress(idx(values)))
         else:

@@ -90,10 +90,7 @@ def weight_decay_on_matrices(parameters: Iterable[nn.Parameter]) -> Optimizer:
     chosen = list(parameters)
     matrices = [parameter for parameter in chosen if parameter.dim() > 1]
     vectors = [parameter for parameter in chosen if parameter.dim() <= 1]
-    groups = [
-        {"params": matrices, "weight_decay": 0.1},
-        {"params": vectors, "weight_decay": 0.0},
-    ]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
     return AdamW(groups, lr=1e-2)
 
 

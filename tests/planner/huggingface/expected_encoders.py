@@ -72,10 +72,7 @@ T5: Expectations = (
     + one(f"encoder.{T5_BIAS}", 1, "heads")
     + one(f"decoder.{T5_BIAS}", 1, "heads")
     + each(
-        "encoder.block",
-        2,
-        t5_attention("layer.0.SelfAttention"),
-        t5_ffn("layer.1.DenseReluDense"),
+        "encoder.block", 2, t5_attention("layer.0.SelfAttention"), t5_ffn("layer.1.DenseReluDense")
     )
     + each(
         "decoder.block",

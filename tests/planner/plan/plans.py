@@ -34,15 +34,7 @@ from autopar.planner.layouts import (
 )
 from autopar.planner.ops import Op
 from autopar.planner.plan.declared.settings import declare
-from autopar.planner.plan.plan import (
-    FORMAT,
-    Machines,
-    Model,
-    Plan,
-    Proof,
-    RunnerUp,
-    Stage,
-)
+from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp, Stage
 from autopar.planner.precision import Precision
 from tests.planner.subjects import zoo_graph
 

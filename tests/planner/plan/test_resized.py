@@ -9,11 +9,7 @@ import pytest
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
-from autopar.planner.plan.declared.constraints import (
-    Declared,
-    RecomputePin,
-    StagePin,
-)
+from autopar.planner.plan.declared.constraints import Declared, RecomputePin, StagePin
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.resized import one_machine, resized_constraints

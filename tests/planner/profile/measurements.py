@@ -16,12 +16,7 @@ from autopar.planner.costs.ops.measurements import (
     UnitTimes,
 )
 from autopar.planner.precision import Precision
-from autopar.planner.profile.measured import (
-    MeasuredFile,
-    MeasuredHost,
-    MeasuredNet,
-    MeasuredOp,
-)
+from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
 
 TIMES = HostTimes(
     forward_seconds=2e-6,

@@ -3,11 +3,7 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import InputError
-from autopar.planner.profile.file import (
-    parse_measurements,
-    read_measurements,
-    write_measurements,
-)
+from autopar.planner.profile.file import parse_measurements, read_measurements, write_measurements
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.text import FORMAT, content_hash, measurements_text
 from tests.planner.profile.measurements import everything, op

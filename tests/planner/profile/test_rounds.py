@@ -14,14 +14,7 @@ from autopar.planner.profile.clock import clock_of, threads_of_a_rank
 from autopar.planner.profile.host import measure_baseline, measure_host
 from autopar.planner.profile.probes import Probe, find_probes
 from autopar.planner.profile.profile import place_at_hand, threads_as_in_training
-from autopar.planner.profile.rounds import (
-    MOST_SAMPLES,
-    VISITS,
-    Baseline,
-    LeftOut,
-    Limits,
-    measure,
-)
+from autopar.planner.profile.rounds import MOST_SAMPLES, VISITS, Baseline, LeftOut, Limits, measure
 from tests.planner.costs.ops.op_factories import known, pricer
 
 Result = TypeVar("Result")

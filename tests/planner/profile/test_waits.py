@@ -24,9 +24,7 @@ def sleeping(
 
 
 @pytest.mark.slow
-def test_a_call_takes_what_the_slowest_rank_takes_more_with_it_than_without(
-    tmp_path: Path,
-) -> None:
+def test_a_call_takes_what_the_slowest_rank_takes_more_with_it_than_without(tmp_path: Path) -> None:
     cases = [("all-reduce", 5_000), ("all-gather", 15_000)]  # far beyond what a machine hesitates
     run_ranks(run_waits, (2, str(tmp_path), sleeping, Manner.WAITED, cases), ranks=2)
     short, long = json.loads((tmp_path / "seconds.json").read_text())

@@ -76,10 +76,7 @@ def test_a_view_from_before_the_write_keeps_it_in_place(tmp_path: Path) -> None:
 
 def test_a_write_without_gradient_stays_as_it_is(tmp_path: Path) -> None:
     graph = graph_of(
-        tmp_path,
-        "out = x.new_zeros(x.shape)",
-        "out[:, 1:] = x[:, 1:]",
-        "return self.linear(out)",
+        tmp_path, "out = x.new_zeros(x.shape)", "out[:, 1:] = x[:, 1:]", "return self.linear(out)"
     )
     assert ops_of(graph, "copy_")
 

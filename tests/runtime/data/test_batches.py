@@ -335,8 +335,7 @@ def test_only_floating_tensors_become_wider() -> None:
 
 
 @pytest.mark.parametrize(
-    ("training", "expected"),
-    [(torch.float32, torch.float32), (torch.float16, torch.float16)],
+    ("training", "expected"), [(torch.float32, torch.float32), (torch.float16, torch.float16)]
 )
 def test_a_batch_in_16_bits_is_taken_as_the_training_needs_it(
     training: torch.dtype, expected: torch.dtype

@@ -90,9 +90,7 @@ def test_rows_of_several_lengths_are_refused(capsys: pytest.CaptureFixture[str])
     assert "pad or cut all rows" in told
 
 
-def test_a_dataset_that_is_smaller_than_a_batch_is_told(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_dataset_that_is_smaller_than_a_batch_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     dataset = Same({"ids": [1, 2, 3], "score": 1.0})
     next(dataset_batches(lambda: dataset, example, mesh, microbatch=5, seed=0))
@@ -210,13 +208,7 @@ def _read_by_a_worker(dataset: Dataset[Any], new_collate: Callable[[], Any] | No
     mesh = start(pipeline=1, data=1, tensor=1)
     next(
         dataset_batches(
-            lambda: dataset,
-            example,
-            mesh,
-            microbatch=4,
-            seed=0,
-            workers=1,
-            new_collate=new_collate,
+            lambda: dataset, example, mesh, microbatch=4, seed=0, workers=1, new_collate=new_collate
         )
     )
 

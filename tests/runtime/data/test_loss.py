@@ -6,12 +6,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 
 from autopar.runtime.data.batches import Batch
-from autopar.runtime.data.loss import (
-    in_float32,
-    scale_loss,
-    weighed_ahead,
-    weighed_terms_ahead,
-)
+from autopar.runtime.data.loss import in_float32, scale_loss, weighed_ahead, weighed_terms_ahead
 from autopar.runtime.ranks.mesh import Mesh, start
 from tests.runtime.processes import run_on_ranks
 

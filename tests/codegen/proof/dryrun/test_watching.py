@@ -10,11 +10,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch.optim import SGD, AdamW, Optimizer
 
-from autopar.codegen.proof.dryrun.watching import (
-    CollectiveTotal,
-    Report,
-    recording,
-)
+from autopar.codegen.proof.dryrun.watching import CollectiveTotal, Report, recording
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.pipeline.schedules import build_schedule, cut, stage_of
@@ -50,8 +46,7 @@ class Stage(nn.Module):
 
 
 def dry_run_step(
-    build: Callable[[], tuple[Sequence[nn.Module], Sequence[Optimizer]]],
-    step: Callable[[], object],
+    build: Callable[[], tuple[Sequence[nn.Module], Sequence[Optimizer]]], step: Callable[[], object]
 ) -> Report:
     """Run a step twice under fake tensors and report on the second, when optimizer states exist."""
     with recording() as record:

@@ -107,10 +107,7 @@ def test_time_never_falls_with_length_or_heads(
     length: int, heads: int, more: int, heads_more: int
 ) -> None:
     rates = real_rates()
-    for seconds in (
-        fused_attention_forward_seconds,
-        fused_attention_backward_seconds,
-    ):
+    for seconds in (fused_attention_forward_seconds, fused_attention_backward_seconds):
         base = seconds(attention(length, heads), rates=rates)
         assert seconds(attention(length + more, heads), rates=rates) >= base
         assert seconds(attention(length, heads + heads_more), rates=rates) >= base

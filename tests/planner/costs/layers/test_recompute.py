@@ -65,10 +65,7 @@ def test_a_layer_runs_again_up_to_what_its_backward_needs_as_torch_runs_it(
     monkeypatch: pytest.MonkeyPatch, case: tuple[str, ...], block: str
 ) -> None:
     subject = build(
-        load_model_file(f"models_zoo/{case[0]}", case[1:]),
-        device="cpu",
-        dtype=None,
-        batch_size=2,
+        load_model_file(f"models_zoo/{case[0]}", case[1:]), device="cpu", dtype=None, batch_size=2
     )
     chosen = next(one for one in subject.step.modules() if type(one).__name__ == block)
     recompute(chosen, "full")

@@ -26,12 +26,7 @@ from autopar.planner.costs.schedules.orders import (
     interleaved_zero_bubble,
     one_f_one_b,
 )
-from autopar.planner.costs.schedules.simulation import (
-    StageSeconds,
-    Transfer,
-    even_stages,
-    simulate,
-)
+from autopar.planner.costs.schedules.simulation import StageSeconds, Transfer, even_stages, simulate
 
 SECONDS = st.floats(0.01, 10.0)
 
@@ -142,12 +137,7 @@ def test_interleaved_schedules_on_equal_stages_are_as_simulated(
     )
     assert zero_bubble == pytest.approx(
         interleaved_zero_bubble_step_seconds(
-            forward,
-            gradient,
-            weight,
-            ranks=ranks,
-            stages_per_rank=local,
-            microbatches=microbatches,
+            forward, gradient, weight, ranks=ranks, stages_per_rank=local, microbatches=microbatches
         )
     )
 

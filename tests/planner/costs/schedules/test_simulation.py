@@ -215,10 +215,7 @@ def test_zero_bubble_is_never_slower_than_1f1b_on_equal_stages(
     )
     zero_bubble, plain = (
         simulate(
-            order,
-            stages,
-            transfer_seconds=[transfer] * (ranks - 1),
-            transfer=Transfer.OVERLAPPED,
+            order, stages, transfer_seconds=[transfer] * (ranks - 1), transfer=Transfer.OVERLAPPED
         ).step_seconds
         for order in (
             interleaved_zero_bubble(ranks, 1, ranks * rounds),

@@ -132,10 +132,7 @@ def test_gathered_parameters_are_copied_out_of_their_buffer() -> None:
 def test_a_measured_unit_costs_its_hooks_once_a_pass() -> None:
     # 4 units: one gather in the forward; a gather and a scatter in the backward.
     hooks = UnitTimes(
-        gather_seconds=1e-3,
-        scatter_seconds=2e-3,
-        gather_byte_seconds=0.0,
-        scatter_byte_seconds=0.0,
+        gather_seconds=1e-3, scatter_seconds=2e-3, gather_byte_seconds=0.0, scatter_byte_seconds=0.0
     )
     for zero, forward, backward in ((Zero.PARAMETERS, 4e-3, 12e-3), (Zero.GRADIENTS, 0.0, 8e-3)):
         sharded = replace(GROUPS, zero=zero)

@@ -359,8 +359,7 @@ def test_a_rule_comes_back_with_its_type(rule: SplitRule | StagePin | RecomputeP
 @pytest.mark.parametrize(("field", "value"), [("colour", 1), ("tensor", "two"), ("splits", 1)])
 def test_a_constraint_that_is_none_is_refused(field: str, value: object) -> None:
     text = changed(
-        "constraints",
-        [{"place": "x", "field": field, "value": value, "text": "x", "origin": "x"}],
+        "constraints", [{"place": "x", "field": field, "value": value, "text": "x", "origin": "x"}]
     )(plan_text(small_plan()))
     with pytest.raises(InputError, match="constraints: "):
         parse_plan(text, where="test")

@@ -89,8 +89,7 @@ def test_many_shares_are_chosen_by_their_slowest_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "is_possible"),
-    [(TINY_GPT2, True), (("resnet.py",), False), (("bert.py",), True)],
+    ("model", "is_possible"), [(TINY_GPT2, True), (("resnet.py",), False), (("bert.py",), True)]
 )
 def test_a_model_whose_statistics_are_those_of_its_rows_keeps_them_even(
     model: tuple[str, ...], is_possible: bool

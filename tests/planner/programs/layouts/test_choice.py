@@ -37,10 +37,7 @@ def _pricer(model: SmallModel, *, batch: int, seed: int) -> RandomPricer:
 
 
 def _solved(
-    model: SmallModel,
-    pricer: RandomPricer,
-    budget: Budget,
-    solver: SolverName = SolverName.HIGHS,
+    model: SmallModel, pricer: RandomPricer, budget: Budget, solver: SolverName = SolverName.HIGHS
 ) -> tuple[LayoutSolution, ...]:
     return solve_layouts(
         model.graph, model.axes, model.layers, pricer, degree=DEGREE,

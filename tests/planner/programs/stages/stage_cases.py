@@ -11,12 +11,7 @@ from random import Random
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute, Zero
-from autopar.planner.costs.schedules.table import (
-    SCHEDULES,
-    PipelineShape,
-    ScheduleKind,
-    refusal,
-)
+from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind, refusal
 from autopar.planner.costs.steps.framework import read_framework_constants
 from autopar.planner.costs.steps.rank_groups import rank_groups
 from autopar.planner.costs.steps.step import predict

@@ -59,10 +59,7 @@ def test_what_a_model_checkpoints_is_traced_as_without(tmp_path: Path, body: str
     assert found.recomputed_at == f"{tmp_path / 'subject.py'}:{line}"
 
 
-@pytest.mark.parametrize(
-    "region",
-    ["with torch.inference_mode():", "with torch.no_grad():"],
-)
+@pytest.mark.parametrize("region", ["with torch.inference_mode():", "with torch.no_grad():"])
 def test_a_region_of_inference_is_one_without_gradients(tmp_path: Path, region: str) -> None:
     body = f"""y = x
         {region}
@@ -90,8 +87,7 @@ def test_a_precision_of_the_models_own_is_told_if_it_is_one(
 
 
 @pytest.mark.parametrize(
-    ("places", "meet"),
-    [("torch.arange(4.0)", True), ("torch.arange(4.0, device=x.device)", False)],
+    ("places", "meet"), [("torch.arange(4.0)", True), ("torch.arange(4.0, device=x.device)", False)]
 )
 def test_tensors_that_a_gpu_would_not_take_are_told(
     tmp_path: Path, places: str, *, meet: bool
