@@ -43,7 +43,7 @@ def example_batch(batch_size):
 def loss(outputs, batch):
     return outputs.square().mean()
 """
-_MOST_LINES = 8
+_MOST_LINES, _MOST_CHARACTERS = 8, 1000
 NO_FILES: Mapping[str, str | bytes] = MappingProxyType({})
 
 
@@ -93,6 +93,7 @@ def assert_clear(ran: Ran, mistake: Mistake) -> None:
     assert ran.err.startswith("error: ")
     assert ran.err.count("error: ") <= 1
     assert len(ran.err.splitlines()) <= _MOST_LINES
+    assert len(ran.err) <= _MOST_CHARACTERS
 
 
 def contents_of(folder: Path) -> dict[str, bytes]:
