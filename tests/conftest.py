@@ -22,7 +22,6 @@ settings.load_profile("busy")
 ON_MANY_PROCESSES = (
     "tests/runtime/",
     "tests/codegen/forward/test_ranks.py",
-    "tests/codegen/test_equality.py",
     "tests/codegen/test_equality_matrix.py",
     "tests/codegen/test_plain_loops.py",
     "tests/codegen/test_run.py",

@@ -14,6 +14,8 @@ from autopar.planner.errors import AutoparError
 from autopar.runtime.data.batches import dataset_batches
 from autopar.runtime.ranks.mesh import start
 from tests.cells import cells
+from tests.codegen.equality import compare
+from tests.codegen.kinds import plan_of as plan_of_kind
 from tests.codegen.matrix import TOLERANCE, compare_cell, plan_of, split_axes, worst_of
 from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, is_applicable
 from tests.codegen.padding import Padding, padded
@@ -37,11 +39,12 @@ def chosen() -> list[tuple[str, str]]:
 # Others stand for these: with fewer ranks, with the same axes and another level of sharding, or
 # another schedule of the same stages.
 STAND = {
-    "zero-1 2", "zero-2 2", "zero-3 4", "hsdp zero-3 4", "tp 2", "tp+sp 4", "chosen tp 2", "sp 2",
+    "ddp 4", "zero-1 2", "zero-2 2", "zero-3 4", "hsdp zero-3 4", "tp 2", "tp+sp 4",
+    "chosen tp 2", "sp 2",
     "vocabulary 2", "pp gpipe 2", "pp 1f1b 4", "pp interleaved-1f1b 2", "pp zb 2",
     "pp zero-bubble-v 2", "tp+sp×pp zero-bubble-v 4", "dp×tp+sp 4", "zero-1×pp 4",
-    "zero-3×pp interleaved 4", "zero-3×tp+sp 4", "zero-1×tp×pp 8", "full zero-3 2",
-    "selective tp+sp 2", "selective pp 2", "full pp zero-bubble-v 2",
+    "zero-3×pp interleaved 4", "zero-3×tp+sp 4", "zero-1×tp×pp 8", "zero-3×tp+sp×pp 8",
+    "full zero-3 2", "selective tp+sp 2", "selective pp 2", "full pp zero-bubble-v 2",
 }  # fmt: skip
 IN_SINGLE_TOO = ("zero-3 2", "pp zero-bubble-v 2", "dp×tp 4")
 
@@ -54,6 +57,12 @@ def test_a_script_trains_as_one_process_does(model: str, kind: str) -> None:
     assert not wanted or split_axes(model, plan_of(model, kind)).intersection(wanted)
     worst = worst_of(compare_cell(model, kind), "float64")
     assert worst.largest <= TOLERANCE["float64"], worst
+
+
+def test_synthetic_batches_are_learnt_alike() -> None:
+    found = compare(plan_of_kind("tp_dp"), data="synthetic", steps=3)
+    assert found.is_within(1e-10), found
+    assert found.losses[-1] < found.losses[0]
 
 
 @pytest.mark.parametrize("kind", cells(IN_SINGLE, IN_SINGLE_TOO))
