@@ -19,18 +19,19 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
-from torch.optim import AdamW, Optimizer
+from torch.optim import Optimizer
 from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.trace.build import Step, build
 from autopar.runtime.data.batches import placed, synthetic_batches
+from autopar.runtime.optimizer import adamw
 from autopar.runtime.ranks.mesh import Mesh, start
 from autopar.runtime.weights import initial_weights
 from benchmarks.script_step import mesh_of, step_of
 
-SEED, MAX_NORM, LEARNING_RATE, WEIGHT_DECAY = 0, 1.0, 3e-4, 0.1  # as scripts have them
+SEED, MAX_NORM = 0, 1.0  # as scripts have them
 STEPS_TO_WARM_UP = 3
 FEWEST_STEPS = 5
 
@@ -167,8 +168,8 @@ class _Plain:
 
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         """Return the file's optimizer, or the one that scripts have in its place."""
-        adamw = partial(AdamW, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
-        made: Optimizer = (self._file.build_optimizer or adamw)(parameters)
+        usual = partial(adamw, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1)
+        made: Optimizer = (self._file.build_optimizer or usual)(parameters)
         for group in made.param_groups:
             group["fused"] = True
         return made

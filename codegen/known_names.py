@@ -13,7 +13,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "pathlib": "Path",
         "typing": "Any",
         "torch": "Tensor nn",
-        "torch.optim": "AdamW Optimizer",
+        "torch.optim": "Optimizer",
         "autopar.runtime.data": (
             "Batch Weighed gathered_rows in_float32 loss_in placed read_batches scale_loss "
             "weighed_ahead weighed_terms_ahead"
@@ -24,7 +24,9 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "autopar.runtime.model": (
             "Crossing StagePart freeze keep_apart named names_of numbered submodules take_classes"
         ),
-        "autopar.runtime.optimizer": "LossScale build_optimizer clip_by_global_norm sum_replicated",
+        "autopar.runtime.optimizer": (
+            "LossScale adamw build_optimizer clip_by_global_norm sum_replicated warmup_cosine"
+        ),
         "autopar.runtime.pipeline": (
             "Pipeline Stage Tie TiedWeights build_schedule stage_at stage_indices"
         ),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from difflib import SequenceMatcher
 from pathlib import Path
 from typing import Any
@@ -14,8 +14,10 @@ from autopar.codegen.subject import subject_of
 from autopar.planner.errors import InputError
 from autopar.planner.given import read_given
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.chosen import Usual
 
 _DIGEST = "# Written by autopar "
+_USUAL = {one.name: one.name.upper() for one in fields(Usual)}
 _NEEDED = ("main", "train_step")  # what is run, and what is watched
 
 
@@ -37,6 +39,7 @@ class GivenScript:
     edits: tuple[Edit, ...]
     seed: int
     clip_norm: float | None
+    usual: Usual
 
 
 def read_script_of(plan: Plan, path: Path, folder: Path) -> GivenScript:
@@ -77,6 +80,7 @@ def read_script(path: Path, emitted: str) -> GivenScript:
         edits=edits_of(text, emitted),
         seed=settings.get("SEED", 0),
         clip_norm=settings.get("CLIP_NORM", 1.0),
+        usual=Usual(**{key: settings[name] for key, name in _USUAL.items() if name in settings}),
     )
 
 

@@ -5,22 +5,25 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from autopar.codegen.proof.draws import Draw, Drawing
 from autopar.codegen.proof.exactness import Exactly, Widely
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.ops import Ref
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
+from autopar.planner.plan.telling.chosen import USUAL, Usual
 from autopar.runtime.data.batches import Batch, dataset_batches, placed, synthetic_batches
 from autopar.runtime.data.loss import in_float32, loss_in
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
-from autopar.runtime.optimizer.arguments import made_optimizer
+from autopar.runtime.optimizer.arguments import OptimizerFactory, made_optimizer
+from autopar.runtime.optimizer.usual import adamw, warmup_cosine
 from autopar.runtime.ranks.mesh import Mesh, start, stop
 from autopar.runtime.weights.initial_weights import build
 
@@ -41,6 +44,7 @@ class Task:
     dtype: str
     seed: int = 0
     clips: bool = True
+    usual: Usual = USUAL  # where the model file has no optimizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,6 +75,11 @@ def task_of(
     )
 
 
+def all_steps(exact: int) -> int:
+    """Return of how many steps a proved training is: so many, and one whose draws are recorded."""
+    return exact + 1
+
+
 def clipped_share(step: int) -> float:
     """Return to which share of its norm a step clips its gradients, where it is proved.
 
@@ -88,8 +97,8 @@ def train_alone(task: Task) -> Trained:
     mesh = start(pipeline=1, data=1, tensor=1)
     batches = (placed(batch, mesh, dtype) for batch in _batches(file, task, mesh))
     learning = [p for p in model.parameters() if p.requires_grad]
-    optimizer = made_optimizer(file.build_optimizer or _adamw, [model], learning)
-    scheduler = file.build_scheduler(optimizer) if file.build_scheduler else None
+    optimizer = made_optimizer(file.build_optimizer or _usual(task), [model], learning)
+    scheduler = _scheduler(file, task, optimizer)
     losses, norms, gradients = [], [], dict[str, Tensor]()
     for step in range(1, task.steps + 1):
         batch = next(batches)
@@ -158,8 +167,21 @@ def _gradients(model: nn.Module) -> dict[str, Tensor]:
     return {n: p.grad.double().clone() for n, p in trained_tensors(model) if p.grad is not None}
 
 
-def _adamw(parameters: list[nn.Parameter]) -> AdamW:
-    return AdamW(parameters, lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+def _usual(task: Task) -> OptimizerFactory:
+    usual = task.usual
+    return partial(
+        adamw, lr=usual.learning_rate, betas=usual.betas, weight_decay=usual.weight_decay
+    )
+
+
+def _scheduler(file: ModelFile, task: Task, optimizer: Optimizer) -> LRScheduler | None:
+    if file.build_scheduler is not None:
+        made: LRScheduler = file.build_scheduler(optimizer)
+        return made
+    if file.build_optimizer is not None:
+        return None
+    usual, steps = task.usual, all_steps(task.steps)
+    return warmup_cosine(optimizer, steps=steps, warmup=usual.warmup_steps, final=usual.final_share)
 
 
 def trained_tensors(model: nn.Module) -> list[tuple[str, Tensor]]:

@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from autopar.codegen.proof.comparison import Block, RankTrained
 from autopar.codegen.proof.draws import Drawing
 from autopar.codegen.proof.exactness import Exactly, Widely
-from autopar.codegen.proof.reference import clipped_share, trained_tensors
+from autopar.codegen.proof.reference import all_steps, clipped_share, trained_tensors
 from autopar.runtime import optimizer
 from autopar.runtime.optimizer import gradients
 from autopar.runtime.optimizer.held_gradients import held_gradients
@@ -103,7 +103,7 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
     if hasattr(script, "valid_targets"):  # not all losses have targets to count
         script.valid_targets = _exactly(script.valid_targets, dtype)
     torch.manual_seed(_UNSEEDED + rank)
-    parts, losses = script.main([*arguments, "--steps", str(steps + 1)])
+    parts, losses = script.main([*arguments, "--steps", str(all_steps(steps))])
     return RankTrained(
         losses=tuple(losses[:steps]),
         norms=tuple(watched.norms),

@@ -49,6 +49,7 @@ def verify(plan: Plan, folder: Path, script: GivenScript, *, steps: int) -> Comp
         task_of(plan, model_spec(plan, folder), steps=steps),
         seed=script.seed,
         clips=bool(script.clip_norm),
+        usual=script.usual,
     )
     begun = time.monotonic()
     expected = train_alone(task)

@@ -52,8 +52,8 @@ class ScriptView:
     reading: Source  # the call that yields microbatches
     evaluation: Source  # the call that makes what evaluates the model; empty: nothing does
     gathers_rows: bool  # which tensor ranks have read each for itself
-    has_optimizer: bool
-    has_scheduler: bool
+    usual: Source  # what makes an optimizer and a schedule that the model file does not make
+    scheduler: Source  # the call that makes the schedule of learning rates; empty: there is none
     has_writing: bool  # layers that write where others read
     has_unread: bool  # parameters that the loss does not depend on
     has_steady: bool  # buffers that each of several microbatches would write

@@ -11,7 +11,7 @@ from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.graph import Graph
 from autopar.planner.plan.plan import Model, Plan
-from autopar.planner.plan.telling.chosen import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
+from autopar.planner.plan.telling.chosen import CLIP_NORM, USUAL, is_scheduled_here
 from autopar.planner.plan.telling.words import unit_word
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
@@ -53,8 +53,15 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     """Yield what a person may change without planning again."""
     yield Setting("STEPS", literal(100), "--steps")
     if not plan.model.has_optimizer:
-        yield Setting("LEARNING_RATE", literal(LEARNING_RATE), "of AdamW; --lr")
-        yield Setting("WEIGHT_DECAY", literal(WEIGHT_DECAY), "of AdamW")
+        yield Setting("LEARNING_RATE", literal(USUAL.learning_rate), "of AdamW; --lr")
+        yield Setting("BETAS", literal(USUAL.betas), "of AdamW")
+        decayed = "of AdamW, on matrices: norms and biases have none"
+        yield Setting("WEIGHT_DECAY", literal(USUAL.weight_decay), decayed)
+    if is_scheduled_here(plan):
+        warmed = "to LEARNING_RATE, at most a tenth of --steps"
+        yield Setting("WARMUP_STEPS", literal(USUAL.warmup_steps), warmed)
+        final = "of LEARNING_RATE, to which a cosine falls by the last step"
+        yield Setting("FINAL_SHARE", literal(USUAL.final_share), final)
     clipped = "of all gradients together, at most; 0: they stay as they are; --clip"
     yield Setting("CLIP_NORM", literal(CLIP_NORM), clipped)
     yield Setting("SEED", literal(0), "of weights, order of the data and dropout; --seed")
@@ -76,6 +83,15 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     if synchronises_batch_norms(plan):
         meaning = "over all data ranks, as one device would; False: on each"
         yield Setting("SYNC_BATCH_NORM", literal(True), meaning)
+
+
+def usual_makers(plan: Plan) -> Iterator[str]:
+    """Yield what makes the optimizer and its schedule where the model file does not."""
+    if not plan.model.has_optimizer:
+        rates = "lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY"
+        yield f"new_optimizer = partial(adamw, {rates})"
+    if is_scheduled_here(plan):
+        yield "new_scheduler = partial(warmup_cosine, warmup=WARMUP_STEPS, final=FINAL_SHARE)"
 
 
 def evaluating() -> Iterator[Setting]:

@@ -38,11 +38,13 @@ from autopar.codegen.script.settings_lines import (
     settings_of,
     sums_rows,
     synchronises_batch_norms,
+    usual_makers,
 )
 from autopar.codegen.script.stage_tables import StageTables, crossing_names, stage_tables
 from autopar.codegen.subject import Subject
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.chosen import is_scheduled_here
 from autopar.planner.plan.telling.words import unit_word
 
 
@@ -107,8 +109,8 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         reading=_reading(plan, subject),
         evaluation=evaluation(plan, subject) if evaluates else Source(),
         gathers_rows=bool(opened.own_rows),
-        has_optimizer=plan.model.has_optimizer,
-        has_scheduler=plan.model.has_scheduler,
+        usual=Source("\n".join(usual_makers(plan))),
+        scheduler=_scheduler(plan),
         has_writing=bool(writing),
         has_unread=bool(unlearned),
         has_steady=bool(steady),
@@ -250,9 +252,16 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield "sync_batch_norm=SYNC_BATCH_NORM"
 
 
+def _scheduler(plan: Plan) -> Source:
+    """Return the call that makes the schedule of learning rates, empty where there is none."""
+    if is_scheduled_here(plan):
+        return Source("new_scheduler(optimizer, steps=options.steps)")
+    return Source("new_scheduler(optimizer)" if plan.model.has_scheduler else "")
+
+
 def _kept(plan: Plan) -> Source:
     """Return what a script's keeper is given: all that changes while it trains."""
-    scheduler = ", scheduler=scheduler" if plan.model.has_scheduler else ""
+    scheduler = ", scheduler=scheduler" if _scheduler(plan) else ""
     scale = ", loss_scale=loss_scale" if scales_loss(plan) else ""
     return Source(f"{_parts(plan)}, optimizer, recipe{scheduler}{scale}")
 

@@ -28,13 +28,13 @@ NEED_WHOLE_PARAMETERS = ("Muon", "Adafactor", "LBFGS")
 
 def build_optimizer(
     model_parts: Sequence[nn.Module],
-    factory: OptimizerFactory | None,
+    factory: OptimizerFactory,
     *,
     zero: int,
     mesh: Mesh,
     lr: float | None = None,
 ) -> Optimizer:
-    """Build the user's optimizer, or AdamW, so that it steps what this rank holds of the modules.
+    """Build an optimizer so that it steps what this rank holds of the modules.
 
     Where parameters are 16-bit, sharded, or their states are to be sharded (zero 1), the optimizer
     is given pieces in their place: fp32 masters and flat slices of plain tensors. Gradients reach
@@ -45,7 +45,7 @@ def build_optimizer(
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
     # A stage of frozen layers steps nothing, and torch refuses an optimizer of nothing.
     stepped = trainable or [nn.Parameter(torch.empty(0, device=mesh.device))]
-    optimizer = made_optimizer(factory or _adamw, model_parts, stepped)
+    optimizer = made_optimizer(factory, model_parts, stepped)
     _prefer_fused(optimizer)
     _use_pieces(optimizer, trainable, model_parts, zero=zero, mesh=mesh)
     optimizer.register_step_pre_hook(_lay_gradients_like_parameters)
@@ -53,10 +53,6 @@ def build_optimizer(
         for group in optimizer.param_groups:
             group["lr"] = lr
     return optimizer
-
-
-def _adamw(params: Sequence[nn.Parameter]) -> Optimizer:
-    return AdamW(params)
 
 
 def _use_pieces(

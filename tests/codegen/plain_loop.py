@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 from collections.abc import Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -13,14 +14,15 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor, nn
 from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import default_collate
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.exactness import Exactly
-from autopar.codegen.proof.reference import Trained, clipped_share
+from autopar.codegen.proof.reference import Trained, all_steps, clipped_share
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.chosen import CLIP_NORM, LEARNING_RATE, WEIGHT_DECAY
+from autopar.planner.plan.telling.chosen import CLIP_NORM, USUAL
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.weights.initial_weights import build
 from tests.codegen.equality import together
@@ -51,6 +53,25 @@ class ByScript:
     exact: Trained
 
 
+def usual_optimizer(model: nn.Module, steps: int) -> tuple[AdamW, LambdaLR]:
+    """Return the optimizer and the schedule of a training without either in its model file.
+
+    They are written out as a person would for so few steps, which have no warm-up.
+    """
+    learning = [one for one in model.parameters() if one.requires_grad]
+    matrices = [one for one in learning if one.ndim > 1]
+    vectors = {"params": [one for one in learning if one.ndim <= 1], "weight_decay": 0.0}
+    optimizer = AdamW(
+        [{"params": matrices, "weight_decay": USUAL.weight_decay}, vectors],
+        lr=USUAL.learning_rate,
+        betas=USUAL.betas,
+    )
+    lowest, rest = USUAL.final_share, 1 - USUAL.final_share
+    return optimizer, LambdaLR(
+        optimizer, lambda step: lowest + rest * math.cos(math.pi * step / (steps - 1) / 2) ** 2
+    )
+
+
 @cache
 def train_plainly(subject: Subject, dtype: torch.dtype, *, rows: int) -> Plain:
     """Train on one device, each step on a global batch at once; clip as the run is clipped.
@@ -62,11 +83,11 @@ def train_plainly(subject: Subject, dtype: torch.dtype, *, rows: int) -> Plain:
     file = load_model_file(str(subject.path), subject.arguments)
     assert file.build_dataset is not None
     model = build(file.build_model, seed=0).to(dtype)  # the weights that scripts begin with
-    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
     dataset = file.build_dataset()
     numbers = torch.Generator().manual_seed(mixed_seed(0, 0))
     order = torch.randperm(len(dataset), generator=numbers).tolist()
     is_exact = dtype is torch.float64
+    optimizer, scheduler = usual_optimizer(model, all_steps(STEPS) if is_exact else STEPS)
     losses, norms = [], []
     for step in range(1, STEPS + 1):
         chosen = [dataset[order.pop(0)] for _ in range(subject.global_batch)]
@@ -82,6 +103,7 @@ def train_plainly(subject: Subject, dtype: torch.dtype, *, rows: int) -> Plain:
         nn.utils.clip_grad_norm_(model.parameters(), limit)
         norms.append(float(norm))
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
     named = model.named_parameters(remove_duplicate=False)
     kept = [(name, one) for name, one in model.named_buffers() if "running_" in name]

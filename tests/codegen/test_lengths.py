@@ -10,20 +10,19 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.optim import AdamW
 
 from autopar.codegen.proof.exactness import Exactly
-from autopar.codegen.proof.reference import clipped_share
+from autopar.codegen.proof.reference import all_steps, clipped_share
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.chosen import LEARNING_RATE, WEIGHT_DECAY
 from autopar.planner.trace import trace
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.weights.initial_weights import build
 from tests.cells import cells
 from tests.codegen import unlike_rows
 from tests.codegen.equality import trained_by_script
+from tests.codegen.plain_loop import usual_optimizer
 from tests.codegen.plans import plan_for
 
 KINDS = ("nanogpt", "gpt2", "llama", "t5", "bert", "captioner", "listener")
@@ -61,7 +60,7 @@ class Plain:
 def train_plainly(kind: str) -> Plain:
     """Train as people do on one device: the whole global batch at once, padded to its longest."""
     model = build(partial(unlike_rows.build_model, kind), seed=0).double()  # weights of scripts
-    optimizer = AdamW(model.parameters(), lr=LEARNING_RATE, weight_decay=WEIGHT_DECAY)
+    optimizer, scheduler = usual_optimizer(model, all_steps(STEPS))
     rows, collate = unlike_rows.build_dataset(kind), unlike_rows.build_collate(kind)
     numbers = torch.Generator().manual_seed(mixed_seed(0, 0))
     order = torch.randperm(len(unlike_rows.Rows(kind)), generator=numbers).tolist()
@@ -77,6 +76,7 @@ def train_plainly(kind: str) -> Plain:
         norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), torch.inf)))
         nn.utils.clip_grad_norm_(model.parameters(), norms[-1] * clipped_share(step))
         optimizer.step()
+        scheduler.step()
         optimizer.zero_grad()
     named = model.named_parameters(remove_duplicate=False)
     return Plain(losses=losses, norms=norms, parameters={n: p.detach() for n, p in named})

@@ -107,6 +107,24 @@ KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
 )  # fmt: skip
 
 
+def test_usual_rates_and_decays_go_on_under_another_plan(tmp_path: Path) -> None:
+    first, last = (
+        pinned_plan("llama.py", ("layers=4",), **pins)  # it has no optimizer of its own
+        for pins in (KINDS["zero1"], KINDS["pp2"])
+    )
+    exact = ("--dtype", "float64")
+    every = ("--checkpoint-every", "5", *checkpoints(tmp_path))
+    expected = trained(first, tmp_path, 10, *exact, *every)
+    weights = load_file(exported(tmp_path))
+    again = (*exact, "--resume", str(kept_in(tmp_path, 5)), "--checkpoint")
+    losses = trained(last, tmp_path, 10, *again, str(tmp_path / "other"))
+    assert max(abs(a - b) for a, b in zip(losses, expected[5:], strict=True)) < 1e-9
+    assert apart(load_file(exported(tmp_path)), weights) < 1e-9
+    fewer = trained(last, tmp_path, 7, *again, str(tmp_path / "third"))
+    assert fewer[0] == losses[0]  # before a step of another rate
+    assert fewer[1] != losses[1]
+
+
 BITWISE = [("zero1", "bfloat16"), ("pp2", "float32"), ("tp2 zero3", "bfloat16")]
 
 

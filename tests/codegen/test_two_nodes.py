@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.reference import task_of, train_alone
+from autopar.codegen.proof.reference import all_steps, task_of, train_alone
 from autopar.planner.plan.files.document import write_plan
 from autopar.runtime.keeping.finding import checkpoints_in, verify_checkpoint
 from tests.cells import cells
@@ -42,10 +42,10 @@ def losses_of(text: str) -> list[float]:
 def test_losses_of_two_nodes_are_those_of_one_process(kind: str, tmp_path: Path) -> None:
     plan = pinned_plan("llama.py", ("layers=4",), **KINDS[kind])  # it has no dropout
     script = write_script(plan, tmp_path)
-    own = ["--steps", str(STEPS), "--log-every", "1", "--clip", "0", "--dtype", "float64"]
-    own += ["--data", "synthetic", "--export", "none"]
+    own = ["--steps", str(all_steps(STEPS)), "--log-every", "1", "--data", "synthetic"]
+    own += ["--clip", "0", "--dtype", "float64", "--export", "none"]
     torchrun = ("-m", "torch.distributed.run", *PLACE, "--nproc-per-node", "1", str(script))
-    losses = losses_of(done_on_both(tmp_path, *torchrun, "--json", *own)[0])
+    losses = losses_of(done_on_both(tmp_path, *torchrun, "--json", *own)[0])[:STEPS]
     task = task_of(plan, plan.model.spec, steps=STEPS, uses_dataset=False)
     (alone,) = run_on_ranks(train_alone, 1, replace(task, clips=False))
     assert losses == pytest.approx(alone.losses, rel=1e-9)

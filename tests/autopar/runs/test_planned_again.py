@@ -19,8 +19,6 @@ from autopar.runs.launching import Ended
 from autopar.runs.run_metrics import lines_of
 from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
-from tests.codegen.test_resume import run_as_given
-from tests.runtime.processes import run_on_ranks
 
 AUTOPAR = (sys.executable, "-m", "autopar")
 
@@ -167,11 +165,12 @@ def test_a_machine_with_fewer_devices_says_how_to_go_on(
 
 @pytest.mark.slow
 def test_losses_go_on_where_a_device_is_gone_as_if_it_were_there(folder: Path) -> None:
-    exact = ("--dtype", "float64", "--log-every", "1", "--lr", "0.01", "--steps")
+    exact = ("--dtype", "float64", "--log-every", "1", "--lr", "0.01", "--steps", "5")
 
-    def trained(name: str, steps: int, *words: str) -> list[float]:
+    def trained(name: str, *words: str) -> list[float]:
+        own = (*exact, "--checkpoint-every", "2")
         ran = subprocess.run(
-            [*AUTOPAR, "run", str(folder), "--name", name, *words, "--", *exact, str(steps)],
+            [*AUTOPAR, "run", str(folder), "--name", name, *words, "--", *own],
             env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""},
             capture_output=True,
             text=True,
@@ -182,9 +181,13 @@ def test_losses_go_on_where_a_device_is_gone_as_if_it_were_there(folder: Path) -
         lines = lines_of(folder / "runs" / name / "metrics.jsonl")
         return [one["loss"] for one in lines if "event" not in one]
 
-    expected = run_on_ranks(run_as_given, 2, str(folder / "train.py"), [*exact, "5"])[0]
-    losses = trained("two", 2) + trained("one", 4, "--gpus", "1", "--resume", "auto")
-    losses += trained("four", 5, "--gpus", "4", "--resume", "auto")  # and more of them
+    def kept(name: str, step: int) -> tuple[str, str]:
+        return "--resume", str(folder / "runs" / name / "checkpoints" / f"step-{step}")
+
+    expected = trained("two")
+    losses = expected[:2] + trained("one", "--gpus", "1", *kept("two", 2))
     assert len(losses) == len(expected) == 5
+    losses[4:] = trained("four", "--gpus", "4", *kept("one", 4))  # and more of them
+    assert len(losses) == len(expected)
     assert max(abs(a - b) for a, b in zip(losses, expected, strict=True)) < 1e-9
     assert read_plan(folder / "runs" / "four").arrangement.ranks == 4

@@ -8,10 +8,12 @@ import pytest
 
 from autopar.codegen.proof.given_script import carried_over, edits_of, read_script
 from autopar.planner.errors import InputError
+from autopar.planner.plan.telling.chosen import Usual
 
 EMITTED = """# Written by autopar 0.1.0: 12
 SEED = 0  # of weights
 CLIP_NORM = 1.0
+BETAS = (0.9, 0.95)  # of AdamW
 WIDTH = 512
 
 
@@ -29,15 +31,17 @@ SMALLER = EMITTED.replace("512", "64")
 def test_lines_that_differ_are_told_by_their_numbers() -> None:
     edited = EMITTED.replace("    sum_gradients()\n", "").replace("12\n", "34\n", 1)
     (edit,) = edits_of(edited, EMITTED)
-    assert (edit.line, edit.emitted, edit.found) == (8, ("    sum_gradients()",), ())
+    assert (edit.line, edit.emitted, edit.found) == (9, ("    sum_gradients()",), ())
     assert edits_of(EMITTED, EMITTED) == ()
 
 
 def test_settings_of_the_script_are_those_of_one_process(tmp_path: Path) -> None:
     path = tmp_path / "train.py"
-    path.write_text(EMITTED.replace("SEED = 0", "SEED = 7").replace("1.0\n", "None\n"))
+    edited = EMITTED.replace("SEED = 0", "SEED = 7").replace("1.0\n", "None\n")
+    path.write_text(edited.replace("0.95", "0.5"))
     given = read_script(path, EMITTED)
     assert (given.seed, given.clip_norm) == (7, None)
+    assert given.usual == Usual(betas=(0.9, 0.5))
     assert len(given.edits) == 1
 
 
@@ -69,4 +73,4 @@ def test_changes_are_carried_over_to_the_script_of_a_smaller_model(tmp_path: Pat
     path.write_text(EMITTED.replace("512", "256"))
     with pytest.raises(InputError, match="reads otherwise") as refusal:
         carried_over(read_script(path, EMITTED), EMITTED, SMALLER)
-    assert "line 4" in refusal.value.where
+    assert "line 5" in refusal.value.where

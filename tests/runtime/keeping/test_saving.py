@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from torch import nn
+from torch.optim import AdamW
 
 from autopar.runtime.keeping.finding import AUTO, find_checkpoint
 from autopar.runtime.keeping.keeper import Keeper
@@ -23,7 +24,7 @@ from tests.runtime.keeping.test_progress import no_weights, options
 
 
 def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> Snapshot:
-    optimizer = build_optimizer([model], None, zero=0, mesh=mesh)
+    optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
     moment = Moment(step=1, rows=1, updates=1)
     found = snapshot(folder, moment, "", [model], optimizer, mesh)
     assert isinstance(found, Snapshot)
@@ -42,7 +43,7 @@ def test_what_is_written_is_what_was_there_at_its_step(tmp_path: Path, mesh: Mes
     assert 0 < saved.waited_seconds <= saved.seconds
     found = find_checkpoint(tmp_path, AUTO, mesh)
     assert found is not None
-    restore(found, [model], build_optimizer([model], None, zero=0, mesh=mesh))
+    restore(found, [model], build_optimizer([model], AdamW, zero=0, mesh=mesh))
     assert torch.equal(model.weight, before)
 
 
@@ -73,7 +74,7 @@ def test_the_newest_stay_and_every_so_many_steps(tmp_path: Path) -> None:
 def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh: Mesh) -> None:
     words = ("--checkpoint", str(tmp_path), "--checkpoint-minutes", "1")
     keeper, model = Keeper(options(*words), mesh, rows_per_step=1, model=""), nn.Linear(2, 2)
-    optimizer = build_optimizer([model], None, zero=0, mesh=mesh)
+    optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
     keeper.take([model], optimizer, Recipe(shapes={}, make=no_weights, dtypes={}))
     keeper.after(1)
     keeper._begun_at -= 61

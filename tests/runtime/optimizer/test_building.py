@@ -7,7 +7,7 @@ from itertools import product
 import pytest
 import torch
 from torch import nn
-from torch.optim import SGD, Adagrad, Optimizer
+from torch.optim import SGD, Adagrad, AdamW, Optimizer
 from torch.optim.lr_scheduler import StepLR
 
 from autopar.runtime.data_parallel.wrapping import wrap
@@ -146,7 +146,7 @@ def test_one_process_without_sharding_gets_the_users_optimizer_as_it_is() -> Non
 def plain() -> tuple[str, bool, bool]:
     mesh = start(pipeline=1, data=1, tensor=1)
     model = build()
-    optimizer = build_optimizer([model], None, zero=3, mesh=mesh)
+    optimizer = build_optimizer([model], AdamW, zero=3, mesh=mesh)
     group = optimizer.param_groups[0]
     same = all(a is b for a, b in zip(group["params"], model.parameters(), strict=True))
     return type(optimizer).__name__, bool(group["fused"]), same
@@ -159,9 +159,7 @@ def test_a_choice_of_kernel_by_the_user_stands() -> None:
 def chosen_kernel() -> bool | None:
     mesh = start(pipeline=1, data=1, tensor=1)
     model = build()
-    optimizer = build_optimizer(
-        [model], lambda p: torch.optim.AdamW(p, foreach=True), zero=0, mesh=mesh
-    )
+    optimizer = build_optimizer([model], lambda p: AdamW(p, foreach=True), zero=0, mesh=mesh)
     fused: bool | None = optimizer.param_groups[0]["fused"]
     return fused
 
@@ -176,13 +174,13 @@ def gradient_after_zero(set_to_none: bool) -> float:
     mesh = start(pipeline=1, data=2, tensor=1)
     model = build()
     wrap(model, mesh, zero=1)
-    optimizer = build_optimizer([model], None, zero=1, mesh=mesh)
+    optimizer = build_optimizer([model], AdamW, zero=1, mesh=mesh)
     step(model, optimizer, data())
     optimizer.zero_grad(set_to_none=set_to_none)
     return sum(p.grad.abs().sum().item() for p in model.parameters() if p.grad is not None)
 
 
-@pytest.mark.parametrize("make", [torch.optim.AdamW, SGD_OF_TENTHS])
+@pytest.mark.parametrize("make", [AdamW, SGD_OF_TENTHS])
 def test_a_gradient_in_another_memory_order_reaches_its_own_weights(
     make: Callable[..., Optimizer],
 ) -> None:

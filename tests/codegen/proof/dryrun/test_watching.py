@@ -141,7 +141,7 @@ def test_the_whole_build_of_a_script_runs_under_fake_tensors(zero: int) -> None:
         model, recipe = record(lambda: Stage(is_first=True, is_last=True), seed=0)
         recipe.materialise(model, {}, mesh.tensor, mesh.device)
         models.append(wrap(model, mesh, zero=zero, units=list(next(model.children()).children())))
-        optimizers.append(build_optimizer([model], None, zero=zero, mesh=mesh))
+        optimizers.append(build_optimizer([model], AdamW, zero=zero, mesh=mesh))
         return models, optimizers
 
     def step() -> None:
@@ -166,7 +166,7 @@ def test_a_model_that_was_sharded_on_meta_gets_its_memory(zero: int) -> None:
     wrap(model, mesh, zero=zero, units=list(next(model.children()).children()))
     with recording() as watched:
         recipe.materialise(model, {}, mesh.tensor, mesh.device)
-        optimizer = build_optimizer([model], None, zero=zero, mesh=mesh)
+        optimizer = build_optimizer([model], AdamW, zero=zero, mesh=mesh)
         with watched.second_step([model], optimizer):
             model(x=torch.zeros(ROWS, WIDTH)).backward()
             optimizer.step()
