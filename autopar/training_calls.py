@@ -36,6 +36,7 @@ def training_call(
 
 
 def _gathered(flat: Tensor, axis: Axis) -> Tensor:
-    for work in transport.started_gather(flat, axis):
+    work = transport.started_gather(flat, axis)
+    if work is not None:
         work.wait()
     return flat

@@ -53,8 +53,8 @@ def shard_parameters_flat(buckets: GradientBuckets) -> tuple[FlatShard, ...]:
 
 def gather_parameters(shards: Iterable[FlatShard]) -> None:
     """Bring every rank's new values to all ranks."""
-    works = [work for s in shards for work in started_gather(s.buffer, s.bucket.shard)]
-    for work in works:
+    works = [started_gather(s.buffer, s.bucket.shard) for s in shards]
+    for work in filter(None, works):
         work.wait()
 
 

@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from autopar.runtime.optimizer.held_gradients import local, made_gradient
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.transport import summed
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +65,9 @@ class TiedWeights:
             gradients = [made_gradient(copy.part, copy.parameter) for copy in copies]
             if gradients[0].numel():
                 mine = sum(gradients[1:], start=gradients[0])
-                total = self._summed(tie, mine)
+                total = torch.stack(self._swapped(tie, mine)).sum(0)
                 for gradient in gradients:
                     gradient.copy_(total)
-
-    def _summed(self, tie: Tie, mine: Tensor) -> Tensor:
-        if self._axis.is_gloo and len(tie.stages) == self._axis.size:
-            return summed(mine, self._axis)  # there it is quicker than messages
-        return torch.stack(self._swapped(tie, mine)).sum(0)
 
     def _swapped(self, tie: Tie, mine: Tensor) -> list[Tensor]:
         """Send a tensor to the other holders; return everybody's in the order of the stages."""

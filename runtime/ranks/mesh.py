@@ -32,7 +32,7 @@ class Axis:
     rank: int
     size: int
     group: dist.ProcessGroup | None
-    is_gloo: bool = False  # whose own sums are slow, see transport.py
+    is_gloo: bool = False  # which has no mean, see data_parallel/averaging.py
 
 
 ALONE = Axis(0, 1, None)

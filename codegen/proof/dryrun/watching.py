@@ -52,6 +52,16 @@ class Report:
         return json.dumps(asdict(self), indent=2)
 
 
+_group_named: Any = torch._C._distributed_c10d._resolve_process_group
+_REDUCTIONS = ("sum", "avg")
+_FUNCTIONAL = {  # what the functional collectives call the others' kinds
+    "all_reduce": "allreduce",
+    "all_gather_into_tensor": "allgather_base",
+    "reduce_scatter_tensor": "reduce_scatter_base",
+    "all_to_all_single": "alltoall_base",
+}
+
+
 @contextmanager
 def recording() -> Iterator[Recording]:
     """Give every tensor made inside a shape and no values, and keep count of their memory."""
@@ -116,23 +126,21 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if func.name().startswith("aten::_fused_") and not func._schema.returns:
             return None  # an optimizer's step: values, of which there are none
         result = func(*args, **(kwargs or {}))
-        if func.namespace == "c10d" and self._measures:
-            self._count(func, args)
+        if func.namespace in ("c10d", "_c10d_functional") and self._measures:
+            self._count(func, (args, result))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self._memory.see(leaf)
         return result
 
-    def _count(self, func: Any, args: tuple[Any, ...]) -> None:
-        group, tensors = None, []
-        for leaf in tree_leaves(args):
-            if isinstance(leaf, Tensor):
-                tensors.append(leaf)
-            elif isinstance(leaf, torch.ScriptObject) and group is None:
-                group = _as_group(leaf)
-        size = max((tensor.nbytes for tensor in tensors), default=0)
+    def _count(self, func: Any, passed: tuple[Any, ...]) -> None:
+        """Count a collective by what it is passed and what it returns."""
+        name = func.name().rpartition("::")[2].strip("_")
+        kind = _FUNCTIONAL.get(name, name)
+        leaves = tree_leaves(passed)
+        group = next(filter(None, map(_as_group, leaves)), None)
         if group is not None:
-            kind = func.name().removeprefix("c10d::").strip("_")
+            size = max((leaf.nbytes for leaf in leaves if isinstance(leaf, Tensor)), default=0)
             self._calls[kind, group.size(), size] += 1
 
 
@@ -151,7 +159,13 @@ def _leave_a_step_behind(modules: Sequence[nn.Module], optimizer: Optimizer) -> 
     optimizer.zero_grad()
 
 
-def _as_group(value: torch.ScriptObject) -> dist.ProcessGroup | None:
+def _as_group(value: object) -> dist.ProcessGroup | None:
+    """Return the group that a collective is passed; one of the functional ones has its name."""
+    if isinstance(value, str) and value not in _REDUCTIONS:
+        named: dist.ProcessGroup = _group_named(value)
+        return named
+    if not isinstance(value, torch.ScriptObject):
+        return None
     try:
         return dist.ProcessGroup.unbox(value)
     except (RuntimeError, ValueError):

@@ -1,7 +1,7 @@
 """Every conversion against the numerical gradient of a scalar made of all ranks' outputs."""
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 
 import pytest
@@ -127,50 +127,45 @@ def _check(case: Case, axis: Axis) -> None:
     torch.testing.assert_close(found, numerical, rtol=0, atol=1e-8)
 
 
-def _both_transports() -> tuple[Axis, Axis]:
-    """What gloo gets, and the calls that nccl gets, which gloo understands too."""
-    axis = start(pipeline=1, data=1, tensor=dist.get_world_size()).tensor
-    assert axis.is_gloo
-    return axis, replace(axis, is_gloo=False)
+def _tensor_axis() -> Axis:
+    return start(pipeline=1, data=1, tensor=dist.get_world_size()).tensor
 
 
 def _check_whole(name: str) -> None:
-    function = getattr(collectives, name)
-    for axis in _both_transports():
-        _check(Case(partial(function, axis=axis), WHOLE[name], (2, 3)), axis)
+    function, axis = getattr(collectives, name), _tensor_axis()
+    _check(Case(partial(function, axis=axis), WHOLE[name], (2, 3)), axis)
 
 
 def _check_along(name: str) -> None:
-    function = getattr(collectives, name)
-    for axis in _both_transports():
-        for dim, parts in ((0, EVEN), (1, EVEN), (1, UNEVEN), (0, FUSED), (-1, FUSED)):
-            held = cut(parts, axis.size)
-            shape = (held.whole, 2) if dim == 0 else (2, held.whole)
-            case = Case(
-                partial(function, dim=dim, axis=axis, parts=parts),
-                ALONG[name],
-                shape,
-                (dim % 2, dim % 2),
-                (held, held),
-            )
-            _check(case, axis)
+    function, axis = getattr(collectives, name), _tensor_axis()
+    for dim, parts in ((0, EVEN), (1, EVEN), (1, UNEVEN), (0, FUSED), (-1, FUSED)):
+        held = cut(parts, axis.size)
+        shape = (held.whole, 2) if dim == 0 else (2, held.whole)
+        case = Case(
+            partial(function, dim=dim, axis=axis, parts=parts),
+            ALONG[name],
+            shape,
+            (dim % 2, dim % 2),
+            (held, held),
+        )
+        _check(case, axis)
 
 
 def _check_exchange() -> None:
-    for axis in _both_transports():
-        for first, second in ((EVEN, EVEN), (UNEVEN, EVEN), (FUSED, UNEVEN)):
-            cuts = (cut(first, axis.size), cut(second, axis.size))
-            for dims in ((0, 1), (1, 0)):
-                sizes = {dims[0]: cuts[0].whole, dims[1]: cuts[1].whole}
-                function = partial(
-                    collectives.exchange,
-                    gather_dim=dims[0],
-                    split_dim=dims[1],
-                    axis=axis,
-                    gather_parts=first,
-                    split_parts=second,
-                )
-                _check(Case(function, "SS", (sizes[0], sizes[1]), dims, cuts), axis)
+    axis = _tensor_axis()
+    for first, second in ((EVEN, EVEN), (UNEVEN, EVEN), (FUSED, UNEVEN)):
+        cuts = (cut(first, axis.size), cut(second, axis.size))
+        for dims in ((0, 1), (1, 0)):
+            sizes = {dims[0]: cuts[0].whole, dims[1]: cuts[1].whole}
+            function = partial(
+                collectives.exchange,
+                gather_dim=dims[0],
+                split_dim=dims[1],
+                axis=axis,
+                gather_parts=first,
+                split_parts=second,
+            )
+            _check(Case(function, "SS", (sizes[0], sizes[1]), dims, cuts), axis)
 
 
 @pytest.mark.parametrize("size", [2, 3, 4])
@@ -267,3 +262,23 @@ def _integers() -> list[int]:
 
 def test_sums_keep_their_dtype() -> None:
     assert run_on_ranks(_integers, 2) == [[2, 2], [2, 2]]
+
+
+def _check_compiles() -> None:
+    axis, rows = _tensor_axis(), ((4, 1),)
+
+    def layer(x: torch.Tensor) -> torch.Tensor:
+        x = collectives.sum_partials(torch.sin(collectives.sum_gradients(x, axis)), axis)
+        x = collectives.gather(collectives.scatter_sum(x, 0, axis, rows), 0, axis, rows)
+        own = collectives.take_shard(x, 0, axis, rows)
+        return collectives.exchange(own, 0, 1, axis, rows, ((6, 1),))
+
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    found = [torch.compile(layer, fullgraph=True, backend="aot_eager")(x), layer(x)]
+    gradients = [torch.autograd.grad(one.sum(), x)[0] for one in found]
+    assert torch.equal(*found)
+    assert torch.equal(*gradients)
+
+
+def test_compiled_code_has_its_collectives_in_one_graph() -> None:
+    run_on_ranks(_check_compiles, 2)
