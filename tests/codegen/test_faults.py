@@ -59,7 +59,7 @@ TOLD = {
     "asked while it writes": "stopped by a signal after step",
     "asked in a step": "stopped by a signal after step 10",
 }
-FEW = ("a rank dies", "half a file", "no name yet", "asked while it writes")
+FEW = ("a rank dies", "half a file", "asked while it writes")
 
 
 @pytest.fixture

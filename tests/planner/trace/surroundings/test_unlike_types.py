@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import product
 from pathlib import Path
 
 import pytest
@@ -12,6 +13,7 @@ from autopar.planner.model.model_file import load_model_file
 from autopar.planner.ops import MODEL_DTYPE, DType, Value
 from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
+from tests.cells import cells
 from tests.planner.trace.model_source import line_of, ops_of, written
 
 MODEL = """
@@ -27,7 +29,6 @@ MODEL = """
     def build_model():
         return Model()
 """
-HALF = [Precision.BF16, Precision.FP16]
 
 
 def graph_of(folder: Path, line: str, precision: Precision) -> Graph:
@@ -49,17 +50,18 @@ def _returns(folder: Path) -> int:
     return line_of(folder / "subject.py", "return self.lin")
 
 
-@pytest.mark.parametrize("precision", HALF)
-@pytest.mark.parametrize(
-    "line",
-    [
-        "x = x + torch.rand(4)",
-        "x = x.float()",
-        "x = torch.cat([x, torch.zeros(x.shape[0], 4)])",
-        "x = x * torch.arange(4).float()",
-        "x = self.norm(x.float())",
-    ],
+LINES = (
+    "x = x + torch.rand(4)",
+    "x = x.float()",
+    "x = torch.cat([x, torch.zeros(x.shape[0], 4)])",
+    "x = x * torch.arange(4).float()",
+    "x = self.norm(x.float())",
 )
+HALF = (Precision.BF16, Precision.FP16)
+STAND = [(line, HALF[number % 2]) for number, line in enumerate(LINES)]
+
+
+@pytest.mark.parametrize(("line", "precision"), cells(product(LINES, HALF), STAND))
 def test_float32_that_meets_16_bit_weights_is_refused(
     tmp_path: Path, line: str, precision: Precision
 ) -> None:
