@@ -74,7 +74,7 @@ def told(folder: Path, event: str) -> list[Mapping[str, Any]]:
 
 
 EVERY = [kind for kind in KINDS if not kind.startswith("all")]
-STAND = ("zero1", "zero3", "tp", "pp", "zero_bubble_v")
+STAND = ("zero1", "zero3", "tp", "zero_bubble_v")
 
 
 @pytest.mark.parametrize("kind", cells(EVERY, STAND))

@@ -75,6 +75,7 @@ ONCE_WRONG = {
 LARGE = {
     ("Llama", "tp 2"),
     ("Mixtral (grouped)", "dp 2"),
+    ("Mixtral (grouped)", "tp 2"),  # test_plain_loops.py trains one in this way
     ("LiLT", "pp 2"),
     ("BERT (several labels)", "pp 2"),
     ("Wav2Vec2 (CTC)", "dp 2"),
