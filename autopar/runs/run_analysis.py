@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from statistics import median
 from typing import Any
 
+from autopar.planner.costs.prediction import StagePrediction
 from autopar.planner.plan.plan import Plan
 from autopar.runtime.ranks.metrics import Event
 
@@ -25,6 +26,8 @@ class Figure:
     @property
     def error(self) -> float:
         """By how much the measured figure is above the predicted one, as a share of that."""
+        if not self.predicted:
+            return 0.0 if not self.measured else float("inf")
         return self.measured / self.predicted - 1
 
     @property
@@ -42,6 +45,8 @@ class Analysis:
     slowest_seconds: float
     is_on_planned_device: bool
     figures: tuple[Figure, ...]
+    profiled_step: int | None  # of --profile-step
+    ranks: tuple[Figure, ...]  # of its pipeline ranks, by the medians of their ranks
     keeping_seconds: float | None  # of a checkpoint, while the training waits
 
 
@@ -56,12 +61,15 @@ def analyze(plan: Plan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
         for one in lines
         if one.get("event") == Event.KEPT
     ]
+    profiled = next((o for o in reversed(lines) if o.get("event") == Event.PROFILED), None)
     return Analysis(
         lines=len(steps),
         fastest_seconds=min(seconds),
         slowest_seconds=max(seconds),
         is_on_planned_device=any(one.get("against_plan") is not None for one in steps),
         figures=tuple(_figures(plan, steps)),
+        profiled_step=None if profiled is None else int(profiled["step"]),
+        ranks=() if profiled is None else tuple(_rank_figures(plan, profiled["ranks"])),
         keeping_seconds=median(kept) if kept else None,
     )
 
@@ -99,12 +107,50 @@ def _figures(plan: Plan, steps: Sequence[dict[str, Any]]) -> Iterator[Figure]:
         yield Figure(
             name="memory of the first rank",
             unit="B",
-            predicted=_first_rank_bytes(plan),
+            predicted=_reserved_bytes(plan, 0),
             measured=max(held),
         )
 
 
-def _first_rank_bytes(plan: Plan) -> float:
-    """Return what is predicted for the first pipeline rank, as the allocator counts it."""
+def _reserved_bytes(plan: Plan, rank: int) -> float:
+    """Return what is predicted for a pipeline rank, as the allocator counts it."""
+    return _stages(plan, rank)[0].memory.reserved_bytes
+
+
+def _stages(plan: Plan, rank: int) -> list[StagePrediction]:
+    """Return what is predicted for the stages of a pipeline rank."""
     stages = zip(plan.stages, plan.prediction.stages, strict=True)
-    return next(one.memory.reserved_bytes for stage, one in stages if stage.rank == 0)
+    return [one for stage, one in stages if stage.rank == rank]
+
+
+def _rank_figures(plan: Plan, ranks: Sequence[dict[str, Any]]) -> Iterator[Figure]:
+    """Yield what each pipeline rank did in the step that was profiled."""
+    step = plan.prediction.step_seconds
+    for rank in range(plan.arrangement.pipeline):
+        own = [one for one in ranks if one["pipeline_rank"] == rank]
+        seconds = _computing_seconds(plan, rank)
+        measured, whole = (
+            median(float(one[name]) for one in own) for name in ("compute_seconds", "step_seconds")
+        )
+        name = f"pipeline rank {rank}" if plan.arrangement.pipeline > 1 else "a rank"
+        yield Figure(name=f"{name}: computing", unit="s", predicted=seconds, measured=measured)
+        yield Figure(
+            name=f"{name}: messages and waiting",
+            unit="s",
+            predicted=max(0.0, step - seconds),
+            measured=whole - measured,
+        )
+        held = [float(one["memory_bytes"]) for one in own if one.get("memory_bytes") is not None]
+        if held:
+            reserved = _reserved_bytes(plan, rank)
+            yield Figure(name=f"{name}: memory", unit="B", predicted=reserved, measured=max(held))
+
+
+def _computing_seconds(plan: Plan, rank: int) -> float:
+    """Return how long a pipeline rank computes in a step, by the prediction."""
+    of_layers = sum(
+        one.forward_seconds + one.backward_seconds - one.tensor_seconds
+        for one in _stages(plan, rank)
+    )
+    optimizer = sum(one.seconds for one in plan.prediction.terms if one.name == "optimizer")
+    return plan.arrangement.microbatches * of_layers + optimizer

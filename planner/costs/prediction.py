@@ -190,6 +190,7 @@ class StagePrediction:
     idle_seconds: Seconds  # of its rank in one step
     in_flight: Elements
     memory: MemoryPrediction  # of its rank, all its stages together
+    tensor_seconds: Seconds = 0.0  # of forward and backward, for messages of the tensor axis
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

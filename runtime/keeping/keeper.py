@@ -29,6 +29,7 @@ from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.numbers import broken_of, told_broken
 from autopar.runtime.keeping.owners import every_rank, owners
 from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
+from autopar.runtime.keeping.profiling import StepProfile
 from autopar.runtime.keeping.progress import GO_ON, Planned, Progress
 from autopar.runtime.keeping.random_states import set_random_states
 from autopar.runtime.keeping.restoring import own_random_states, restore
@@ -81,6 +82,7 @@ class Keeper:
         self._watch = Watch(mesh, options.timeout)
         self._metrics = Metrics(options.metrics, mesh)
         self._evaluations = Evaluations(options, mesh, self._metrics)
+        self._profile = StepProfile(options, mesh, self._metrics)
         self._progress: Progress | None = None
 
     def take(
@@ -103,6 +105,7 @@ class Keeper:
         if self._folder is not None:
             self._wish.listen()
         self._watch.begin(self.step, self._note_stop)
+        self._profile.begin(self.step + 1)
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
         """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
@@ -135,7 +138,13 @@ class Keeper:
         return self._evaluations.are_over
 
     def after(self, step: int) -> None:
-        """Write a checkpoint after a step, where it is time for one; leave where a signal asks."""
+        """Do what is due after a step: it is told or kept, or a signal asks to leave."""
+        self._profile.end(step)
+        self._keep(step)
+        self._profile.begin(step + 1)
+
+    def _keep(self, step: int) -> None:
+        """Write a checkpoint where it is time for one; leave where a signal asks."""
         self._watch.note(step, evaluates_next=evaluates_after(step + 1, self._options))
         if self._folder is None:
             return

@@ -21,6 +21,7 @@ class Event(StrEnum):
     EVALUATED = "evaluated"
     KEPT = "kept"
     SLOW = "slow"
+    PROFILED = "profiled"
     STOPPED_EARLY = "stopped early"
     PREEMPTED = "preempted"
     STOPPED = "stopped"

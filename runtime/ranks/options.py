@@ -58,6 +58,7 @@ def read_options(
     add("--log-every", type=from_one, default=log_every, help="steps to a line")
     add("--json", action="store_true", help="log one JSON object a line")
     add("--metrics", type=Path, help="a file that gets one JSON object a line, of this run too")
+    add("--profile-step", type=from_one, metavar="STEP", help="measured apart on each rank")
     add("--on-nan", choices=("stop", "go-on"), default="stop", help="where the loss is no number")
     add("--timeout", type=from_one, default=600, help="seconds without a step, after which it ends")
     add("--export", default=export, help="trained weights: .safetensors, a folder, or none")

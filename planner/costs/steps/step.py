@@ -188,6 +188,7 @@ def _stage_predictions(
             if arrangement.pipeline > 1
             else 1,
             memory=memories[rank],
+            tensor_seconds=load.communication_seconds,
         )
         for stage, load in enumerate(loads)
         for rank in [_rank(stage, arrangement)]
