@@ -78,7 +78,7 @@ def main(command: typer.Typer = app) -> None:
         tell_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
         sys.exit(int(OutOfMemoryError.exit_code))
     except OSError as error:
-        if error.errno in _IMPASSABLE:
+        if error.errno in _IMPASSABLE or "://" in str(error.filename):  # or of a store
             tell_error(InputError(f"{error.strerror}", where=str(error.filename or "")))
             sys.exit(int(ExitCode.USAGE))
         if error.errno not in _UNWRITABLE:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -18,6 +17,7 @@ from autopar.runtime.keeping.places import Destination, check_destination
 from autopar.runtime.keeping.reading import Reader
 from autopar.runtime.keeping.safetensors_file import Entry, in_file_order
 from autopar.runtime.keeping.states import WEIGHT
+from autopar.runtime.ranks.locations import Location
 from autopar.runtime.tensor.chunks import whole
 
 _FIX = "name another place with -o"
@@ -31,7 +31,7 @@ class Weights:
     rounded: tuple[str, ...]  # buffers of which a training in 16 bits has a rounded copy
 
 
-def export_weights(checkpoint: Checkpoint, path: Path) -> Weights:
+def export_weights(checkpoint: Checkpoint, path: Location) -> Weights:
     """Write the weights of a checkpoint to a file, or to a folder in shards, as scripts do."""
     to = Destination(path.resolve())
     check_destination(to, option="-o", fix=_FIX)

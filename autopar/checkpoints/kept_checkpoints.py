@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
 
 from autopar.planner.errors import AutoparError, ExitCode, InputError
-from autopar.runtime.keeping.finding import Checkpoint, checkpoints_in, step_of
+from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.manifest import (
     NAME,
     BrokenError,
@@ -17,13 +16,18 @@ from autopar.runtime.keeping.manifest import (
     read_manifest,
 )
 from autopar.runtime.keeping.safetensors_file import Written
-from autopar.runtime.keeping.writing import BROKEN, STEP, UNFINISHED
+from autopar.runtime.keeping.step_folders import (
+    BROKEN,
+    STEP,
+    checkpoints_in,
+    step_of,
+    unfinished_in,
+)
+from autopar.runtime.ranks.locations import Location, located, size_of, written_at
 
 FOLDER = "checkpoints"  # in the folder of a run
-_LEFT = {
-    UNFINISHED: "being written, or left by a training that was killed",
-    BROKEN: "set aside by a training, as it was not whole",
-}
+_UNFINISHED = "being written, or left by a training that was killed"
+_BROKEN = "set aside by a training, as it was not whole"
 
 
 class DamagedCheckpointError(AutoparError):
@@ -36,7 +40,7 @@ class DamagedCheckpointError(AutoparError):
 class Kept:
     """A checkpoint in a folder; what its manifest says is None where that cannot be read."""
 
-    folder: Path
+    folder: Location
     faults: tuple[str, ...]
     size_bytes: int
     written_at: float  # seconds since 1970
@@ -48,24 +52,24 @@ class Kept:
         return None if self.manifest is None else self.manifest.moment.evaluation
 
 
-def kept_in(folder: Path) -> list[Kept]:
+def kept_in(folder: Location) -> list[Kept]:
     """Return the checkpoints of a folder, the oldest first; sizes of their files are compared."""
     return [_looked_at(one, check=check_size) for one in _folders(folder)]
 
 
-def verified_in(folder: Path) -> list[Kept]:
+def verified_in(folder: Location) -> list[Kept]:
     """Return the checkpoints of a folder, the oldest first, after reading every byte of them."""
     return [_looked_at(one, check=check_file) for one in _folders(folder)]
 
 
-def left_in(folder: Path) -> Iterator[tuple[Path, str]]:
+def left_in(folder: Location) -> Iterator[tuple[Location, str]]:
     """Yield folders that are no checkpoints of a training, with what they are."""
-    for ending, what in _LEFT.items():
-        for path in sorted(_place(folder).glob(f"{STEP}*{ending}")):
-            yield path, what
+    place = _place(folder)
+    yield from ((one, _UNFINISHED) for one in unfinished_in(place))
+    yield from ((one, _BROKEN) for one in located(place, f"{STEP}*{BROKEN}"))
 
 
-def whole_checkpoint(path: Path) -> Checkpoint:
+def whole_checkpoint(path: Location) -> Checkpoint:
     """Return the checkpoint that is named, or the newest of a folder, or refuse a damaged one."""
     folder = _folders(path)[-1]
     found = _looked_at(folder, check=check_file)
@@ -78,7 +82,7 @@ def whole_checkpoint(path: Path) -> Checkpoint:
     return Checkpoint(folder, found.manifest)
 
 
-def _folders(path: Path) -> list[Path]:
+def _folders(path: Location) -> list[Location]:
     """Return the checkpoint that a path names, or all in a folder or in that of a run."""
     if not path.is_dir():
         found = "is a file" if path.exists() else "is not there"
@@ -94,18 +98,18 @@ def _folders(path: Path) -> list[Path]:
     return found_there
 
 
-def _place(folder: Path) -> Path:
+def _place(folder: Location) -> Location:
     """Return where the checkpoints of a folder are, which may be that of a run."""
     inside = folder / FOLDER
     return inside if inside.is_dir() and not any(checkpoints_in(folder)) else folder
 
 
-def _is_step(path: Path) -> bool:
+def _is_step(path: Location) -> bool:
     name = path.resolve().name
     return name.startswith(STEP) and name.removeprefix(STEP).split(".")[0].isdecimal()
 
 
-def _looked_at(folder: Path, *, check: Callable[[Path, str, Written], None]) -> Kept:
+def _looked_at(folder: Location, *, check: Callable[[Location, str, Written], None]) -> Kept:
     """Read the manifest of a checkpoint, and check each of its files; all faults are told."""
     faults: list[str] = []
     manifest = None
@@ -123,7 +127,7 @@ def _looked_at(folder: Path, *, check: Callable[[Path, str, Written], None]) -> 
     return Kept(
         folder=folder,
         faults=tuple(faults),
-        size_bytes=sum(one.stat().st_size for one in files),
-        written_at=(described if described.exists() else folder).stat().st_mtime,
+        size_bytes=sum(map(size_of, files)),
+        written_at=written_at(described if described.exists() else folder),
         manifest=manifest,
     )

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 from typing import Annotated, Any
 
 import typer
@@ -22,9 +21,10 @@ from autopar.command_line import Command, Group
 from autopar.console import progress, results, tell_note
 from autopar.pages.checkpoint_pages import difference_page, list_page, verified_page
 from autopar.planner.errors import ExitCode
+from autopar.runtime.ranks.locations import location
 
 FOLDER = Annotated[
-    Path,
+    str,
     typer.Argument(metavar="FOLDER", help="of checkpoints, of a run, or of one checkpoint: step-N"),
 ]
 JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]
@@ -59,8 +59,8 @@ def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
 
     Example: autopar ckpt ls checkpoints
     """
-    kept = kept_in(folder)
-    left = list(left_in(folder))
+    kept = kept_in(location(folder))
+    left = list(left_in(location(folder)))
     if as_json:
         print(json.dumps({"checkpoints": [_as_data(one) for one in kept]}, indent=2))
         return
@@ -77,7 +77,7 @@ def verify_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
     Example: autopar ckpt verify checkpoints/step-1000
     """
     with progress("reading checkpoints"):
-        kept = verified_in(folder)
+        kept = verified_in(location(folder))
     if as_json:
         print(json.dumps({"checkpoints": [_as_data(one) for one in kept]}, indent=2))
     else:
@@ -91,11 +91,11 @@ def verify_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
 def export_checkpoint(
     folder: FOLDER,
     output: Annotated[
-        Path,
+        str,
         typer.Option(
             "-o", "--output", metavar="PLACE", help="FILE.safetensors, or a folder for shards."
         ),
-    ] = Path("model.safetensors"),
+    ] = "model.safetensors",
 ) -> None:
     """Write the weights of a checkpoint, the newest of a folder, as a script does at its end.
 
@@ -104,8 +104,8 @@ def export_checkpoint(
     Example: autopar ckpt export checkpoints/step-1000 -o out/model.safetensors
     """
     with progress("reading the checkpoint"):
-        checkpoint = whole_checkpoint(folder)
-        weights = export_weights(checkpoint, output)
+        checkpoint = whole_checkpoint(location(folder))
+        weights = export_weights(checkpoint, location(output))
     if weights.rounded:
         tell_note(
             f"{', '.join(weights.rounded[:4])}: of these the training had copies in 16 bits, and "
@@ -117,8 +117,8 @@ def export_checkpoint(
 
 @ckpt.command("diff", cls=Command)
 def diff_checkpoints(
-    before: Annotated[Path, typer.Argument(metavar="A", help="a checkpoint, or a folder of them")],
-    after: Annotated[Path, typer.Argument(metavar="B", help="a checkpoint, or a folder of them")],
+    before: Annotated[str, typer.Argument(metavar="A", help="a checkpoint, or a folder of them")],
+    after: Annotated[str, typer.Argument(metavar="B", help="a checkpoint, or a folder of them")],
     every: Annotated[bool, typer.Option("--all", help="Tell all tensors that differ.")] = False,
     as_json: JSON = False,
 ) -> None:
@@ -129,7 +129,7 @@ def diff_checkpoints(
     Example: autopar ckpt diff checkpoints/step-500 checkpoints/step-1000
     """
     with progress("comparing"):
-        one, other = whole_checkpoint(before), whole_checkpoint(after)
+        one, other = whole_checkpoint(location(before)), whole_checkpoint(location(after))
         found = difference(one, other)
     if as_json:
         print(json.dumps({**asdict(found), "is_equal": found.is_equal}, indent=2))

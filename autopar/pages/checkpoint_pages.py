@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from datetime import datetime
-from pathlib import Path
 
 from rich.console import RenderableType
 from rich.table import Table
@@ -16,6 +15,7 @@ from autopar.checkpoints.kept_checkpoints import Kept
 from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bytes_text
 from autopar.runtime.keeping.finding import best_of
+from autopar.runtime.ranks.locations import Location
 
 _MOST_TOLD = 8  # of the tensors of one kind that differ most
 
@@ -25,7 +25,9 @@ def time_text(seconds: float) -> str:
     return datetime.fromtimestamp(seconds).strftime("%Y-%m-%d %H:%M:%S")
 
 
-def list_page(kept: Sequence[Kept], left: Sequence[tuple[Path, str]]) -> Iterator[RenderableType]:
+def list_page(
+    kept: Sequence[Kept], left: Sequence[tuple[Location, str]]
+) -> Iterator[RenderableType]:
     """Yield a line for each checkpoint, and what else lies there."""
     best = best_of(one.folder for one in kept)
     evaluation = () if best is None else ("evaluation",)

@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,14 @@ from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.plan import Plan
 from autopar.runs.run_record import METRICS, read_record, runs_in
-from autopar.runtime.keeping.finding import AUTO, NEVER, checkpoints_in
+from autopar.runtime.keeping.finding import AUTO, NEVER
 from autopar.runtime.keeping.manifest import NAME as MANIFEST
+from autopar.runtime.keeping.step_folders import checkpoints_in
+from autopar.runtime.ranks.locations import Location, location, put, remove_tree, write
 
 RUNS, CHECKPOINTS, LOGS = "runs", "checkpoints", "logs"
 _EXPORT = "model.safetensors"
+_COPIED_BYTES = 2**24  # at once
 _PACKAGES = ("autopar", "torch", "numpy", "safetensors", "transformers", "triton")
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "SLURM_JOB", "MKL_")
 
@@ -52,9 +56,9 @@ class Nodes:
 class Start:
     """How a run begins: in its own checkpoints, those of an earlier run, or a copy of one."""
 
-    checkpoints: Path
-    goes_on_from: Path | None = None  # a run, a folder of checkpoints, or one of them
-    copied: Path | None = None  # a checkpoint that the run's own folder gets first
+    checkpoints: Location
+    goes_on_from: Location | None = None  # a run, a folder of checkpoints, or one of them
+    copied: Location | None = None  # a checkpoint that the run's own folder gets first
 
 
 def run_name(plan: Plan, runs: Path, given: str | None) -> str:
@@ -86,7 +90,7 @@ def start_of(plan: Plan, runs: Path, folder: Path, resume: str | None, nodes: No
         return Start(checkpoints=own)  # nodes could not agree on a run that each of them looks for
     if resume == AUTO:
         return _newest(plan, runs, own)
-    return _named(Path(resume), own)
+    return _named(location(resume).resolve(), own)
 
 
 def _refuse_running(folder: Path) -> None:
@@ -102,21 +106,20 @@ def _newest(plan: Plan, runs: Path, own: Path) -> Start:
     """Go on from the newest run of the same model that has kept something."""
     for path, record in reversed(runs_in(runs)):
         is_same = (record.model, record.arguments) == (plan.model.spec, plan.model.arguments)
-        place = Path(record.checkpoints) if record.checkpoints else None
+        place = location(record.checkpoints) if record.checkpoints else None
         if is_same and place is not None and checkpoints_in(place):
             _refuse_running(path)
             return Start(checkpoints=place, goes_on_from=path)
     return Start(checkpoints=own)
 
 
-def _named(path: Path, own: Path) -> Start:
-    path = path.resolve()
+def _named(path: Location, own: Path) -> Start:
     if (path / MANIFEST).is_file():
         return Start(checkpoints=own, goes_on_from=path, copied=path)
-    record = read_record(path)
-    if record is not None:
+    record = read_record(path) if isinstance(path, Path) else None
+    if record is not None and isinstance(path, Path):
         _refuse_running(path)
-    place = Path(record.checkpoints) if record is not None and record.checkpoints else path
+    place = location(record.checkpoints) if record is not None and record.checkpoints else path
     if not checkpoints_in(place):
         raise InputError(
             f"there are no checkpoints in {place}",
@@ -126,7 +129,7 @@ def _named(path: Path, own: Path) -> Start:
     return Start(checkpoints=place, goes_on_from=path)
 
 
-def copy_checkpoint(checkpoint: Path, to: Path) -> None:
+def copy_checkpoint(checkpoint: Location, to: Location) -> None:
     """Put a checkpoint into the folder of a run, which may let go of it later: by links, if it can.
 
     So the earlier training keeps its own, and a restart finds what this one has written since.
@@ -135,14 +138,15 @@ def copy_checkpoint(checkpoint: Path, to: Path) -> None:
     if place.exists():
         return
     fresh = place.with_name(place.name + ".tmp")
-    shutil.rmtree(fresh, ignore_errors=True)
+    remove_tree(fresh)
     fresh.mkdir(parents=True)
     for one in checkpoint.iterdir():
         try:
-            os.link(one, fresh / one.name)
-        except OSError:  # another disk
-            shutil.copy2(one, fresh / one.name)
-    fresh.rename(place)
+            os.link(str(one), str(fresh / one.name))
+        except OSError:  # another disk, or a store
+            with one.open("rb") as file:
+                write(fresh / one.name, iter(partial(file.read, _COPIED_BYTES), b""))
+    put(fresh, place)
 
 
 def script_arguments(

@@ -6,11 +6,12 @@ import argparse
 import json
 import math
 import sys
-from pathlib import Path
 
 from autopar.runtime.evaluation.evaluating import Evaluated
-from autopar.runtime.keeping.finding import best_of, checkpoints_in, step_of
+from autopar.runtime.keeping.finding import best_of
 from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.keeping.step_folders import checkpoints_in, step_of
+from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 
@@ -24,9 +25,10 @@ class Evaluations:
         self._best: tuple[int, float] | None = None
         self._since = 0  # evaluations after the best one
 
-    def go_on(self, folder: Path, step: int) -> None:
+    def go_on(self, folder: Location, step: int) -> None:
         """Begin where a training was after a step: its best evaluation has a checkpoint."""
-        before = [one for one in checkpoints_in(folder) if step_of(one) <= step]
+        there = checkpoints_in(folder) if self._mesh.rank == 0 else ()
+        before = [one for one in there if step_of(one) <= step]
         self._best = every_rank(best_of(before), self._mesh)[0]
         if self._best is not None and self._options.eval_every:
             every = self._options.eval_every

@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +21,7 @@ from autopar.runtime.keeping.overlaps import overlaps
 from autopar.runtime.keeping.owners import Here, Owned, owners
 from autopar.runtime.keeping.places import Destination
 from autopar.runtime.keeping.safetensors_file import Entry, as_bytes, in_file_order
+from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.chunks import whole
@@ -136,8 +136,8 @@ class _Whole:
         return export_dtype(one.dtype, self._exported[one.key].dtype)
 
 
-def _write_config(path: Path, root: nn.Module) -> None:
+def _write_config(path: Location, root: nn.Module) -> None:
     """Leave beside the shards what from_pretrained reads, where the model has it."""
     config: Any = getattr(root, "config", None)
     if hasattr(config, "to_json_string"):
-        path.write_text(config.to_json_string(), encoding="utf-8")
+        write(path, [config.to_json_string().encode()])

@@ -6,11 +6,11 @@ import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
 from autopar.runtime.keeping.manifest import BrokenError, Manifest, check_file, read_manifest
 from autopar.runtime.keeping.owners import every_rank
-from autopar.runtime.keeping.writing import BROKEN, STEP
+from autopar.runtime.keeping.step_folders import BROKEN, checkpoints_in, step_of
+from autopar.runtime.ranks.locations import Location, location, put
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 
@@ -21,25 +21,25 @@ AUTO, NEVER = "auto", "never"
 class Checkpoint:
     """A folder whose files are all as they were written."""
 
-    folder: Path
+    folder: Location
     manifest: Manifest
 
 
-def find_checkpoint(folder: Path, resume: str, mesh: Mesh) -> Checkpoint | None:
+def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | None:
     """Return what to go on from, if there is anything; every byte of it has been verified.
 
     The ranks share the reading out. Checkpoints that are not whole are passed over, and named; if
     none of several is whole, or the named one is not, the training does not begin anew by itself.
     """
     if resume not in (AUTO, NEVER):
-        return _named(Path(resume).resolve(), folder, mesh)
+        return _named(location(resume).resolve(), folder, mesh)
     candidates = _agreed_candidates(folder, mesh)
     if resume == NEVER and candidates:
         refuse(
             f"{folder} has checkpoints of an earlier training, which are not written over",
             fix="name another --checkpoint folder, or go on from them with --resume auto",
         )
-    broken: list[Path] = []
+    broken: list[Location] = []
     for one in candidates:
         found = _verified(one, mesh)
         if isinstance(found, Manifest):
@@ -55,7 +55,7 @@ def find_checkpoint(folder: Path, resume: str, mesh: Mesh) -> Checkpoint | None:
     return None
 
 
-def _named(path: Path, folder: Path, mesh: Mesh) -> Checkpoint:
+def _named(path: Location, folder: Location, mesh: Mesh) -> Checkpoint:
     found = _verified(path, mesh)
     if isinstance(found, str):
         refuse(
@@ -72,14 +72,7 @@ def _named(path: Path, folder: Path, mesh: Mesh) -> Checkpoint:
     return Checkpoint(path, found)
 
 
-def checkpoints_in(folder: Path) -> list[Path]:
-    """Return the checkpoints in a folder, the newest first; unfinished ones have other names."""
-    found = folder.glob(f"{STEP}*") if folder.is_dir() else ()
-    whole = [one for one in found if one.name.removeprefix(STEP).isdecimal() and one.is_dir()]
-    return sorted(whole, key=step_of, reverse=True)
-
-
-def best_of(checkpoints: Iterable[Path]) -> tuple[int, float] | None:
+def best_of(checkpoints: Iterable[Location]) -> tuple[int, float] | None:
     """Return the step and the loss of the best evaluation that has one of these checkpoints."""
     found = []
     for one in checkpoints:
@@ -91,17 +84,13 @@ def best_of(checkpoints: Iterable[Path]) -> tuple[int, float] | None:
     return (step, loss) if found else None
 
 
-def step_of(path: Path) -> int:
-    """Return the step of a checkpoint's folder."""
-    return int(path.name.removeprefix(STEP))
-
-
-def _agreed_candidates(folder: Path, mesh: Mesh) -> Sequence[Path]:
-    found: Sequence[Path] = every_rank(checkpoints_in(folder), mesh)[0]
+def _agreed_candidates(folder: Location, mesh: Mesh) -> Sequence[Location]:
+    here = checkpoints_in(folder) if mesh.rank == 0 else ()
+    found: Sequence[Location] = every_rank(here, mesh)[0]
     return found
 
 
-def verify_checkpoint(folder: Path, *, rank: int = 0, ranks: int = 1) -> Manifest:
+def verify_checkpoint(folder: Location, *, rank: int = 0, ranks: int = 1) -> Manifest:
     """Read a manifest and compare this rank's share of the files with it, or raise BrokenError."""
     manifest = read_manifest(folder)
     for name in sorted(manifest.files)[rank::ranks]:
@@ -109,7 +98,7 @@ def verify_checkpoint(folder: Path, *, rank: int = 0, ranks: int = 1) -> Manifes
     return manifest
 
 
-def _verified(folder: Path, mesh: Mesh) -> Manifest | str:
+def _verified(folder: Location, mesh: Mesh) -> Manifest | str:
     """Return the manifest of a checkpoint, or what any rank found wrong with it."""
     manifest, wrong = None, None
     try:
@@ -123,12 +112,12 @@ def _verified(folder: Path, mesh: Mesh) -> Manifest | str:
     return manifest
 
 
-def _set_aside(broken: Sequence[Path], mesh: Mesh) -> None:
+def _set_aside(broken: Sequence[Location], mesh: Mesh) -> None:
     """Make room for what will be written under the names of broken checkpoints."""
     for one in broken if mesh.rank == 0 else ():
         aside = one.with_name(one.name + BROKEN)
         try:
-            one.rename(aside)
+            put(one, aside)
         except OSError as error:
             refuse(
                 f"{one} is not whole and cannot be renamed: {error.strerror}", fix="move it away"

@@ -7,7 +7,6 @@ import sys
 import time
 import warnings
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
@@ -37,8 +36,9 @@ from autopar.runtime.keeping.saving import Saved, Saving
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.watch import Watch
-from autopar.runtime.keeping.writing import plan_digest, snapshot
+from autopar.runtime.keeping.writing import plan_digest, said, snapshot
 from autopar.runtime.optimizer.loss_scaling import LossScale
+from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.model_source import note_device
@@ -202,7 +202,7 @@ class Keeper:
         if moment.step >= self._options.steps:
             self._say(f"nothing is left of {self._options.steps:,} steps (--steps)")
 
-    def _write(self, folder: Path, step: int, *, at_once: bool) -> None:
+    def _write(self, folder: Location, step: int, *, at_once: bool) -> None:
         """Write a checkpoint, beside the training or before it goes on."""
         assert self._optimizer is not None
         assert self._recipe is not None
@@ -260,8 +260,11 @@ class Keeper:
         )
         waited = f"{saved.seconds:,.1f} s, of which the training waited {saved.waited_seconds:,.1f}"
         self._say(f"kept step {saved.step:,} in {folder} ({waited})")
-        if self._mesh.rank == 0:
-            let_go(folder, self._options.keep, self._options.keep_every)
+        try:
+            if self._mesh.rank == 0:
+                let_go(folder, self._options.keep, self._options.keep_every)
+        except OSError as error:
+            self._say(f"note: older checkpoints are still there ({said(error)})")
 
     def _tell_failure(self, step: int, failure: str) -> None:
         last = f"step {self._kept_step:,}" if self._kept_step else "none"
@@ -315,14 +318,14 @@ class Keeper:
             print(text, file=sys.stderr, flush=True)
 
 
-def _folder(options: argparse.Namespace) -> Path | None:
+def _folder(options: argparse.Namespace) -> Location | None:
     """Return where checkpoints are; who wants to resume need not name the usual folder."""
     resume, text = options.resume, options.checkpoint
     if text != NONE:
-        return Path(text).resolve()
+        return location(text).resolve()
     if resume in (None, NEVER):
         return None
-    return Path(FOLDER).resolve() if resume == AUTO else Path(resume).resolve().parent
+    return location(FOLDER).resolve() if resume == AUTO else location(resume).resolve().parent
 
 
 def _step_again(scheduler: LRScheduler, count: int) -> None:

@@ -6,19 +6,20 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
+from pathlib import PurePath
 from typing import Any
 
 import torch
 
 from autopar.runtime.keeping.places import MARK
-from autopar.runtime.keeping.safetensors_file import KINDS, Written
+from autopar.runtime.keeping.safetensors_file import Written
 from autopar.runtime.keeping.states import Scalar
+from autopar.runtime.ranks.locations import Location, size_of
 from autopar.runtime.tensor.chunks import Chunks
+from autopar.runtime.weights.stored_tensors import DTYPES, KINDS
 
 NAME = "checkpoint.json"
 FORMAT = 1
-_DTYPES = {word: dtype for dtype, word in KINDS.items()}
 
 
 class BrokenError(Exception):
@@ -104,7 +105,7 @@ def to_text(manifest: Manifest) -> str:
     return json.dumps({**content, "sha256": _digest(content)}, indent=1) + "\n"
 
 
-def read_manifest(folder: Path) -> Manifest:
+def read_manifest(folder: Location) -> Manifest:
     """Read the manifest of a checkpoint; raises BrokenError where it is not whole."""
     try:
         content = json.loads((folder / NAME).read_text(encoding="utf-8"))
@@ -129,18 +130,18 @@ def read_manifest(folder: Path) -> Manifest:
         raise BrokenError(f"{NAME} is no description of a checkpoint") from None
 
 
-def sha256_of(path: Path) -> str:
+def sha256_of(path: Location) -> str:
     """Return what stands for the content of a file."""
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
-def check_size(folder: Path, name: str, written: Written) -> None:
+def check_size(folder: Location, name: str, written: Written) -> None:
     """Raise BrokenError where a file is missing, or has another size than was written."""
     try:
-        if Path(name).name != name:
+        if PurePath(name).name != name:
             raise BrokenError(f"{name} is no file of a checkpoint")
-        size = (folder / name).stat().st_size
+        size = size_of(folder / name)
         if size != written.size_bytes:
             raise BrokenError(f"{name} has {size:,} bytes, not {written.size_bytes:,}")
     except FileNotFoundError:
@@ -149,7 +150,7 @@ def check_size(folder: Path, name: str, written: Written) -> None:
         raise BrokenError(f"{name} cannot be read: {error.strerror}") from None
 
 
-def check_file(folder: Path, name: str, written: Written) -> None:
+def check_file(folder: Location, name: str, written: Written) -> None:
     """Raise BrokenError where a file is not what was written; all of it is read."""
     check_size(folder, name, written)
     try:
@@ -174,7 +175,7 @@ def _logical_as_data(one: Logical) -> dict[str, Any]:
 
 
 def _exported(data: Mapping[str, Any]) -> Exported:
-    return Exported(dtype=_DTYPES[data["dtype"]], aliases=tuple(data["aliases"]))
+    return Exported(dtype=DTYPES[data["dtype"]], aliases=tuple(data["aliases"]))
 
 
 def _logical(data: Mapping[str, Any]) -> Logical:
@@ -189,4 +190,4 @@ def _logical(data: Mapping[str, Any]) -> Logical:
         )
         for shard in data["shards"]
     )
-    return Logical(dtype=_DTYPES[data["dtype"]], shape=shape, shards=tuple(shards))
+    return Logical(dtype=DTYPES[data["dtype"]], shape=shape, shards=tuple(shards))

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from autopar.runtime.keeping.places import INDEX, MARK, Destination, temporary
 from autopar.runtime.keeping.safetensors_file import Entry, write_tensors
+from autopar.runtime.ranks.locations import put, write
 
 SHARD_BYTES = 5 * 10**9  # as Hugging Face has them
 
@@ -29,7 +30,7 @@ def write_model(
     if to.is_folder:
         _put_in_folder(to, files)
     else:
-        os.replace(temporary(to.path), to.path)  # noqa: PTH105 - also over a file, on Windows
+        put(temporary(to.path), to.path)
 
 
 def told(to: Destination, entries: Sequence[Entry]) -> str:
@@ -65,7 +66,7 @@ def _put_in_folder(to: Destination, files: Sequence[tuple[str, Sequence[Entry]]]
     """Replace what an earlier training left by what has been written."""
     to.remove_earlier()
     for name, _ in files:
-        temporary(to.path / name).rename(to.path / name)
+        put(temporary(to.path / name), to.path / name)
     if len(files) > 1:
         places = {one.name: name for name, entries in files for one in entries}
         size = sum(one.size_bytes for _, entries in files for one in entries)
@@ -73,4 +74,4 @@ def _put_in_folder(to: Destination, files: Sequence[tuple[str, Sequence[Entry]]]
             "metadata": {"total_size": size, **MARK},
             "weight_map": dict(sorted(places.items())),
         }
-        (to.path / INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        write(to.path / INDEX, [f"{json.dumps(index, indent=2)}\n".encode()])

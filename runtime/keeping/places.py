@@ -6,9 +6,9 @@ import json
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from types import MappingProxyType
 
+from autopar.runtime.ranks.locations import Location, located, location, write
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 
@@ -22,19 +22,19 @@ _HEADER_BYTES = 100 * 10**6  # the most that safetensors takes
 class Destination:
     """A .safetensors file, or a folder of them."""
 
-    path: Path
+    path: Location
 
     @property
     def is_folder(self) -> bool:
         """Whether it is a folder."""
         return self.path.suffix != ".safetensors"
 
-    def earlier(self) -> Iterator[Path]:
+    def earlier(self) -> Iterator[Location]:
         """Yield what lies there by now and would be replaced."""
         if not self.is_folder:
             yield from [self.path] if self.path.exists() else []
         elif self.path.is_dir():
-            yield from sorted(self.path.glob("model*.safetensors"))
+            yield from located(self.path, "model*.safetensors")
             yield from [self.path / INDEX] if (self.path / INDEX).exists() else []
 
     def remove_earlier(self) -> None:
@@ -50,7 +50,7 @@ def destination(text: str, mesh: Mesh) -> Destination | None:
     """
     if text == NONE or mesh.is_dry_run:
         return None
-    to = Destination(Path(text).resolve())
+    to = Destination(location(text).resolve())
     if mesh.rank == 0:
         fix = "name another place with --export, or --export none to keep no weights"
         check_destination(to, option="--export", fix=fix)
@@ -59,11 +59,14 @@ def destination(text: str, mesh: Mesh) -> Destination | None:
 
 def check_destination(to: Destination, *, option: str, fix: str) -> None:
     """Leave where weights cannot be written, or would replace those of another program."""
-    _refuse_foreign(to, option=option, fix=fix)
+    try:
+        _refuse_foreign(to, option=option, fix=fix)
+    except OSError as error:  # of a store that lets nobody look
+        refuse(f"nothing can be written to {to.path}: {error.strerror}", fix=fix)
     refuse_unwritable(to.path if to.is_folder else to.path.parent, fix=fix)
 
 
-def temporary(path: Path) -> Path:
+def temporary(path: Location) -> Location:
     """Return where a file is written before it is put in its place."""
     return path.with_name(f".{path.name}.tmp")
 
@@ -77,18 +80,18 @@ def _refuse_foreign(to: Destination, *, option: str, fix: str) -> None:
             refuse(f"{path} is there, and autopar has not written it: it is not replaced", fix=fix)
 
 
-def refuse_unwritable(folder: Path, *, fix: str) -> None:
+def refuse_unwritable(folder: Location, *, fix: str) -> None:
     """Leave where nothing can be written to a folder, which is made if need be."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe = folder / f".autopar-{os.getpid()}.tmp"
-        probe.touch()
+        write(probe, ())
         probe.unlink()
     except OSError as error:
         refuse(f"nothing can be written to {folder}: {error.strerror}", fix=fix)
 
 
-def _is_ours(path: Path) -> bool:
+def _is_ours(path: Location) -> bool:
     """Whether a file says that autopar has written it."""
     try:
         if path.suffix == ".json":

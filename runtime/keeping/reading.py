@@ -5,13 +5,13 @@ from __future__ import annotations
 from contextlib import ExitStack
 from typing import Any
 
-from safetensors import safe_open
 from torch import Tensor
 
 from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.manifest import Logical, Stored
 from autopar.runtime.keeping.overlaps import Place, overlaps
 from autopar.runtime.tensor.chunks import Chunks
+from autopar.runtime.weights.stored_tensors import open_tensors
 
 
 class Reader:
@@ -42,5 +42,5 @@ class Reader:
     def _file(self, name: str) -> Any:
         if name not in self._opened:
             path = self.checkpoint.folder / name
-            self._opened[name] = self._files.enter_context(safe_open(path, framework="pt"))
+            self._opened[name] = self._files.enter_context(open_tensors(path))
         return self._opened[name]

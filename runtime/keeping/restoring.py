@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
@@ -21,6 +20,7 @@ from autopar.runtime.keeping.writing import rank_file
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.chunks import whole
+from autopar.runtime.weights.stored_tensors import open_tensors
 
 _MOST_TOLD = 5
 
@@ -40,7 +40,7 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
 
 def own_random_states(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
     """Return the states of generators that the same rank of the same plan has kept."""
-    with safe_open(checkpoint.folder / rank_file(rank), framework="pt") as file:
+    with open_tensors(checkpoint.folder / rank_file(rank)) as file:
         names = [name for name in file.keys() if name.startswith(RANDOM)]  # noqa: SIM118
         return {name: file.get_tensor(name) for name in names}
 

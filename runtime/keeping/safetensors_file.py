@@ -5,23 +5,15 @@ from __future__ import annotations
 import hashlib
 import json
 import math
-import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
+from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.refusal import refuse
-
-KINDS = {
-    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
-    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
-    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
-    torch.bool: "BOOL",
-}  # fmt: skip
+from autopar.runtime.weights.stored_tensors import KINDS
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,16 +44,19 @@ def in_file_order(entries: Iterable[Entry]) -> list[Entry]:
 
 
 def write_tensors(
-    path: Path, entries: Sequence[Entry], tensors: Iterator[Tensor], metadata: Mapping[str, str]
+    path: Location, entries: Sequence[Entry], tensors: Iterator[Tensor], metadata: Mapping[str, str]
 ) -> Written:
     """Write tensors as they come, in the order of their entries, and have them on the disk."""
     digest, size = hashlib.sha256(), 0
-    with path.open("wb") as file:
+
+    def counted() -> Iterator[bytes | memoryview]:
+        nonlocal size
         for block in _blocks(entries, tensors, metadata):
             digest.update(block)
-            size += file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
+            size += len(block)
+            yield block
+
+    write(path, counted())
     return Written(size_bytes=size, sha256=digest.hexdigest())
 
 

@@ -1,18 +1,13 @@
-"""Turns the state of a training into a checkpoint: written beside its place, then put there.
-
-A folder `step-N` is whole: it gets that name when all of its files are on the disk and described.
-"""
+"""Turns the state of a training into a checkpoint, which is whole once all ranks have written."""
 
 from __future__ import annotations
 
 import hashlib
-import os
-import shutil
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from types import MappingProxyType
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -20,7 +15,6 @@ from torch.optim import Optimizer
 
 from autopar.runtime.keeping.exported import exported_of
 from autopar.runtime.keeping.manifest import (
-    NAME,
     Logical,
     Manifest,
     Moment,
@@ -39,14 +33,12 @@ from autopar.runtime.keeping.safetensors_file import (
     write_tensors,
 )
 from autopar.runtime.keeping.states import everything_held, scalars
+from autopar.runtime.keeping.step_folders import begin, step_folder
+from autopar.runtime.keeping.step_folders import put_in_place as give_place
+from autopar.runtime.ranks.locations import Location, remove_tree, size_of
 from autopar.runtime.ranks.mesh import Mesh
 
-STEP, UNFINISHED, BROKEN = "step-", ".tmp", ".broken"
-
-
-def step_folder(folder: Path, step: int) -> Path:
-    """Return where the checkpoint of a step is."""
-    return folder / f"{STEP}{step}"
+_Made = TypeVar("_Made")
 
 
 def rank_file(rank: int) -> str:
@@ -58,8 +50,8 @@ def rank_file(rank: int) -> str:
 class Snapshot:
     """A checkpoint that is to be written: what is known of it, and this rank's share."""
 
-    fresh: Path
-    place: Path
+    fresh: Location
+    place: Location
     manifest: Manifest  # that does not know its files yet
     own_file: str
     entries: Sequence[Entry]
@@ -75,12 +67,12 @@ class Snapshot:
         try:
             return write_tensors(self.fresh / self.own_file, self.entries, iter(self.tensors), MARK)
         except OSError as error:
-            return _said(error)
+            return said(error)
 
 
 @torch.no_grad()
 def snapshot(
-    folder: Path,
+    folder: Location,
     moment: Moment,
     model: str,
     parts: Sequence[nn.Module],
@@ -96,9 +88,9 @@ def snapshot(
     holdings = everything_held(parts, optimizer)
     owned = owners(holdings, mesh)
     place = step_folder(folder, moment.step)
-    fresh = place.with_name(place.name + UNFINISHED)
-    if (failure := _told_by_first(mesh, lambda: _make(fresh))) is not None:
-        return failure
+    fresh = _told_by_first(mesh, lambda: begin(place))
+    if isinstance(fresh, str):
+        return fresh
     logical = _logical(owned)
     tensors = _share(owned, logical, Here(holdings), mesh)
     entries = in_file_order(
@@ -138,7 +130,7 @@ def put_in_place(written: Snapshot, own: Written | str, mesh: Mesh) -> str | Non
     failures = [one for one in ranks if isinstance(one, str)]
     if failures:
         if mesh.rank == 0:
-            shutil.rmtree(written.fresh, ignore_errors=True)
+            remove_tree(written.fresh)
         return failures[0]
     files = {rank_file(rank): file for rank, file in enumerate(ranks)}
     manifest = replace(written.manifest, files=files)
@@ -186,48 +178,28 @@ def _share(
     return mine | random_states(mesh.device)
 
 
-def _told_by_first(mesh: Mesh, act: Callable[[], None]) -> str | None:
-    """Have the first rank do something, and return on all ranks why it could not."""
-    failure = None
+def _told_by_first(mesh: Mesh, act: Callable[[], _Made]) -> _Made | str:
+    """Have the first rank make something; return it on all ranks, or why there is none."""
+    made: _Made | str | None = None
     if mesh.rank == 0:
         try:
-            act()
+            made = act()
         except OSError as error:
-            failure = _said(error)
-    told: str | None = every_rank(failure, mesh)[0]
+            made = said(error)
+    told: _Made | str = every_rank(made, mesh)[0]
     return told
 
 
-def _said(error: OSError) -> str:
+def said(error: OSError) -> str:
+    """Return what went wrong, and where."""
     return f"{error.strerror or error}: {error.filename}" if error.filename else f"{error.strerror}"
 
 
-def _make(fresh: Path) -> None:
-    if fresh.exists():  # of a run that was killed while it wrote
-        shutil.rmtree(fresh)
-    fresh.mkdir(parents=True)
-
-
-def _put_in_place(fresh: Path, place: Path, manifest: Manifest) -> None:
+def _put_in_place(fresh: Location, place: Location, manifest: Manifest) -> None:
     for name, written in manifest.files.items():
         file = fresh / name
-        if not file.exists() or file.stat().st_size != written.size_bytes:
+        if not file.exists() or size_of(file) != written.size_bytes:
             raise OSError(
                 0, "what other nodes wrote is not seen here, so it is no shared folder", name
             )
-    with (fresh / NAME).open("w", encoding="utf-8") as file_of:
-        file_of.write(to_text(manifest))
-        file_of.flush()
-        os.fsync(file_of.fileno())
-    _settle(fresh)
-    fresh.rename(place)
-    _settle(place.parent)
-
-
-def _settle(folder: Path) -> None:
-    """Have the names in a folder on the disk."""
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    give_place(fresh, place, to_text(manifest))

@@ -5,10 +5,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
+from autopar.runtime.ranks.locations import Location, local_file, location
 from autopar.runtime.ranks.refusal import OptionParser, from_one, from_zero, norm
 
 
@@ -16,7 +16,7 @@ from autopar.runtime.ranks.refusal import OptionParser, from_one, from_zero, nor
 class StartingWeights:
     """The files that a training starts from, and the names that they may lack."""
 
-    files: Path
+    files: Location
     may_lack: tuple[str, ...] = ()  # in which * stands for any characters
 
 
@@ -45,7 +45,7 @@ def read_options(
         add("--workers", type=from_zero, default=workers, help="how many read ahead")
     add("--clip", type=norm, default=clip, help="largest gradient norm")
     add("--seed", type=int, default=seed, help="of all that is drawn")
-    add("--weights", type=Path, help="the .safetensors to start from")
+    add("--weights", type=location, help="the .safetensors to start from")
     add(
         "--allow-missing",
         action="append",
@@ -57,7 +57,7 @@ def read_options(
     add("--dtype", choices=(half, "float32", "float64"), default=dtype, help="to compute in")
     add("--log-every", type=from_one, default=log_every, help="steps to a line")
     add("--json", action="store_true", help="log one JSON object a line")
-    add("--metrics", type=Path, help="a file that gets one JSON object a line, of this run too")
+    add("--metrics", type=local_file, help="a file that gets one JSON object a line, too")
     add("--profile-step", type=from_one, metavar="STEP", help="measured apart on each rank")
     add("--on-nan", choices=("stop", "go-on"), default="stop", help="where the loss is no number")
     add("--timeout", type=from_one, default=600, help="seconds without a step, after which it ends")

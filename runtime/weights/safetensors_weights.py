@@ -4,16 +4,17 @@ import sys
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from fnmatch import fnmatchcase
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from autopar.runtime.ranks.locations import Location, located
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import Place, Split, group_aliases, places, tied_names
 from autopar.runtime.weights.filling import ShapeError, fill
+from autopar.runtime.weights.stored_tensors import open_tensors
 
 _MOST_TOLD = 5
 
@@ -21,7 +22,7 @@ _MOST_TOLD = 5
 @torch.no_grad()
 def load_safetensors(
     model: nn.Module,
-    folder: Path,
+    folder: Location,
     splits: Mapping[str, Split],
     axis: Axis,
     *,
@@ -94,7 +95,7 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_TOLD]) + (" …" if len(names) > _MOST_TOLD else "")
 
 
-def note_unused(folder: Path, names: Collection[str], mesh: Mesh) -> None:
+def note_unused(folder: Location, names: Collection[str], mesh: Mesh) -> None:
     """Say on the first rank which tensors in the files, if any, are none of the whole model's."""
     if mesh.rank != 0:
         return
@@ -110,20 +111,13 @@ def note_unused(folder: Path, names: Collection[str], mesh: Mesh) -> None:
         )
 
 
-def _open(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
+def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
     """Find which file holds which tensor."""
-    from safetensors import SafetensorError, safe_open
+    from safetensors import SafetensorError
 
-    if not folder.exists():
-        refuse(f"there is no {folder}", fix="--weights names a .safetensors file, or a folder")
-    paths = [folder] if folder.is_file() else sorted(folder.glob("*.safetensors"))
-    if not paths:
-        refuse(
-            f"{folder} holds no .safetensors file", fix="--weights names one, or the folder of them"
-        )
-    for path in paths:
+    for path in _paths(folder):
         try:
-            file = files.enter_context(safe_open(path, framework="pt"))
+            file = files.enter_context(open_tensors(path))
         except SafetensorError as error:
             refuse(
                 f"{path} is no whole .safetensors file: {error}",
@@ -131,6 +125,21 @@ def _open(folder: Path, files: ExitStack) -> Iterator[tuple[str, Any]]:
             )
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
             yield name, file
+
+
+def _paths(folder: Location) -> Sequence[Location]:
+    """Return the file that is named, or all in a folder."""
+    try:
+        if not folder.exists():
+            refuse(f"there is no {folder}", fix="--weights names a .safetensors file, or a folder")
+        paths = [folder] if folder.is_file() else located(folder, "*.safetensors")
+    except OSError as error:
+        refuse(f"{folder} cannot be read: {error.strerror}", fix="--weights names a place that can")
+    if not paths:
+        refuse(
+            f"{folder} holds no .safetensors file", fix="--weights names one, or the folder of them"
+        )
+    return paths
 
 
 def _stored_name(model: nn.Module, group: list[Place], stored: Mapping[str, Any]) -> str | None:
@@ -143,7 +152,7 @@ def _stored_name(model: nn.Module, group: list[Place], stored: Mapping[str, Any]
 
 
 def _check_all_there(
-    model: nn.Module, aliases: list[list[Place]], stored: Mapping[str, Any], folder: Path
+    model: nn.Module, aliases: list[list[Place]], stored: Mapping[str, Any], folder: Location
 ) -> None:
     missing = [
         group[0].name

@@ -6,6 +6,7 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,14 +20,17 @@ from autopar.runtime.keeping import model_files
 from autopar.runtime.keeping.manifest import NAME, Moment
 from autopar.runtime.keeping.writing import rank_file
 from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.ranks.locations import StorePath
 from autopar.runtime.ranks.mesh import start, stop
 from tests.autopar.commands import Autopar, Ran
+from tests.bucket import CLOSED, bucket
 from tests.codegen.kinds import plan_of
 from tests.codegen.plans import pinned_plan
 from tests.codegen.test_resume import STILL, trained
 from tests.runtime.keeping.written import write_checkpoint
 
 Ckpt = Callable[..., Ran]
+_Place = TypeVar("_Place", Path, StorePath)
 
 
 class Small(nn.Module):
@@ -39,7 +43,7 @@ class Small(nn.Module):
         self.register_buffer("table", torch.ones(2), persistent=False)
 
 
-def write(folder: Path, step: int, *, moved: float = 0.0) -> Path:
+def write(folder: _Place, step: int, *, moved: float = 0.0) -> _Place:
     """Write the checkpoint of a small model on one rank; `moved` is added to one weight."""
     mesh = start(pipeline=1, data=1, tensor=1)
     torch.manual_seed(0)
@@ -96,6 +100,30 @@ def test_a_flipped_byte_is_found_by_verify_and_not_by_a_list(tmp_path: Path, ckp
     assert "step-1: whole, 1 file" in ran.out
     assert "step-2: damaged: rank-00000.safetensors has other contents" in ran.out
     assert ckpt("verify", tmp_path / "step-1").code == 0
+
+
+def test_a_store_is_listed_verified_exported_and_compared_as_a_disk_is(
+    tmp_path: Path, ckpt: Ckpt
+) -> None:
+    run = bucket(tmp_path / "store")
+    write(run, 1)
+    write(tmp_path / "kept", 1)
+    step = write(run, 2, moved=0.25)
+    (run / "step-7" / rank_file(0)).write([b"half"])
+    ran = ckpt("ls", run)
+    assert ran.out.count("one device   whole") == 2
+    assert "step-7: being written, or left" in ran.out
+    assert ckpt("verify", run).out.count("whole, 1 file") == 2
+    for place, out in ((run / "step-1", run / "out"), (tmp_path / "kept", tmp_path / "out")):
+        assert ckpt("export", place, "-o", out).code == 0
+    name = "model.safetensors"
+    assert (run / "out" / name).read_bytes() == (tmp_path / "out" / name).read_bytes()
+    ran = ckpt("diff", tmp_path / "kept", step)
+    assert (ran.code, "weight: 1 of 6 tensors differ" in ran.out) == (1, True)
+    (step / rank_file(0)).write([step.url.encode()])
+    assert ckpt("verify", run).code == 6
+    ran = ckpt("ls", f"{CLOSED}/run")
+    assert (ran.code, "error: PermissionError: Forbidden" in ran.err) == (2, True)
 
 
 def test_all_that_is_wrong_with_a_checkpoint_is_told(tmp_path: Path, ckpt: Ckpt) -> None:

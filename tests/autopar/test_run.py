@@ -39,9 +39,11 @@ from autopar.runs.run_record import (
     runs_in,
     write_record,
 )
-from autopar.runtime.keeping.finding import checkpoints_in
 from autopar.runtime.keeping.manifest import NAME
+from autopar.runtime.keeping.step_folders import checkpoints_in
+from autopar.runtime.ranks.locations import Location, write
 from tests.autopar.commands import Autopar
+from tests.bucket import bucket
 from tests.codegen.plans import pinned_plan
 
 ENDLESS = ("--data", "synthetic", "--steps", "1000000", "--checkpoint-every", "50")
@@ -118,11 +120,15 @@ def test_auto_takes_the_newest_run_of_the_same_model_that_has_kept_something(
         start_of(planned, tmp_path, tmp_path / "new", "auto", ONE)
 
 
+@pytest.mark.parametrize("place", [Path, bucket])
 def test_one_checkpoint_is_copied_so_that_restarts_find_later_ones(
-    planned: Plan, tmp_path: Path
+    place: Callable[[Path], Location], planned: Plan, tmp_path: Path
 ) -> None:
-    step = kept_run(planned, tmp_path / "a") / "checkpoints" / "step-5"
-    (step / NAME).write_text("{}")
+    step = place(tmp_path / "a") / "step-5"
+    step.mkdir(parents=True, exist_ok=True)
+    write(step / NAME, [b"{}"])
+    start = start_of(planned, tmp_path, tmp_path / "new", str(step.parent), ONE)
+    assert (start.checkpoints, start.copied) == (step.parent, None)
     start = start_of(planned, tmp_path, tmp_path / "new", str(step), ONE)
     assert start.copied == step
     copy_checkpoint(step, start.checkpoints)

@@ -1,7 +1,7 @@
 """Faults that the ranks of a script meet on purpose: one for each start, in the order of FAULTS.
 
-A script that imports this gets the fault of its start. Each is made in the functions that a
-training calls, so that it strikes at the same place every time.
+A script that imports this gets the fault of its start, and knows bucket://. Each is made in the
+functions that a training calls, so that it strikes at the same place every time.
 """
 
 from __future__ import annotations
@@ -11,12 +11,14 @@ import resource
 import signal
 import time
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from autopar.runtime.keeping import keeper, signals, writing
+from autopar.runtime.keeping import keeper, signals, step_folders, writing
+from autopar.runtime.ranks.locations import Location, write
+from tests import bucket
 
+del bucket  # which has registered bucket://
 RANK = int(os.environ.get("RANK", "0"))
 _FEW_BYTES = 4096
 
@@ -47,8 +49,8 @@ def at_step(number: int, act: Callable[[], None], *, rank: int = 1) -> None:
     before(keeper.Keeper, "after", acting, rank=rank)
 
 
-def leaves_half_a_file(path: Path, *_: Any) -> None:
-    path.write_bytes(b"\0" * _FEW_BYTES)
+def leaves_half_a_file(path: Location, *_: Any) -> None:
+    write(path, [b"\0" * _FEW_BYTES])
     die()
 
 
@@ -62,13 +64,13 @@ def finds_the_disk_full() -> None:
     at_step(7, die)
 
 
-def damages_what_is_kept(folder: Path, *_: Any) -> None:
+def damages_what_is_kept(folder: Location, *_: Any) -> None:
     """Flip a byte of step 6 as soon as it is whole."""
     shard = folder / "step-6" / "rank-00001.safetensors"
     if shard.exists():
         content = bytearray(shard.read_bytes())
         content[-3] ^= 1
-        shard.write_bytes(content)
+        write(shard, [bytes(content)])
         die()
 
 
@@ -82,7 +84,7 @@ FAULTS: Mapping[str, Callable[[], None]] = MappingProxyType(
         "a write has begun": lambda: before(writing, "write_tensors", lambda *_: die(), rank=1),
         "half a file": lambda: before(writing, "write_tensors", leaves_half_a_file, rank=1),
         "no manifest": lambda: before(writing, "_put_in_place", lambda *_: die(), rank=0),
-        "no name yet": lambda: before(writing, "_settle", lambda *_: die(), rank=0),
+        "no name yet": lambda: before(step_folders, "_settle", lambda *_: die(), rank=0),
         "the disk is full": finds_the_disk_full,
         "a byte is flipped": lambda: before(keeper, "let_go", damages_what_is_kept, rank=0),
         "asked while it writes": lambda: before(writing, "write_tensors", ask_to_stop, rank=1),

@@ -15,6 +15,7 @@ from torch import Tensor
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.comparison import RankTrained, assembled
 from autopar.codegen.proof.script_rank import run_script
+from autopar.runtime.weights import stored_tensors
 from autopar.runtime.weights.initial_weights import build
 from tests.cells import cells
 from tests.codegen.kinds import plan_of
@@ -75,7 +76,7 @@ def start_without(path: str, folder: str) -> RankTrained:
 
 def start_from(path: str, folder: str) -> tuple[RankTrained, int]:
     counting = Counting()
-    with patch.object(safetensors, "safe_open", counting):
+    with patch.object(stored_tensors, "safe_open", counting):
         trained = run_script(path, [*STANDING, "--weights", folder])
     return trained, counting.bytes
 

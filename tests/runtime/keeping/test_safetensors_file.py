@@ -9,12 +9,12 @@ import torch
 from safetensors import safe_open
 
 from autopar.runtime.keeping.safetensors_file import (
-    KINDS,
     Entry,
     as_bytes,
     in_file_order,
     write_tensors,
 )
+from autopar.runtime.weights.stored_tensors import KINDS
 
 
 def test_what_is_written_tensor_by_tensor_is_read_as_it_was(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from types import MappingProxyType
 
 import torch
@@ -12,11 +11,12 @@ from torch.optim import Optimizer
 
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.writing import put_in_place, snapshot
+from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 
 
 def write_checkpoint(
-    folder: Path,
+    folder: Location,
     moment: Moment,
     model: str,
     parts: Sequence[nn.Module],

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from autopar.runtime.ranks.locations import StorePath
 from autopar.runtime.ranks.options import StartingWeights, read_options
 
 
@@ -27,6 +28,17 @@ def test_weights_come_with_what_they_may_lack(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="2"):
         read("--allow-missing", "head.*")
     assert "there are no --weights" in capsys.readouterr().err
+
+
+def test_a_store_has_weights_and_checkpoints_but_no_lines_that_are_added(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert read("--weights", "memory://a/").weights == StartingWeights(
+        files=StorePath("memory://a")
+    )
+    with pytest.raises(SystemExit, match="2"):
+        read("--metrics", "memory://a/metrics.jsonl")
+    assert "name one on a disk" in capsys.readouterr().err
 
 
 def test_what_stops_early_has_to_be_evaluated(capsys: pytest.CaptureFixture[str]) -> None:

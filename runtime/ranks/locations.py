@@ -1,0 +1,279 @@
+"""Turns what a person names into a place for files: on a disk, or in a store such as s3://."""
+
+from __future__ import annotations
+
+import errno
+import io
+import os
+import shutil
+from argparse import ArgumentTypeError
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
+from pathlib import Path, PurePosixPath
+from typing import Any, TypeAlias
+
+from autopar.runtime.ranks.refusal import refuse
+
+_SCHEME = "://"
+
+
+@dataclass(frozen=True, slots=True)
+class StorePath:
+    """A file or a folder in a store that fsspec reads, with the methods of pathlib's paths.
+
+    A store has no folders that are empty and no names that change: `replace` copies. What goes
+    wrong in a store, whatever its library raises, is an OSError here.
+    """
+
+    url: str
+
+    def __str__(self) -> str:
+        return self.url
+
+    def __truediv__(self, name: str) -> StorePath:
+        return StorePath(f"{self.url}/{name}")
+
+    @property
+    def name(self) -> str:
+        """The last part of it."""
+        return self.url.rpartition("/")[2]
+
+    @property
+    def suffix(self) -> str:
+        """The ending of its name, with the dot."""
+        return PurePosixPath(self.name).suffix
+
+    @property
+    def parent(self) -> StorePath:
+        """The folder that it is in."""
+        return StorePath(self.url.rpartition("/")[0])
+
+    def with_name(self, name: str) -> StorePath:
+        """Return its neighbour of that name."""
+        return self.parent / name
+
+    def resolve(self) -> StorePath:
+        """Return itself, for it does not depend on where a program was started."""
+        return self
+
+    def exists(self) -> bool:
+        """Whether a file is there, or a folder with anything in it."""
+        return self._info() is not None
+
+    def is_dir(self) -> bool:
+        """Whether it is a folder with anything in it."""
+        return (self._info() or {}).get("type") == "directory"
+
+    def is_file(self) -> bool:
+        """Whether it is a file."""
+        return (self._info() or {}).get("type") == "file"
+
+    def iterdir(self) -> Iterator[StorePath]:
+        """Yield what is in this folder."""
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            found = store.ls(path, detail=False)
+        for name in sorted({PurePosixPath(one).name for one in found}):
+            yield self / name
+
+    def glob(self, pattern: str) -> Iterator[StorePath]:
+        """Yield what is in this folder and has a name of that pattern."""
+        if self.is_dir():
+            yield from (one for one in self.iterdir() if fnmatchcase(one.name, pattern))
+
+    def mkdir(self, *, parents: bool = False, exist_ok: bool = False) -> None:
+        """Do nothing: a folder is there once a file is in it."""
+
+    @contextmanager
+    def open(self, mode: str = "rb") -> Iterator[io.BufferedIOBase]:
+        """Open a file to read it."""
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            with store.open(path, mode) as file:
+                yield file
+
+    def read_bytes(self, start: int | None = None, end: int | None = None) -> bytes:
+        """Return what is in a file, or a range of it, without reading the rest."""
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            found: bytes = store.cat_file(path, start=start, end=end)
+        return found
+
+    def read_text(self, encoding: str = "utf-8") -> str:
+        """Return the text of a file."""
+        return self.read_bytes().decode(encoding)
+
+    def write(self, blocks: Iterable[bytes | memoryview]) -> None:
+        """Write a file, block by block. It is there once all of them are."""
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            try:
+                file = store.open(path, "wb")
+            except FileNotFoundError:
+                self.parent._make_folder()
+                file = store.open(path, "wb")
+        for block in blocks:  # errors of whoever makes the blocks stay what they are
+            with _as_os_errors(self.url):
+                file.write(block)
+        with _as_os_errors(self.url):
+            file.close()
+
+    def unlink(self) -> None:
+        """Remove a file."""
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            store.rm_file(path)
+
+    def remove(self) -> None:
+        """Remove a folder with all that is in it."""
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            store.rm(path, recursive=True)
+
+    def replace(self, target: StorePath) -> None:
+        """Move a file over another one, or a folder file by file."""
+        if self.is_dir():
+            target._make_folder()
+            for one in list(self.iterdir()):
+                one.replace(target / one.name)
+            return
+        if target.is_file():  # not all stores write over what is there
+            target.unlink()
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            store.mv(path, target._opened()[1])
+
+    def size_bytes(self) -> int:
+        """Return how long a file is."""
+        info = self._info()
+        if info is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.url)
+        return int(info["size"] or 0)
+
+    def written_at(self) -> float:
+        """Return when a file was written, in seconds since 1970."""
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            return float(store.modified(path).timestamp())
+
+    def _info(self) -> dict[str, Any] | None:
+        """Return what the store knows of it, and None where nothing is.
+
+        A store that does not answer raises: what cannot be seen is not taken for what is not there.
+        """
+        try:
+            with _as_os_errors(self.url):
+                store, path = self._opened()
+                found: dict[str, Any] = store.info(path)
+        except FileNotFoundError:
+            return None
+        return found
+
+    def _make_folder(self) -> None:
+        """Make a folder in one of the stores that do have them."""
+        with _as_os_errors(self.url):
+            store, path = self._opened()
+            store.makedirs(path, exist_ok=True)
+
+    def _opened(self) -> tuple[Any, str]:
+        """Return the store and the name in it; what was listed before may have changed."""
+        from fsspec.core import url_to_fs  # here alone: most trainings need no store
+
+        store, path = url_to_fs(self.url)
+        store.invalidate_cache()
+        return store, path
+
+
+Location: TypeAlias = Path | StorePath
+
+
+def location(text: str) -> Location:
+    """Return the place that a text names; leave where nothing here reads that kind of store."""
+    scheme, separator, name = text.partition(_SCHEME)
+    if not separator:
+        return Path(text)
+    if not name.strip("/") or any(one in name for one in "*?["):
+        refuse(f"{text} names no place in a store", fix=f"{scheme}://bucket/folder, without * ? [")
+    place = StorePath(text.rstrip("/"))
+    try:
+        place._opened()
+    except Exception as error:
+        refuse(
+            f"{scheme}:// cannot be opened: {error}",
+            fix="pip install what fsspec reads it with: s3fs for s3://, gcsfs for gs://, adlfs for "
+            "abfs://, pyarrow for hdfs://",
+        )
+    return place
+
+
+def local_file(text: str) -> Path:
+    """Return a file to which lines are added, which stores cannot do."""
+    if _SCHEME in text:
+        raise ArgumentTypeError(f"{text}: stores add no lines to a file; name one on a disk")
+    return Path(text)
+
+
+def located(folder: Location, pattern: str) -> list[Location]:
+    """Return what is in a folder and has a name of that pattern, in the order of the names."""
+    return sorted(folder.glob(pattern), key=str)
+
+
+def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
+    """Write a file, block by block; it is on the disk, or in the store, when this returns."""
+    try:
+        if isinstance(to, StorePath):
+            to.write(blocks)
+        else:
+            _write_to_disk(to, blocks)
+    except OSError:
+        with suppress(OSError):
+            to.unlink()  # half a file takes room that may be what is missing
+        raise
+
+
+def _write_to_disk(to: Path, blocks: Iterable[bytes | memoryview]) -> None:
+    with to.open("wb") as file:
+        for block in blocks:
+            file.write(block)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def put(what: Location, place: Location) -> None:
+    """Move a file to its place, also over another one, or a folder."""
+    if isinstance(what, StorePath):
+        what.replace(StorePath(str(place)))
+    else:
+        what.replace(str(place))
+
+
+def remove_tree(folder: Location) -> None:
+    """Remove a folder with all that is in it, as far as that can be done."""
+    if isinstance(folder, Path):
+        shutil.rmtree(folder, ignore_errors=True)
+        return
+    with suppress(OSError):
+        folder.remove()
+
+
+def size_of(file: Location) -> int:
+    """Return how many bytes a file has."""
+    return file.stat().st_size if isinstance(file, Path) else file.size_bytes()
+
+
+def written_at(file: Location) -> float:
+    """Return when a file was written, in seconds since 1970."""
+    return file.stat().st_mtime if isinstance(file, Path) else file.written_at()
+
+
+@contextmanager
+def _as_os_errors(url: str) -> Iterator[None]:
+    """Raise whatever goes wrong inside as an OSError that says what and where."""
+    try:
+        yield
+    except Exception as error:
+        said = getattr(error, "strerror", None) or f"{type(error).__name__}: {error}"
+        missing = errno.ENOENT if isinstance(error, FileNotFoundError) else errno.EIO
+        raise OSError(getattr(error, "errno", None) or missing, said, url) from error

@@ -1,0 +1,125 @@
+"""Turns a .safetensors file into slices of its tensors, of which those alone are read."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from autopar.runtime.ranks.locations import Location, StorePath, size_of
+
+KINDS = {
+    torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2", torch.complex64: "C64",
+    torch.int64: "I64", torch.int32: "I32", torch.int16: "I16", torch.int8: "I8",
+    torch.uint64: "U64", torch.uint32: "U32", torch.uint16: "U16", torch.uint8: "U8",
+    torch.bool: "BOOL",
+}  # fmt: skip
+DTYPES = {word: dtype for dtype, word in KINDS.items()}
+_MOST_HEADER_BYTES = 100 * 10**6  # as safetensors has it
+
+
+@contextmanager
+def open_tensors(path: Location) -> Iterator[Any]:
+    """Open a file as safetensors does: on a disk by its library, in a store by ranges of bytes."""
+    if isinstance(path, Path):
+        with safe_open(path, framework="pt") as file:
+            yield file
+    else:
+        yield _InStore(path)
+
+
+class _InStore:
+    """A file in a store, with the methods of safetensors' own that are used here."""
+
+    def __init__(self, path: StorePath) -> None:
+        self._path = path
+        self._begin = 8 + int.from_bytes(path.read_bytes(0, 8), "little")
+        if self._begin > _MOST_HEADER_BYTES:
+            raise SafetensorError("its header is none")
+        try:
+            header = json.loads(path.read_bytes(8, self._begin))
+            header.pop("__metadata__", None)
+            self._tensors = {name: _Tensor.read(one) for name, one in header.items()}
+        except (ValueError, KeyError, TypeError, AttributeError):
+            raise SafetensorError("its header is none") from None
+        ends = [one.end for one in self._tensors.values()]
+        if size_of(path) != self._begin + max(ends, default=0):
+            raise SafetensorError("it has another size than its header says")
+        self._last: tuple[tuple[str, int, int], Tensor] | None = None
+
+    def keys(self) -> list[str]:
+        """Return the names of the tensors."""
+        return list(self._tensors)
+
+    def get_slice(self, name: str) -> _Slice:
+        """Return a tensor of which nothing has been read."""
+        return _Slice(self, name, self._tensors[name].shape)
+
+    def get_tensor(self, name: str) -> Tensor:
+        """Read a whole tensor."""
+        return self.get_slice(name)[...]
+
+    def rows(self, name: str, start: int, stop: int) -> Tensor:
+        """Read whole rows, which lie in one range; the last ones stay, for their next columns."""
+        if self._last is None or self._last[0] != (name, start, stop):
+            one = self._tensors[name]
+            row = math.prod(one.shape[1:]) * one.dtype.itemsize
+            low, high = (self._begin + one.begin + row * count for count in (start, stop))
+            data = self._path.read_bytes(low, high) if high > low else b""
+            if len(data) != high - low:
+                raise OSError(0, "it ends too early", str(self._path))
+            flat = torch.frombuffer(bytearray(data), dtype=torch.uint8) if data else _NOTHING
+            rows = flat.view(one.dtype).view(stop - start, *one.shape[1:])
+            self._last = (name, start, stop), rows
+        return self._last[1]
+
+
+_NOTHING = torch.empty(0, dtype=torch.uint8)
+
+
+@dataclass(frozen=True, slots=True)
+class _Slice:
+    """A tensor in a store, read where it is indexed."""
+
+    file: _InStore
+    name: str
+    shape: tuple[int, ...]
+
+    def get_shape(self) -> list[int]:
+        """Return its shape, as safetensors does."""
+        return list(self.shape)
+
+    def __getitem__(self, index: Any) -> Tensor:
+        if not self.shape:
+            return self.file.rows(self.name, 0, 1)[0]
+        if index is ...:
+            return self.file.rows(self.name, 0, self.shape[0])
+        start, stop, _ = index[0].indices(self.shape[0])
+        return self.file.rows(self.name, start, stop)[(slice(None), *index[1:])]
+
+
+@dataclass(frozen=True, slots=True)
+class _Tensor:
+    """What a header says of a tensor; where it lies is counted from the end of the header."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @classmethod
+    def read(cls, said: Any) -> _Tensor:
+        """Read it, or raise one of the errors of data that is not as it should be."""
+        dtype, shape, (begin, end) = DTYPES[said["dtype"]], said["shape"], said["data_offsets"]
+        if not 0 <= begin <= end or end - begin != math.prod(shape) * dtype.itemsize:
+            raise ValueError
+        return cls(dtype, tuple(shape), begin, end)
