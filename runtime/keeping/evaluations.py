@@ -11,6 +11,7 @@ from autopar.runtime.evaluation.evaluating import Evaluated
 from autopar.runtime.keeping.finding import best_of
 from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.keeping.step_folders import checkpoints_in, step_of
+from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
@@ -82,8 +83,8 @@ class Evaluations:
                 *(["best"] if is_best else []),
             )
             line = "   ".join(figures)
-            print(json.dumps(data) if self._options.json else line, flush=True)
+            say(json.dumps(data) if self._options.json else line, sys.stdout)
 
     def _say(self, text: str) -> None:
         if self._mesh.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+            say(text)

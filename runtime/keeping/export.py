@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Mapping, Sequence
 from itertools import groupby
 from typing import Any
@@ -21,6 +20,7 @@ from autopar.runtime.keeping.overlaps import overlaps
 from autopar.runtime.keeping.owners import Here, Owned, owners
 from autopar.runtime.keeping.places import Destination
 from autopar.runtime.keeping.safetensors_file import Entry, as_bytes, in_file_order
+from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
@@ -57,7 +57,7 @@ def export(
             write_model(to, entries, whole_model.gathered, tied_names(exported))
             if to.is_folder and is_config_free:
                 _write_config(to.path / CONFIG, parts[0])
-            print(f"the trained weights are {told(to, entries)}", file=sys.stderr, flush=True)
+            say(f"the trained weights are {told(to, entries)}")
         else:
             for one in entries:
                 whole_model.gathered(one)

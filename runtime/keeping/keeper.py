@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 import warnings
 from collections.abc import Sequence
@@ -38,6 +37,8 @@ from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.watch import Watch
 from autopar.runtime.keeping.writing import plan_digest, said, snapshot
 from autopar.runtime.optimizer.loss_scaling import LossScale
+from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.curves import Curves
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Event, Metrics
@@ -80,7 +81,8 @@ class Keeper:
         self._wish = StopWish(mesh)
         self._saving, self._begun_at = Saving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
-        self._metrics = Metrics(options.metrics, mesh)
+        curves = Curves(options.tensorboard, mesh, begun=self.step)
+        self._metrics = Metrics(options.metrics, mesh, curves)
         self._evaluations = Evaluations(options, mesh, self._metrics)
         self._profile = StepProfile(options, mesh, self._metrics)
         self._progress: Progress | None = None
@@ -115,6 +117,7 @@ class Keeper:
             self._mesh,
             self._parts,
             self._learning_rate,
+            self._metrics,
             amount=amount,
             unit=unit,
             planned=planned,
@@ -146,6 +149,8 @@ class Keeper:
     def _keep(self, step: int) -> None:
         """Write a checkpoint where it is time for one; leave where a signal asks."""
         self._watch.note(step, evaluates_next=evaluates_after(step + 1, self._options))
+        if self._progress is not None and step != self._last_step:
+            self._progress.show(step)
         if self._folder is None:
             return
         is_last = step == self._last_step
@@ -315,7 +320,7 @@ class Keeper:
 
     def _say(self, text: str) -> None:
         if self._mesh.rank == 0:
-            print(text, file=sys.stderr, flush=True)
+            say(text)
 
 
 def _folder(options: argparse.Namespace) -> Location | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import sys
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -15,6 +14,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 
@@ -69,7 +69,7 @@ class StepProfile:
         ranks: list[RankProfile] = every_rank(own, self._mesh)
         self._metrics.add(event=Event.PROFILED, step=step, ranks=[asdict(one) for one in ranks])
         if self._mesh.rank == 0:
-            print(f"profiled step {step:,}: {_told(ranks)}", file=sys.stderr, flush=True)
+            say(f"profiled step {step:,}: {_told(ranks)}")
 
 
 def _computing(events: Iterable[Any]) -> Iterator[tuple[float, float]]:

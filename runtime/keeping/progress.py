@@ -18,11 +18,13 @@ from autopar.runtime.data.loss import mean_loss
 from autopar.runtime.keeping.numbers import broken_of, told_broken
 from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.keeping.pace import Pace
+from autopar.runtime.ranks.console import draw_bar, is_terminal, say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.refusal import give_up
 
 GO_ON = "go-on"  # of --on-nan
+_BAR_SECONDS = 0.1  # between two bars, which are drawn while the device computes
 Planned = tuple[str, float, float]  # the device, seconds of a step on it, MFU
 
 
@@ -72,6 +74,7 @@ class Progress:
         mesh: Mesh,
         parts: Sequence[nn.Module],
         learning_rate: Callable[[], float | None],
+        metrics: Metrics,
         *,
         amount: int,
         unit: str,
@@ -83,10 +86,12 @@ class Progress:
         self._options, self._mesh, self._parts = options, mesh, parts
         self._learning_rate = learning_rate
         self._amount, self._unit, self._planned = amount, unit, planned
-        self._metrics, self._pace = Metrics(options.metrics, mesh), Pace(mesh)
+        self._metrics, self._pace = metrics, Pace(mesh)
         self._step, self._begun = begun, time.perf_counter()
         self._before: tuple[int, float] | None = None  # the last line's step and loss
         self._scales_loss, self._before_stopping = scales_loss, before_stopping
+        self._has_bar = mesh.rank == 0 and not options.json and is_terminal(sys.stdout)
+        self._drawn = 0.0
 
     def log(self, step: int, own_loss: Tensor, norm: Tensor) -> float:
         """Tell a step and return its loss; leave where it is no number, unless that may be."""
@@ -103,6 +108,15 @@ class Progress:
             self._stop(step, loss, own_loss, clipped)
         self._before = step, loss
         return loss
+
+    def show(self, step: int) -> None:
+        """Draw on a terminal how far the training is, by the time of steps alone: no rank waits."""
+        if not self._has_bar or step in (self._step, self._options.steps):
+            return
+        now = time.perf_counter()
+        if now - self._drawn >= _BAR_SECONDS:
+            self._drawn, pace = now, (now - self._begun) / (step - self._step)
+            draw_bar(step, self._options.steps, (self._options.steps - step) * pace)
 
     def leave_out(self, seconds: float) -> None:
         """Count what has just been done for so long as no part of a step."""
@@ -133,13 +147,13 @@ class Progress:
         data = asdict(line)
         self._metrics.add(**data)
         if self._mesh.rank == 0:
-            print(json.dumps(data) if self._options.json else line, flush=True)
+            say(json.dumps(data) if self._options.json else line, sys.stdout)
 
     def _tell_slow(self, steps: int, seconds: float, step: int) -> None:
         for one in self._pace.slow_ranks(steps, seconds):
             self._metrics.add(event=Event.SLOW, step=step, **asdict(one))
             if self._mesh.rank == 0:
-                print(f"note: {one}", file=sys.stderr, flush=True)
+                say(f"note: {one}")
 
     def _stop(self, step: int, loss: float, own_loss: Tensor, norm: float | None) -> None:
         """End the training on all ranks, and say where it went wrong; or let it go on."""

@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import FAILED
 
@@ -95,7 +96,7 @@ class Watch:
         if self._mesh.rank == min(places):
             found = f"no step has ended for {waited:,.0f} s: {told_places(places, silent)}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
-            print(f"error: {found}\n  fix: {fix}", file=sys.stderr, flush=True)
+            say(f"error: {found}\n  fix: {fix}")
             self._tell(self._step, found)
             with suppress(RuntimeError):
                 _store().set(told, "")

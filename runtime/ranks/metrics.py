@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import math
-import sys
 import time
 from enum import StrEnum
 from pathlib import Path
 from typing import Any
 
+from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.curves import Curves
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 
@@ -29,12 +30,13 @@ class Event(StrEnum):
 
 
 class Metrics:
-    """The file of --metrics; where none is asked for, nothing is written.
+    """The file of --metrics, and curves; where none is asked for, nothing is written.
 
     A line is added as a whole, so that a training that is killed leaves whole lines but the last.
     """
 
-    def __init__(self, path: Path | None, mesh: Mesh) -> None:
+    def __init__(self, path: Path | None, mesh: Mesh, curves: Curves) -> None:
+        self._curves = curves
         self._path = path.resolve() if path is not None and mesh.rank == 0 else None
         if self._path is None or mesh.is_dry_run:
             return
@@ -49,6 +51,7 @@ class Metrics:
 
     def add(self, **fields: Any) -> None:
         """Add a line with the time; a disk that is full does not end a training."""
+        self._curves.add(fields)
         if self._path is None:
             return
         line = json.dumps({"time": round(time.time(), 3), **_as_json(fields)})
@@ -56,8 +59,7 @@ class Metrics:
             with self._path.open("a", encoding="utf-8") as file:
                 file.write(line + "\n")
         except OSError as error:
-            told = f"note: {self._path} has not got this line: {error.strerror}"
-            print(told, file=sys.stderr, flush=True)
+            say(f"note: {self._path} has not got this line: {error.strerror}")
 
 
 def _as_json(value: Any) -> Any:

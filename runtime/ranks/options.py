@@ -59,6 +59,12 @@ def read_options(
     add("--json", action="store_true", help="log one JSON object a line")
     add("--metrics", type=local_file, help="a file that gets one JSON object a line, too")
     add("--profile-step", type=from_one, metavar="STEP", help="measured apart on each rank")
+    add(
+        "--tensorboard",
+        type=local_file,
+        metavar="FOLDER",
+        help="where its curves are, for TensorBoard",
+    )
     add("--on-nan", choices=("stop", "go-on"), default="stop", help="where the loss is no number")
     add("--timeout", type=from_one, default=600, help="seconds without a step, after which it ends")
     add("--export", default=export, help="trained weights: .safetensors, a folder, or none")

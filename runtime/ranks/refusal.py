@@ -3,7 +3,6 @@
 import argparse
 import hashlib
 import os
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
@@ -11,6 +10,8 @@ from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
+
+from autopar.runtime.ranks.console import say
 
 USAGE = 2  # as autopar's commands have it: bad usage
 MISMATCH = 6  # environment and plan do not match
@@ -86,7 +87,7 @@ def refusals_of_workers() -> Iterator[None]:
 def _leave(message: str, code: int) -> NoReturn:
     store, key = _store_of_torchrun(), _key_of(message)
     if store is None or not _another_tells(store, key):
-        sys.stderr.write(f"{message}\n")  # at once: print writes the end of the line apart
+        say(message)
         if store is not None:
             with suppress(RuntimeError):  # torchrun has gone
                 store.set(_told(key), "")

@@ -5,9 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import math
+import re
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,7 +22,9 @@ from autopar.runtime.keeping.keeper import Keeper
 from autopar.runtime.keeping.numbers import broken_of
 from autopar.runtime.keeping.progress import Planned, Progress
 from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.ranks.curves import Curves
 from autopar.runtime.ranks.mesh import Mesh, start, stop
+from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.options import read_options
 from autopar.runtime.weights.initial_weights import Recipe
 from tests.runtime.processes import run_on_ranks
@@ -34,6 +40,10 @@ def options(*words: str) -> argparse.Namespace:
     return read_options(words, **settings)
 
 
+def metrics_of(given: argparse.Namespace, mesh: Mesh) -> Metrics:
+    return Metrics(given.metrics, mesh, Curves(given.tensorboard, mesh, begun=0))
+
+
 def no_weights(name: str) -> torch.Tensor:
     raise KeyError(name)
 
@@ -45,11 +55,13 @@ def progress_of(
     scales_loss: bool = False,
     model: nn.Module | None = None,
 ) -> Callable[..., float]:
+    given = options(*words)
     made = Progress(
-        options(*words),
+        given,
         mesh,
         [nn.Linear(2, 2) if model is None else model],
         lambda: 0.25,
+        metrics_of(given, mesh),
         amount=640,
         unit="tokens",
         planned=planned,
@@ -111,8 +123,9 @@ def test_on_its_device_a_plan_is_compared_with_and_memory_is_told(
     times = iter((0.0, 10.0))
     monkeypatch.setattr("autopar.runtime.keeping.progress.time.perf_counter", lambda: next(times))
     progress = Progress(
-        options(), replace(mesh, device=torch.device("cuda")), [], lambda: None, amount=1,
-        unit="rows", planned=("h100-sxm", 0.8, 0.4), begun=0, scales_loss=False,
+        options(), replace(mesh, device=torch.device("cuda")), [], lambda: None,
+        metrics_of(options(), mesh), amount=1, unit="rows",
+        planned=("h100-sxm", 0.8, 0.4), begun=0, scales_loss=False,
     )  # fmt: skip
     line = progress._line(10, 2.5, None)
     assert line.mfu == pytest.approx(0.4 * 0.8)  # a step of 1 s instead of 0.8
@@ -235,6 +248,105 @@ def test_no_checkpoint_and_no_export_is_written_of_broken_weights(
     assert "1 of 2 parameters of rank 0 are no numbers, such as weight" in capsys.readouterr().err
     assert [one.name for one in folder.iterdir()] == ["step-10"]
     assert not file.exists()
+
+
+class Terminal(StringIO):
+    """A stream that says that it is one."""
+
+    def isatty(self) -> bool:
+        return True
+
+    def screen(self) -> list[str]:
+        """Return what stands there after all; the bars before a line are written over by it."""
+        rows = [""]
+        for part in re.findall(r"\x1b\[K|[\r\n]|[^\x1b\r\n]+", self.getvalue()):
+            if part == "\n":
+                rows.append("")
+                self.column = 0
+            elif part == "\r":
+                self.column = 0
+            elif part == "\x1b[K":
+                rows[-1] = rows[-1][: self.column]
+            else:
+                rows[-1] = rows[-1][: self.column] + part + rows[-1][self.column + len(part) :]
+                self.column += len(part)
+        return rows
+
+    column = 0
+
+
+@pytest.mark.parametrize(("words", "stream", "bars"), [
+    ((), Terminal, 2), (("--json",), Terminal, 0), ((), StringIO, 0),
+])  # fmt: skip
+def test_a_bar_stands_between_lines_of_a_terminal_alone(
+    words: tuple[str, ...],
+    stream: type[StringIO],
+    bars: int,
+    monkeypatch: pytest.MonkeyPatch,
+    mesh: Mesh,
+) -> None:
+    console = stream()
+    monkeypatch.setattr(sys, "stdout", console)
+    times = iter((0.0, 1.0, 1.01, 2.0, 3.0))  # the third comes too soon after the second
+    monkeypatch.setattr("autopar.runtime.keeping.progress.time.perf_counter", lambda: next(times))
+    given = options(*words)
+    progress = Progress(
+        given, mesh, [nn.Linear(2, 2)], lambda: None, metrics_of(given, mesh), amount=1,
+        unit="rows", planned=("h100-sxm", 0.8, 0.4), begun=0, scales_loss=False,
+    )  # fmt: skip
+    for step in (1, 2, 3):
+        progress.show(step)
+    progress.log(40, torch.tensor(2.5), torch.tensor(1.0))
+    progress.show(40)
+    assert console.getvalue().count("─") == 30 * bars - (2 if bars else 0)
+    assert console.getvalue().count("0:00:39 left") == bool(bars)
+    if isinstance(console, Terminal):
+        line, end = console.screen()
+        assert line.startswith('{"step": 40' if words else "step     40   loss 2.50000")
+        assert "─" not in line
+        assert not end
+
+
+class Writer(SimpleNamespace):
+    """Stands in for TensorBoard's, which is large: keeps what it is told."""
+
+    made: list[Writer] = []  # noqa: RUF012
+
+    def __init__(self, folder: str, *, purge_step: int) -> None:
+        super().__init__(folder=folder, purge_step=purge_step, points={})
+        self.made.append(self)
+
+    def add_scalar(self, name: str, value: float, step: int) -> None:
+        self.points[name, step] = value
+
+    def flush(self) -> None:
+        pass
+
+
+def test_curves_have_the_figures_of_lines_and_evaluations_from_where_they_go_on(
+    monkeypatch: pytest.MonkeyPatch, mesh: Mesh
+) -> None:
+    module = SimpleNamespace(SummaryWriter=Writer)
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    metrics = Metrics(None, mesh, Curves(Path("curves"), mesh, begun=20))
+    metrics.add(step=30, loss=2.5, mfu=None, unit="tokens", seconds_left=9.0)
+    metrics.add(event=Event.EVALUATED, step=30, loss=2.0, metrics={"accuracy": 0.5}, rows=8)
+    metrics.add(event=Event.KEPT, step=30, seconds=1.0)
+    Metrics(None, replace(mesh, rank=1), Curves(Path("curves"), replace(mesh, rank=1), begun=0))
+    (writer,) = Writer.made
+    assert (writer.folder, writer.purge_step) == ("curves", 21)
+    assert writer.points == {
+        ("training/loss", 30): 2.5, ("evaluation/loss", 30): 2.0, ("evaluation/accuracy", 30): 0.5,
+    }  # fmt: skip
+
+
+def test_curves_without_tensorboard_are_refused_before_anything_is_trained(
+    monkeypatch: pytest.MonkeyPatch, mesh: Mesh, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)
+    with pytest.raises(SystemExit, match="6"):
+        Keeper(options("--tensorboard", "curves"), mesh, rows_per_step=1, model="")
+    assert "pip install tensorboard" in capsys.readouterr().err
 
 
 def test_the_learning_rate_is_that_of_the_step_and_not_of_the_next(mesh: Mesh) -> None:
