@@ -17,7 +17,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.runs.launching import Ended, launch, torchrun_text
 from autopar.runs.meeting import check_meeting_place
-from autopar.runs.planned_again import Trained, made_ahead, planned_again
+from autopar.runs.planned_again import Trained, awaited, made_ahead, planned_again
 from autopar.runs.run_folder import (
     LOGS,
     RUNS,
@@ -122,7 +122,7 @@ def run(
     folder = place / run_name(chosen.plan, place, name)
     start = start_of(chosen.plan, place, folder, resume, nodes)
     if gpus not in (None, chosen.plan.arrangement.ranks):
-        chosen = planned_again(chosen, gpus, folder)
+        chosen = _planned_again(chosen, gpus, folder, nodes)
     content, path = chosen.plan, chosen.script
     _make(folder, start, nodes)
     chosen.write()
@@ -189,13 +189,14 @@ def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> 
             fix="leave one of them out",
         )
     ahead = made_ahead(found, devices)
-    if ahead is None and nodes.count > 1:
-        raise InputError(
-            f"the plan is for {ranks} devices, and several machines would each plan again",
-            fix=f"plan once: autopar plan … --gpus {devices} --nodes {nodes.count} -o FOLDER; then "
-            "autopar run FOLDER, with --runs and --name as before",
-        )
     return found if ahead is None else ahead
+
+
+def _planned_again(chosen: Trained, devices: int, folder: Path, nodes: Nodes) -> Trained:
+    """Return another plan of the training, which the first of several machines makes for all."""
+    if nodes.rank:
+        return awaited(chosen, devices, folder)
+    return planned_again(chosen, devices, folder, nodes.count)
 
 
 def _check_devices(ranks: int, nodes: Nodes) -> None:

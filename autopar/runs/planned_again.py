@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +17,10 @@ from autopar.planner.given import read_given
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.resized import one_machine, resized_constraints
+from autopar.planner.plan.resized import machines_left, resized_constraints
+
+_LONGEST_SECONDS = 1800  # that another machine plans
+_POLL_SECONDS = 1.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -35,10 +39,10 @@ class Trained:
         return cls(plan=read_plan(file), file=file, script=file.parent / SCRIPT_NAME)
 
     def write(self) -> None:
-        """Write plan and script, where they were made just now."""
+        """Write what was made just now; other machines wait for the plan, so that comes last."""
         if self.text is not None:
-            write_plan(self.plan, self.file)
             write_whole(self.script, self.text, what="the script")
+            write_plan(self.plan, self.file)
 
 
 def made_ahead(trained: Trained, devices: int) -> Trained | None:
@@ -47,15 +51,39 @@ def made_ahead(trained: Trained, devices: int) -> Trained | None:
     Its folder is named as the plan's with their number behind: `out-4` beside `out`.
     """
     folder = _ahead(trained, devices)
-    if not ((folder / FILE_NAME).is_file() and (folder / SCRIPT_NAME).is_file()):
-        return None
-    found = Trained.read(folder)
-    facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
-    unlike = [word for word, fact in needed.items() if facts[word] != fact]
-    if unlike:
+    found = _written_in(folder)
+    if found is not None and (unlike := _unlike(trained, devices, found)):
         tell_note(f"the plan in {folder} is not taken: it has another {', another '.join(unlike)}")
         return None
     return found
+
+
+def awaited(trained: Trained, devices: int, folder: Path) -> Trained:
+    """Return what the first machine plans for so many devices, once it is in the run's folder."""
+    tell_note(f"waiting for the plan for {devices} devices that the first machine makes")
+    until = time.monotonic() + _LONGEST_SECONDS
+    while time.monotonic() < until:
+        found = _written_in(folder)
+        if found is not None and not _unlike(trained, devices, found):
+            return found
+        time.sleep(_POLL_SECONDS)
+    raise InputError(
+        f"the first machine has left no plan for {devices} devices within {_LONGEST_SECONDS} s",
+        where=str(folder / FILE_NAME),
+        expected="a folder that all machines see, and this command on the first one, too",
+        fix="plan ahead: autopar plan … --gpus N --nodes M -o FOLDER; then autopar run FOLDER",
+    )
+
+
+def _written_in(folder: Path) -> Trained | None:
+    is_there = (folder / FILE_NAME).is_file() and (folder / SCRIPT_NAME).is_file()
+    return Trained.read(folder) if is_there else None
+
+
+def _unlike(trained: Trained, devices: int, found: Trained) -> list[str]:
+    """Return what sets a plan apart from one of the same training for so many devices."""
+    facts, needed = _facts(found.plan), {**_facts(trained.plan), "number of devices": devices}
+    return [word for word, fact in needed.items() if facts[word] != fact]
 
 
 def _ahead(trained: Trained, devices: int) -> Path:
@@ -73,8 +101,8 @@ def _facts(plan: Plan) -> dict[str, object]:
     }
 
 
-def planned_again(trained: Trained, devices: int, folder: Path) -> Trained:
-    """Return the best plan of the same training on one machine of so many devices.
+def planned_again(trained: Trained, devices: int, folder: Path, machines: int = 1) -> Trained:
+    """Return the best plan of the same training on machines with so many devices together.
 
     It and its script are to be written into `folder`.
     """
@@ -97,7 +125,7 @@ def planned_again(trained: Trained, devices: int, folder: Path) -> Trained:
     request = Request(
         model=spec,
         arguments=tuple(f"{name}={value}" for name, value in plan.model.arguments),
-        clusters=(one_machine(plan, devices),),
+        clusters=(machines_left(plan, devices, machines),),
         constraints=resized.constraints,
     )
     these_alone = partial(make_plans, looks_at_fewer=False)

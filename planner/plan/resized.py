@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.levels import cluster_from
+from autopar.planner.cluster.sheet import known_fabrics
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.errors import InputError
 from autopar.planner.plan.declared.conflict import minimal_conflict
@@ -81,12 +82,20 @@ def _leave_a_plan(declared: Sequence[Declared], devices: int, *, fixed_batch: in
     )
 
 
-def one_machine(plan: Plan, devices: int) -> Cluster:
-    """Return a machine with so many devices of the plan's kind, joined as those of its nodes."""
+def machines_left(plan: Plan, devices: int, machines: int = 1) -> Cluster:
+    """Return machines with so many devices of the plan's kind, joined as those of the plan are.
+
+    If the plan is for one machine, the usual network of its devices joins several.
+    """
     first = plan.cluster.nodes[0]
     if any(replace(node, devices=first.devices) != first for node in plan.cluster.nodes):
         raise InputError(
             "the plan is for unlike machines, and which of them is left is not known",
             fix=f"describe it in a cluster file: autopar plan {plan.model.spec} --cluster FILE …",
         )
-    return cluster_from([replace(first, devices=devices)], network=None, origin=plan.cluster.origin)
+    links = {level.name: level.units[0].link for level in plan.cluster.levels}
+    return cluster_from(
+        [replace(first, devices=devices // machines)] * machines,
+        network=links.get("network", known_fabrics()[first.device.fabric]),
+        origin=plan.cluster.origin,
+    )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.files.document import read_plan, write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.runs.launching import Ended
+from autopar.runs.planned_again import Trained, awaited
 from autopar.runs.run_metrics import lines_of
 from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
@@ -130,7 +132,7 @@ ALONE = ("--node-rank", "0", "--master-addr", "host", "--name", "mine")
     [
         (("--gpus", "0"), 2, "not a count"),
         (("--gpus", "1", "--script", "train.py"), 2, "--script is for the 2 devices of the plan"),
-        (("--gpus", "4", "--nnodes", "2", *ALONE), 2, "--gpus 4 --nodes 2 -o FOLDER"),
+        (("--gpus", "3", "--nnodes", "2", *ALONE), 2, "not shared out evenly over 2 machines"),
         (("--gpus", "3"), 3, "a global batch of 8 (the plan)"),
     ],
 )
@@ -161,6 +163,28 @@ def test_a_machine_with_fewer_devices_says_how_to_go_on(
     assert "2 devices of this machine are needed, and 1 is there" in ran.err
     assert "--gpus 1" in ran.err
     assert not started
+
+
+def test_the_first_of_several_machines_plans_for_all(
+    folder: Path,
+    autopar: Autopar,
+    started: list[list[str]],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr("autopar.commands.run.check_meeting_place", lambda _: None)
+    place = ("--nnodes", "2", "--master-addr", "host", "--name", "mine", "--node-rank")
+    with ThreadPoolExecutor() as pool:
+        second = pool.submit(_awaited, folder)
+        ran = autopar("run", str(folder), "--gpus", "4", *place, "0")
+        assert ran.code == 0, ran.err
+        plan = second.result(timeout=60)
+    assert plan == read_plan(folder / "runs" / "mine")
+    assert [node.devices for node in plan.cluster.nodes] == [2, 2]
+    assert started[0][started[0].index("--nproc-per-node") + 1] == "2"
+
+
+def _awaited(folder: Path) -> Plan:
+    return awaited(Trained.read(folder), 4, folder / "runs" / "mine").plan
 
 
 @pytest.mark.slow
