@@ -15,8 +15,6 @@ from autopar.planner.costs.kernels.attention import (
 from autopar.planner.costs.kernels.compute import Sheet, Throughput
 from autopar.planner.costs.kernels.gemm import (
     gemm_seconds,
-    grouped_gemm_seconds,
-    sequential_gemm_seconds,
 )
 
 LAUNCH_SECONDS = 1.5e-6  # between kernels that were queued back to back, as in these benchmarks
@@ -126,15 +124,19 @@ def read_grouped(folder: Path) -> list[Measured]:
         gradient = 8 if row["main_grad_dtype"] == "fp32" else 4
         shape = {"fwd": (m, n, k), "bwd_grad_act": (m, k, n), "bwd_grad_w": (n, k, m)}[row["stage"]]
         stored = gradient if row["stage"] == "bwd_grad_w" else 2
-        formula = grouped_gemm_seconds if "A100" in row["gpu"] else sequential_gemm_seconds
+        together, apart = (groups, 1) if "A100" in row["gpu"] else (1, groups)
 
         def predicted(
             rates: Throughput,
-            f: Callable[..., float] = formula,
-            a: tuple[int, ...] = (groups, *shape),
+            a: tuple[int, int, int] = shape,
+            batch: int = together,
+            times: int = apart,
             s: int = stored,
         ) -> float:
-            return f(*a, rates=rates, stored_bytes=s)
+            contiguous = a[1] | a[2]
+            return times * gemm_seconds(
+                *a, rates=rates, batch=batch, stored_bytes=s, contiguous=contiguous
+            )
 
         rate = float(row["efficiency"]) * float(row["peak_tflops"]) * 1e12
         measured.append(

@@ -12,8 +12,6 @@ from autopar.planner.costs.kernels.attention import (
     AttentionShape,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
-    unfused_attention_backward_seconds,
-    unfused_attention_forward_seconds,
 )
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.costs.ops.host import NO_PASSES, Host
@@ -26,6 +24,10 @@ from autopar.planner.ops import Op
 from autopar.planner.precision import Precision
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
+from benchmarks.validation.unfused_attention import (
+    unfused_attention_backward_seconds,
+    unfused_attention_forward_seconds,
+)
 
 _LOSS = "aten.cross_entropy_loss.default"
 # Bytes per logit of an fp32 loss on 16-bit logits. Forward: the cast (2 + 4), log_softmax (4 + 4).

@@ -21,25 +21,6 @@ from autopar.planner.rules.table import takes_statistics
 _NOTHING: Mapping[str, Layout] = MappingProxyType({})
 
 
-def layer_cost(
-    pricer: Pricer,
-    layer: Layer,
-    layouts: Sequence[OpLayout],
-    *,
-    degree: int,
-    shape: GroupShape,
-    recompute: Recompute,
-    parameters: Mapping[str, Layout],
-    outside: Mapping[str, Layout] = _NOTHING,
-    counted: frozenset[str] = frozenset(),
-) -> LayerCost:
-    """Return what a layer costs under one recompute mode (see layer_costs)."""
-    return layer_costs(
-        pricer, layer, layouts, degree=degree, shape=shape,
-        parameters=parameters, outside=outside, counted=counted,
-    )[recompute]  # fmt: skip
-
-
 def layer_costs(
     pricer: Pricer,
     layer: Layer,

@@ -1,44 +1,10 @@
-"""Counts the microbatches whose activations a stage holds at once, by closed form and from orders.
+"""Counts the microbatches whose activations a stage holds at once, by closed form.
 
 A microbatch is in flight on a stage from its forward until its backward ends, or its weight
 gradient where the backward is split: torch keeps the whole graph from the first half to the second,
 and beside it the gradients of the results of ops with weights (deferred). A rank computes one
 action at a time, so the counts follow from its order alone, whatever the actions cost.
 """
-
-from autopar.planner.costs.schedules.actions import ActionKind, Schedule
-
-_RELEASES = (ActionKind.BACKWARD, ActionKind.WEIGHT_GRADIENT)
-
-
-def peak_in_flight(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each stage the most microbatches in flight at once, counted along the order."""
-    current: dict[int, int] = {}
-    peak: dict[int, int] = {}
-    for actions in schedule:
-        for action in actions:
-            stage = action.stage
-            if action.kind is ActionKind.FORWARD:
-                current[stage] = current.get(stage, 0) + 1
-                peak[stage] = max(peak.get(stage, 0), current[stage])
-            elif action.kind in _RELEASES:
-                current[stage] -= 1
-    return tuple(peak[stage] for stage in sorted(peak))
-
-
-def peak_deferred(schedule: Schedule) -> tuple[int, ...]:
-    """Return for each stage the most microbatches at once between the halves of their backward."""
-    current: dict[int, int] = {}
-    peak: dict[int, int] = {}
-    for actions in schedule:
-        for action in actions:
-            stage = action.stage
-            if action.kind is ActionKind.INPUT_GRADIENT:
-                current[stage] = current.get(stage, 0) + 1
-            elif action.kind is ActionKind.WEIGHT_GRADIENT:
-                current[stage] -= 1
-            peak[stage] = max(peak.get(stage, 0), current.get(stage, 0))
-    return tuple(peak[stage] for stage in sorted(peak))
 
 
 def gpipe_in_flight(microbatches: int) -> int:

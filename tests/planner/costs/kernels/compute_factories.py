@@ -3,6 +3,7 @@
 from dataclasses import replace
 from typing import Any
 
+from autopar.planner.costs.kernels.attention import AttentionShape
 from autopar.planner.costs.kernels.compute import Sheet, Throughput, Tile, throughput
 from autopar.planner.costs.kernels.constants import read_compute_constants
 
@@ -57,3 +58,17 @@ def round_rates(**changes: Any) -> Throughput:
         attention=read_compute_constants().attention,
     )
     return replace(rates, **changes)
+
+
+def attention(length: int = 4096, heads: int = 32, **changes: Any) -> AttentionShape:
+    """Return attention over one sequence."""
+    shape = AttentionShape(
+        batch=1,
+        heads=heads,
+        kv_heads=heads,
+        query_length=length,
+        key_length=length,
+        head_dim=128,
+        value_dim=128,
+    )
+    return replace(shape, **changes)

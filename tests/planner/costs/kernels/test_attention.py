@@ -1,34 +1,15 @@
 """Tests of the seconds of attention."""
 
-from dataclasses import replace
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.costs.kernels.attention import (
-    AttentionShape,
     causal_visible,
     fused_attention_backward_seconds,
     fused_attention_forward_seconds,
-    unfused_attention_backward_seconds,
-    unfused_attention_forward_seconds,
 )
-from tests.planner.costs.kernels.compute_factories import real_rates, round_rates
-
-
-def attention(length: int = 4096, heads: int = 32, **changes: Any) -> AttentionShape:
-    shape = AttentionShape(
-        batch=1,
-        heads=heads,
-        kv_heads=heads,
-        query_length=length,
-        key_length=length,
-        head_dim=128,
-        value_dim=128,
-    )
-    return replace(shape, **changes)
+from tests.planner.costs.kernels.compute_factories import attention, real_rates, round_rates
 
 
 @pytest.mark.parametrize(
@@ -69,27 +50,6 @@ def test_an_a100_runs_causal_attention_as_measured() -> None:
     measured = 4 * 128 * 64 * 4096**2 / (1.187 * 312e12)
     seconds = fused_attention_forward_seconds(shape, rates=real_rates())
     assert seconds == pytest.approx(measured, rel=0.06)
-
-
-def test_unfused_attention_writes_its_scores() -> None:
-    # 10 heads · 1000² scores of 2 bytes. Softmax: 2 passes · 20 MB ÷ 0.5 TB/s = 80 us; dropout: 5
-    # bytes · 1e7 ÷ 0.5 TB/s = 100 us; a launch each.
-    rates = round_rates()
-    shape = attention(1000, 10, head_dim=96, value_dim=96)
-    plain = unfused_attention_forward_seconds(shape, rates=rates)
-    dropped = unfused_attention_forward_seconds(shape, rates=rates, dropout=0.1)
-    masked = unfused_attention_forward_seconds(shape, rates=rates, score_passes=2)
-    assert dropped - plain == pytest.approx(101e-6)
-    assert masked - plain == pytest.approx(81e-6)
-    assert plain > 81e-6
-
-
-def test_fused_attention_beats_unfused_on_long_sequences() -> None:
-    shape, rates = attention(8192), real_rates()
-    fused = fused_attention_forward_seconds(shape, rates=rates)
-    assert fused < unfused_attention_forward_seconds(shape, rates=rates)
-    back = fused_attention_backward_seconds(shape, rates=rates)
-    assert back < unfused_attention_backward_seconds(shape, rates=rates)
 
 
 def test_fewer_key_heads_save_bytes_alone() -> None:

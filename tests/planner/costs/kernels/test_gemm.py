@@ -7,11 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.costs.kernels.compute import Tile
-from autopar.planner.costs.kernels.gemm import (
-    gemm_seconds,
-    grouped_gemm_seconds,
-    sequential_gemm_seconds,
-)
+from autopar.planner.costs.kernels.gemm import gemm_seconds
 from tests.planner.costs.kernels.compute_factories import real_rates, round_rates
 
 extents = st.integers(1, 20_000)
@@ -63,8 +59,8 @@ def test_experts_in_one_kernel_share_waves() -> None:
     # 10 experts of 10 tiles each: one wave together, bound by power, 2·10·100·1000·8000 ÷ 50e12 =
     # 320 us, or ten waves of 163 us apart. Stored 2 MB ÷ 5 TB/s = 0.4 us, half exposed.
     rates = round_rates(stream_bytes_per_second=5e12)
-    together = grouped_gemm_seconds(10, 100, 1000, 8000, rates=rates)
-    apart = sequential_gemm_seconds(10, 100, 1000, 8000, rates=rates)
+    together = gemm_seconds(100, 1000, 8000, rates=rates, batch=10)
+    apart = 10 * gemm_seconds(100, 1000, 8000, rates=rates)
     assert together == pytest.approx(321.2e-6)
     assert apart == pytest.approx(10 * (1 + 163 + 0.02) * 1e-6)
 

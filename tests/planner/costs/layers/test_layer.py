@@ -9,7 +9,7 @@ from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.costs.collectives.choice import Collective, collective_seconds
 from autopar.planner.costs.layers.flow import layer_flow
-from autopar.planner.costs.layers.layer import layer_cost, layer_costs
+from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.layers.recompute import run_again
 from autopar.planner.costs.ops.host import NO_PASSES, measured_host
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
@@ -242,10 +242,9 @@ def test_gradients_of_replicated_parameters_are_told() -> None:
     layer = layer_of(prices, "Block")
     norm = op_of(prices, layer, "layer_norm")
     replicated = dict.fromkeys(norm.inputs[1:], REPLICATED)
-    cost = layer_cost(
-        prices, layer, whole(layer), degree=2, shape=shape(2), recompute=Recompute.NONE,
-        parameters=replicated,
-    )  # fmt: skip
+    cost = layer_costs(
+        prices, layer, whole(layer), degree=2, shape=shape(2), parameters=replicated
+    )[Recompute.NONE]
     assert cost.replicated_gradient_bytes == 4 * 2 * H
 
 

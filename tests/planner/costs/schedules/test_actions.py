@@ -1,36 +1,12 @@
-"""Actions print and parse back."""
+"""Actions print as torch prints them."""
 
-import pytest
-from hypothesis import given
-from hypothesis import strategies as st
-
-from autopar.planner.costs.schedules.actions import (
-    Action,
-    ActionKind,
-    columns_of,
-    format_schedule,
-    parse_action,
-    parse_schedule,
-)
+from autopar.planner.costs.schedules.actions import Action, ActionKind, columns_of
 from autopar.planner.costs.schedules.orders import one_f_one_b
-from autopar.planner.errors import InputError
-
-ACTIONS = st.builds(Action, st.integers(0, 999), st.sampled_from(ActionKind), st.integers(0, 9999))
+from tests.planner.costs.schedules.orders_read import format_schedule, parse_schedule
 
 
 def test_an_action_prints_stage_kind_and_microbatch() -> None:
     assert str(Action(2, ActionKind.FORWARD, 0)) == "2F0"
-
-
-@given(ACTIONS)
-def test_an_action_parses_back(action: Action) -> None:
-    assert parse_action(str(action)) == action
-
-
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2F0 ", "-1F0", "2SEND_F0", "²F0"])
-def test_what_is_no_action_is_refused(text: str) -> None:
-    with pytest.raises(InputError, match="is not an action"):
-        parse_action(text)
 
 
 def test_a_schedule_prints_one_line_per_rank_and_parses_back() -> None:

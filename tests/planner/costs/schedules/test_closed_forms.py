@@ -10,15 +10,9 @@ from hypothesis import strategies as st
 
 from autopar.planner.costs.schedules.actions import Schedule
 from autopar.planner.costs.schedules.closed_forms import (
-    gpipe_step_seconds,
-    interleaved_step_seconds,
-    interleaved_zero_bubble_step_seconds,
     on_demand_seconds,
-    one_f_one_b_step_seconds,
     uneven_gpipe_step_seconds,
-    uneven_interleaved_step_seconds,
     uneven_one_f_one_b_least_seconds,
-    uneven_one_f_one_b_step_seconds,
 )
 from autopar.planner.costs.schedules.orders import (
     gpipe,
@@ -26,7 +20,17 @@ from autopar.planner.costs.schedules.orders import (
     interleaved_zero_bubble,
     one_f_one_b,
 )
-from autopar.planner.costs.schedules.simulation import StageSeconds, Transfer, even_stages, simulate
+from autopar.planner.costs.schedules.simulation import (
+    StageSeconds,
+    Transfer,
+    even_stages,
+    simulate,
+)
+from tests.planner.costs.schedules.equal_stages import (
+    gpipe_step_seconds,
+    interleaved_step_seconds,
+    interleaved_zero_bubble_step_seconds,
+)
 
 SECONDS = st.floats(0.01, 10.0)
 
@@ -68,6 +72,14 @@ def test_interleaving_by_hand() -> None:
     assert interleaved_step_seconds(0.5, 1, ranks=4, stages_per_rank=2, microbatches=8) == 28.5
 
 
+def test_the_bound_of_uneven_1f1b_by_hand() -> None:
+    # stages of 3 and 5 s, transfers .5 s. Stage 1: before it 3 + 2 · .5, its work 2 · 5: 14
+    least = uneven_one_f_one_b_least_seconds(
+        (1, 2), (2, 3), transfer_seconds=(0.5,), microbatches=2
+    )
+    assert least == 14
+
+
 def test_zero_bubble_by_hand() -> None:
     # f = i = w = 1, 4 ranks, 8 microbatches: 24 of work and 3 · (1 + 1 − 1) of bubble
     assert (
@@ -76,24 +88,13 @@ def test_zero_bubble_by_hand() -> None:
     )
 
 
-def test_uneven_1f1b_by_hand() -> None:
-    # stages of 3 and 5 s, transfers .5 s: each receives once, so 3.5 and 5.5; 9 + (2 − 1) · 5.5
-    step = uneven_one_f_one_b_step_seconds((1, 2), (2, 3), transfer_seconds=(0.5,), microbatches=2)
-    assert step == 14.5
-    # stage 1: before it 3 + 2 · .5, its work 2 · 5: 14
-    least = uneven_one_f_one_b_least_seconds(
-        (1, 2), (2, 3), transfer_seconds=(0.5,), microbatches=2
-    )
-    assert least == 14
-
-
 @settings(max_examples=100)
 @given(st.integers(1, 6), st.integers(1, 16), SECONDS, SECONDS)
 def test_gpipe_and_1f1b_on_equal_stages_are_as_simulated(
     stages: int, microbatches: int, forward: float, backward: float
 ) -> None:
-    for order, formula in ((gpipe, gpipe_step_seconds), (one_f_one_b, one_f_one_b_step_seconds)):
-        assert formula(
+    for order in (gpipe, one_f_one_b):  # which differ in memory alone
+        assert gpipe_step_seconds(
             forward, backward, stages=stages, microbatches=microbatches
         ) == pytest.approx(
             simulated(
@@ -137,7 +138,12 @@ def test_interleaved_schedules_on_equal_stages_are_as_simulated(
     )
     assert zero_bubble == pytest.approx(
         interleaved_zero_bubble_step_seconds(
-            forward, gradient, weight, ranks=ranks, stages_per_rank=local, microbatches=microbatches
+            forward,
+            gradient,
+            weight,
+            ranks=ranks,
+            stages_per_rank=local,
+            microbatches=microbatches,
         )
     )
 
@@ -171,20 +177,6 @@ def test_1f1b_never_beats_its_lower_bound(
     assert least <= simulated(order, forward, backward, transfers=transfers[1:]) + 1e-9
 
 
-@settings(max_examples=300)
-@given(UNEVEN, st.integers(1, 20), st.floats(0.5, 3.0))
-def test_1f1b_never_exceeds_its_closed_form_if_backward_goes_with_forward(
-    stages: list[tuple[float, float, float]], microbatches: int, ratio: float
-) -> None:
-    forward = [stage[0] for stage in stages]
-    backward = [ratio * seconds for seconds in forward]
-    most = uneven_one_f_one_b_step_seconds(
-        forward, backward, transfer_seconds=[0.0] * (len(stages) - 1), microbatches=microbatches
-    )
-    order = one_f_one_b(len(stages), microbatches)
-    assert most >= simulated(order, forward, backward, transfers=[0.0] * (len(stages) - 1)) - 1e-9
-
-
 @settings(max_examples=150)
 @given(UNEVEN, st.integers(1, 20))
 def test_transfers_on_demand_are_longer_actions(
@@ -199,46 +191,17 @@ def test_transfers_on_demand_are_longer_actions(
         ) == pytest.approx(simulated(schedule, *longer, transfers=[0.0] * (len(stages) - 1)))
 
 
-@pytest.mark.parametrize(("spread", "at_median", "at_p90"), [(0.2, 0.015, 0.04), (0.5, 0.03, 0.08)])
-def test_the_closed_form_of_uneven_1f1b_is_as_close_as_it_says(
-    spread: float, at_median: float, at_p90: float
-) -> None:
+@pytest.mark.parametrize("spread", [0.2, 0.5])
+def test_the_bound_of_uneven_1f1b_is_as_close_as_it_says(spread: float) -> None:
     rng = random.Random(7)
-    above: list[float] = []
     below: list[float] = []
     for _ in range(150):
         microbatches, forward, backward = random_pipeline(rng, spread)
         none = [0.0] * (len(forward) - 1)
         step = simulated(one_f_one_b(len(forward), microbatches), forward, backward, transfers=none)
-        for errors, formula in (
-            (above, uneven_one_f_one_b_step_seconds),
-            (below, uneven_one_f_one_b_least_seconds),
-        ):
-            seconds = formula(forward, backward, transfer_seconds=none, microbatches=microbatches)
-            errors.append(abs(seconds / step - 1))
-    assert median(above) < at_median
-    assert quantiles(above, n=10)[-1] < at_p90
+        least = uneven_one_f_one_b_least_seconds(
+            forward, backward, transfer_seconds=none, microbatches=microbatches
+        )
+        below.append(1 - least / step)
     assert median(below) < 1e-9
     assert quantiles(below, n=10)[-1] < 0.01
-
-
-def test_the_closed_form_of_uneven_interleaving_is_as_close_as_it_says() -> None:
-    rng = random.Random(7)
-    errors = []
-    for _ in range(100):
-        ranks, local = rng.randint(2, 6), rng.randint(2, 4)
-        microbatches = ranks * rng.randint(1, 8)
-        forward = [1 + rng.uniform(-0.1, 0.1) for _ in range(ranks * local)]
-        work = [sum(3 * seconds for seconds in forward[rank::ranks]) for rank in range(ranks)]
-        step = simulated(
-            interleaved_1f1b(ranks, local, microbatches),
-            forward,
-            [2 * seconds for seconds in forward],
-            transfers=[0.0] * (ranks * local - 1),
-        )
-        form = uneven_interleaved_step_seconds(
-            work, stages_per_rank=local, microbatches=microbatches
-        )
-        errors.append(abs(form / step - 1))
-    assert median(errors) < 0.015
-    assert max(errors) < 0.09

@@ -6,10 +6,10 @@ from autopar.planner.costs.schedules.in_flight import (
     interleaved_in_flight,
     interleaved_zero_bubble_in_flight,
     one_f_one_b_in_flight,
-    peak_in_flight,
     zero_bubble_v_in_flight,
 )
 from autopar.planner.costs.schedules.orders import gpipe
+from tests.planner.costs.schedules.orders_read import peak_in_flight
 
 
 @pytest.mark.parametrize(("stage", "microbatches", "held"), [(0, 8, 4), (3, 8, 1), (0, 2, 2)])

@@ -4,7 +4,6 @@ import numpy as np
 import pytest
 
 from autopar.planner.costs.schedules import moments as schedule_moments
-from autopar.planner.costs.schedules.in_flight import peak_deferred, peak_in_flight
 from autopar.planner.costs.schedules.moments import Moments, rank_moments
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
@@ -13,6 +12,7 @@ from autopar.planner.costs.schedules.table import (
     refusal,
     schedule_of,
 )
+from tests.planner.costs.schedules.orders_read import peak_deferred, peak_in_flight
 
 SHAPES = [
     PipelineShape(ranks=ranks, stages_per_rank=local, microbatches=microbatches)

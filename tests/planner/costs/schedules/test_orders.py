@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch.distributed.pipelining import schedules as torch_schedules
 
-from autopar.planner.costs.schedules.actions import format_schedule
 from autopar.planner.costs.schedules.orders import (
     interleaved_1f1b,
     interleaved_zero_bubble,
@@ -21,6 +20,7 @@ from autopar.planner.costs.schedules.table import (
     schedule_of,
 )
 from autopar.planner.errors import InputError
+from tests.planner.costs.schedules.orders_read import format_schedule
 
 SINGLE = (ScheduleKind.GPIPE, ScheduleKind.ONE_F_ONE_B)
 MULTI = (

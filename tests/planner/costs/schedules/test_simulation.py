@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.planner.costs.schedules.actions import Action, parse_schedule
+from autopar.planner.costs.schedules.actions import Action
 from autopar.planner.costs.schedules.orders import (
     gpipe,
     interleaved_zero_bubble,
@@ -27,6 +27,7 @@ from autopar.planner.costs.schedules.table import (
 )
 from autopar.planner.errors import InputError
 from tests.clock import least_seconds
+from tests.planner.costs.schedules.orders_read import parse_schedule
 
 SECONDS = st.floats(0.001, 10.0)
 STAGE = st.tuples(SECONDS, SECONDS, SECONDS).map(

@@ -4,7 +4,6 @@ import pytest
 from torch.distributed import pipelining
 
 from autopar.planner.costs.schedules.actions import ActionKind
-from autopar.planner.costs.schedules.in_flight import peak_in_flight
 from autopar.planner.costs.schedules.table import (
     SCHEDULES,
     PipelineShape,
@@ -14,6 +13,7 @@ from autopar.planner.costs.schedules.table import (
     schedule_of,
 )
 from autopar.planner.errors import InputError
+from tests.planner.costs.schedules.orders_read import peak_in_flight
 from tests.planner.costs.schedules.schedule_faults import require_valid
 
 SHAPES = [

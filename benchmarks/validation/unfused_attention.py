@@ -1,0 +1,76 @@
+"""Turns the shape of attention into seconds where no kernel is fused: scores lie in memory."""
+
+from autopar.planner.costs.kernels.attention import AttentionShape
+from autopar.planner.costs.kernels.compute import Throughput
+from autopar.planner.costs.kernels.elementwise import (
+    dropout_backward_seconds,
+    dropout_forward_seconds,
+    elementwise_seconds,
+    softmax_backward_seconds,
+    softmax_forward_seconds,
+)
+from autopar.planner.costs.kernels.gemm import gemm_seconds
+
+
+def unfused_attention_forward_seconds(
+    shape: AttentionShape, *, rates: Throughput, score_passes: float = 0, dropout: float = 0
+) -> float:
+    """Return the seconds of bmm, softmax, dropout, bmm, each writing all scores to memory.
+
+    `score_passes` counts reads plus writes of the scores by further ops: 0 where scale, mask and
+    softmax are one kernel (Megatron's fused softmax), 4 in eager PyTorch that scales and adds the
+    mask apart. A mask saves no work here.
+    """
+    batch, rows, columns = shape.batch * shape.heads, shape.query_length, shape.key_length
+    scores, size = float(batch) * rows * columns, shape.element_bytes
+    seconds = gemm_seconds(
+        rows,
+        columns,
+        shape.head_dim,
+        rates=rates,
+        batch=batch,
+        element_bytes=size,
+        stored_bytes=size,
+    )
+    seconds += gemm_seconds(
+        rows,
+        shape.value_dim,
+        columns,
+        rates=rates,
+        batch=batch,
+        element_bytes=size,
+        stored_bytes=size,
+    )
+    seconds += softmax_forward_seconds(scores, element_bytes=size, rates=rates)
+    if score_passes:
+        seconds += elementwise_seconds(scores, element_bytes=size, passes=score_passes, rates=rates)
+    if dropout:
+        seconds += dropout_forward_seconds(scores, element_bytes=size, rates=rates)
+    return seconds
+
+
+def unfused_attention_backward_seconds(
+    shape: AttentionShape, *, rates: Throughput, score_passes: float = 0, dropout: float = 0
+) -> float:
+    """Return the seconds of the backward of bmm, softmax, dropout, bmm.
+
+    dV = Pᵀ·dO and dP = dO·Vᵀ, then dropout and softmax backward, then dQ = dS·K and dK = dSᵀ·Q.
+    """
+    batch, rows, columns = shape.batch * shape.heads, shape.query_length, shape.key_length
+    scores, size = float(batch) * rows * columns, shape.element_bytes
+    products = (
+        (columns, shape.value_dim, rows),
+        (rows, columns, shape.value_dim),
+        (rows, shape.head_dim, columns),
+        (columns, shape.head_dim, rows),
+    )
+    seconds = sum(
+        gemm_seconds(m, n, k, rates=rates, batch=batch, element_bytes=size, stored_bytes=size)
+        for m, n, k in products
+    )
+    seconds += softmax_backward_seconds(scores, element_bytes=size, rates=rates)
+    if score_passes:
+        seconds += elementwise_seconds(scores, element_bytes=size, passes=score_passes, rates=rates)
+    if dropout:
+        seconds += dropout_backward_seconds(scores, element_bytes=size, rates=rates)
+    return seconds

@@ -1,0 +1,44 @@
+"""Step seconds of schedules on equal stages, as published."""
+
+
+def gpipe_step_seconds(
+    forward_seconds: float, backward_seconds: float, *, stages: int, microbatches: int
+) -> float:
+    """Return (m + p − 1)·(f + b): GPipe on equal stages, no transfers. Source: arXiv 1811.06965."""
+    return (microbatches + stages - 1) * (forward_seconds + backward_seconds)
+
+
+def interleaved_step_seconds(
+    forward_seconds: float,
+    backward_seconds: float,
+    *,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+) -> float:
+    """Return (m·v + p − 1)·(f + b) for v equal stages per rank, no transfers, p dividing m.
+
+    Source: arXiv 2104.04473, section 2.2 (f and b are of one stage, a v-th of the rank's work).
+    """
+    turns = microbatches * stages_per_rank + ranks - 1
+    return turns * (forward_seconds + backward_seconds)
+
+
+def interleaved_zero_bubble_step_seconds(
+    forward_seconds: float,
+    input_gradient_seconds: float,
+    weight_gradient_seconds: float,
+    *,
+    ranks: int,
+    stages_per_rank: int,
+    microbatches: int,
+) -> float:
+    """Return m·v·(f + i + w) + (p − 1)·(f + i − min(f, i, w)): equal stages, no transfers, p | m.
+
+    Source: arXiv 2401.10241, table 2 (ZB-H1), for w ≤ min(f, i); beyond that found by simulation:
+    weight gradients fill the gaps of a rank, but no gap is longer than the shortest action.
+    """
+    work = forward_seconds + input_gradient_seconds + weight_gradient_seconds
+    filled = min(forward_seconds, input_gradient_seconds, weight_gradient_seconds)
+    bubble = forward_seconds + input_gradient_seconds - filled
+    return microbatches * stages_per_rank * work + (ranks - 1) * bubble
