@@ -169,7 +169,6 @@ def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
         precision=Precision.FP32,
         total_seconds=budget_seconds,
         op_seconds=budget_seconds / 10,
-        ranks=RANKS,
     )
     found = profile(subject.graph, subject.axes, subject.layers, request).measured
     place = place_at_hand()

@@ -30,18 +30,6 @@ from autopar.planner.precision import (
 from autopar.planner.rules.rule import Rule, Traffic
 from autopar.planner.rules.table import rule_of
 
-__all__ = [
-    "Annotation",
-    "Kernels",
-    "Precision",
-    "State",
-    "Work",
-    "annotate",
-    "forward_flops",
-    "item_bytes",
-    "state_of",
-]
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:

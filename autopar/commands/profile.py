@@ -19,12 +19,16 @@ from autopar.planner.errors import InputError
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.precision import Precision
-from autopar.planner.profile.file import FILE_NAME, read_measurements, write_measurements
+from autopar.planner.profile.file import (
+    FILE_NAME,
+    content_hash,
+    read_measurements,
+    write_measurements,
+)
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net
 from autopar.planner.profile.profile import Request, place_at_hand
 from autopar.planner.profile.profile import profile as measure_ops
-from autopar.planner.profile.text import content_hash
 from autopar.planner.trace import trace
 from autopar.progress import reported
 from autopar.training_calls import training_call
@@ -75,7 +79,6 @@ def profile(
         precision=_precision(precision),
         total_seconds=budget,
         op_seconds=_OP_SHARE * budget,
-        ranks=_ranks(procs) if net else 1,
     )
     check_writable(output)
     before = read_measurements(output) if output.exists() else MeasuredFile()
@@ -91,7 +94,7 @@ def profile(
             link = measure_net(
                 device_name=place.device.name,
                 device=place.torch_name,
-                ranks=request.ranks,
+                ranks=procs or max(2, torch.cuda.device_count()),
                 training_calls=training_call,
             )
             found = MeasuredFile(ops=found.ops, hosts=found.hosts, nets=(link,))
@@ -126,7 +129,3 @@ def _precision(text: str) -> Precision:
     except ValueError:
         known = ", ".join(one.value for one in Precision)
         raise InputError(f"{text!r} is no precision", where="--precision", expected=known) from None
-
-
-def _ranks(procs: int | None) -> int:
-    return procs or max(2, torch.cuda.device_count())

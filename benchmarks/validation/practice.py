@@ -14,7 +14,7 @@ from autopar.planner.costs.kernels.attention import (
     fused_attention_forward_seconds,
 )
 from autopar.planner.costs.kernels.elementwise import memory_seconds
-from autopar.planner.costs.ops.host import NO_PASSES, Host
+from autopar.planner.costs.ops.host import Host
 from autopar.planner.costs.ops.kept import Kept, Made
 from autopar.planner.costs.ops.pricer import OpCost, Pricer
 from autopar.planner.costs.ops.shapes import OpSplit
@@ -80,7 +80,7 @@ class PracticePricer(Pricer):
     @cached_property
     def host(self) -> Host:
         """No time of the host's."""
-        return Host(forward_seconds=0.0, backward_seconds=0.0, passes=NO_PASSES, runs_ahead=True)
+        return Host(forward_seconds=0.0, backward_seconds=0.0, runs_ahead=True)
 
     def cost(self, op: Op, split: OpSplit | None = None) -> OpCost:
         """Return what an op takes; of attention, all of its kernels."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from autopar.planner.axes.terms import (
     UNIT,
     Concat,
@@ -73,10 +75,8 @@ class Unifier:
             return self._bind(top_a, b)
         if isinstance(top_b, Leaf):
             return self._bind(top_b, a)
-        if isinstance(top_a, Product) and isinstance(top_b, Product):
-            return self._unify_products(list(top_a.factors), list(top_b.factors))
-        if isinstance(top_a, Concat) and isinstance(top_b, Concat):
-            return self._unify_concats(list(top_a.parts), list(top_b.parts))
+        if type(top_a) is type(top_b):
+            return self._unify_lists(top_a, top_b)
         if isinstance(top_a, Concat):
             top_a, top_b = top_b, top_a
         assert isinstance(top_a, Product)
@@ -89,9 +89,11 @@ class Unifier:
         self._bound[leaf.name] = dim
         return True
 
-    def _unify_products(self, a: list[Dim], b: list[Dim]) -> bool:
-        """Walk both factor lists outermost first; a longer free factor is split at the shorter."""
-        a, b = self._flat_factors(a), self._flat_factors(b)
+    def _unify_lists(self, top_a: Product | Concat, top_b: Product | Concat) -> bool:
+        """Walk factors or parts, the first ones first; a longer free one is cut at the shorter."""
+        kind = type(top_a)
+        split = self._split_product if kind is Product else self._cut_part
+        a, b = self._flat([top_a], kind), self._flat([top_b], kind)
         while a and b:
             x, y = a.pop(0), b.pop(0)
             if size_of(x) == size_of(y):
@@ -100,12 +102,11 @@ class Unifier:
                 continue
             longer, shorter, rest = (x, y, a) if size_of(y) < size_of(x) else (y, x, b)
             other = b if rest is a else a
-            halves = self._split_product(longer, shorter)
+            halves = split(longer, shorter)
             if halves is None:
                 return False
-            rest[:0] = self._flat_factors([halves[1]])
+            rest[:0] = (halves[0], *self._flat([halves[1]], kind))
             other.insert(0, shorter)
-            rest.insert(0, halves[0])
         return not a and not b
 
     def _split_product(self, dim: Dim, outer: Dim) -> tuple[Dim, Dim] | None:
@@ -125,32 +126,18 @@ class Unifier:
         self._bound[top.name] = product(halves)
         return halves
 
-    def _unify_concats(self, a: list[Dim], b: list[Dim]) -> bool:
-        """Walk both part lists; a longer free part is cut at the end of the shorter."""
-        a, b = self._flat_parts(a), self._flat_parts(b)
-        while a and b:
-            x, y = a.pop(0), b.pop(0)
-            if size_of(x) == size_of(y):
-                if not self.unify(x, y):
-                    return False
-                continue
-            longer, shorter, rest = (x, y, a) if size_of(y) < size_of(x) else (y, x, b)
-            other = b if rest is a else a
-            top = self.structure(longer)
-            if not isinstance(top, Leaf):
-                return False
-            halves = (
-                self.fresh(size_of(shorter)),
-                self.fresh(size_of(longer) - size_of(shorter)),
-            )
-            self._bound[top.name] = concat(halves)
-            rest[:0] = halves
-            other.insert(0, shorter)
-        return not a and not b
+    def _cut_part(self, dim: Dim, first: Dim) -> tuple[Dim, Dim] | None:
+        """Cut a part behind its first elements, of the given size."""
+        top, size = self.structure(dim), size_of(first)
+        if not isinstance(top, Leaf):
+            return None
+        halves = self.fresh(size), self.fresh(size_of(dim) - size)
+        self._bound[top.name] = concat(halves)
+        return halves
 
     def _unify_product_with_concat(self, whole: Product, parts: Concat) -> bool:
         """k·x and [x | x | … k times] are the same dim."""
-        factors = self._flat_factors(list(whole.factors))
+        factors = self._flat(whole.factors, Product)
         count = constant(len(parts.parts))
         lead: list[Dim] = []
         while factors and size_of(product(lead)) < count:
@@ -162,22 +149,13 @@ class Unifier:
     def _all_equal(self, dims: list[Dim]) -> bool:
         return all(self.unify(dims[0], other) for other in dims[1:])
 
-    def _flat_factors(self, dims: list[Dim]) -> list[Dim]:
+    def _flat(self, dims: Iterable[Dim], kind: type[Product | Concat]) -> list[Dim]:
+        """Return dims with those of one kind taken apart."""
         flat: list[Dim] = []
         for dim in dims:
             top = self.structure(dim)
-            if isinstance(top, Product):
-                flat.extend(self._flat_factors(list(top.factors)))
-            else:
-                flat.append(self.representative(dim))
-        return flat
-
-    def _flat_parts(self, dims: list[Dim]) -> list[Dim]:
-        flat: list[Dim] = []
-        for dim in dims:
-            top = self.structure(dim)
-            if isinstance(top, Concat):
-                flat.extend(self._flat_parts(list(top.parts)))
+            if isinstance(top, kind):
+                flat += self._flat(top.factors if isinstance(top, Product) else top.parts, kind)
             else:
                 flat.append(self.representative(dim))
         return flat

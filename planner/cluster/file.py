@@ -10,7 +10,7 @@ from autopar.planner.cluster.cluster import Cluster, Node, Origin
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.levels import Racks, cluster_from
 from autopar.planner.cluster.link import Link
-from autopar.planner.cluster.places import TOP, line_of
+from autopar.planner.cluster.places import TOP, placed
 from autopar.planner.cluster.sheet import (
     FABRIC_KEYS,
     LINK_KEYS,
@@ -41,13 +41,8 @@ def read_cluster(path: Path) -> Cluster:
 def parse_cluster(source: str, *, where: str) -> Cluster:
     """Return the cluster that a text describes; `where` names the text in messages."""
     table = parsed(source, where=where)
-    try:
+    with placed(source, where=where):
         return _cluster(table)
-    except InputError as error:
-        line = line_of(source, error.where, error.found)
-        own = error.where.removeprefix(f"{TOP}.")
-        place = ", ".join(part for part in (where, line and f"line {line}", own) if part)
-        raise InputError(error.found, where=place, expected=error.expected, fix=error.fix) from None
 
 
 def _cluster(table: Mapping[str, object]) -> Cluster:

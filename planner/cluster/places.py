@@ -1,9 +1,25 @@
 """Finds the line of a TOML text that a fault is about, so that a message can name it."""
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from autopar.planner.errors import InputError
 
 TOP = "the top of the file"
 HEADER = re.compile(r"\s*\[+\s*([^\]]+?)\s*\]+")
+
+
+@contextmanager
+def placed(source: str, *, where: str) -> Iterator[None]:
+    """Have faults of a TOML text told with their lines; `where` names the text."""
+    try:
+        yield
+    except InputError as error:
+        line = line_of(source, error.where, error.found)
+        own = error.where.removeprefix(f"{TOP}.")
+        place = ", ".join(part for part in (where, line and f"line {line}", own) if part)
+        raise InputError(error.found, where=place, expected=error.expected, fix=error.fix) from None
 
 
 def line_of(source: str, where: str, found: str = "") -> int | None:

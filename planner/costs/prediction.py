@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import IntEnum, StrEnum
 
-from autopar.planner.annotate import Precision
 from autopar.planner.costs.collectives.norm_statistics import NO_STATISTICS, Statistics
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.numbers import (
@@ -22,6 +21,7 @@ from autopar.planner.numbers import (
     SomeBytes,
     SomeSeconds,
 )
+from autopar.planner.precision import Precision
 
 
 class Provenance(StrEnum):
@@ -114,8 +114,6 @@ class LayerCost:
     trainable_tensors: int = 0  # that the elements with optimizer state lie in
     learning_bytes: int = 0  # as transient, while ops with weights run
     deferred_bytes: int = 0  # that a split backward holds from its first half to its second
-    split_input_seconds: float = 0.0  # more for the inputs' half of a backward in two
-    split_weight_seconds: float = 0.0  # more for the weights' half
     statistics: Statistics = NO_STATISTICS  # of batch norms, which data ranks share
 
 

@@ -12,11 +12,8 @@ from torch import Tensor, nn
 
 from autopar.planner.costs.ops.measurements import HostTimes
 from autopar.planner.graph import Graph
-from autopar.planner.profile.actions import action_times
 from autopar.planner.profile.clock import Clock
-from autopar.planner.profile.passes import pass_times
 from autopar.planner.profile.rounds import EVICTED_BYTES, Baseline
-from autopar.planner.profile.units import unit_times
 
 _BLOCKS = 32
 _REPEATS = 30
@@ -53,11 +50,8 @@ def measure_baseline(clock: Clock, device: str) -> Baseline:
     return Baseline(forward_seconds=median(forward), backward_seconds=median(backward))
 
 
-def measure_host(graph: Graph, device: str, *, ranks: int) -> HostTimes:
-    """Return the figures of this host; the optimizer's for as many parameters as the model's.
-
-    Sharded units and the actions of pipelines are measured among so many ranks.
-    """
+def measure_host(graph: Graph, device: str) -> HostTimes:
+    """Return the figures of this host; the optimizer's for as many parameters as the model's."""
     forward, backward = _dispatch(device)
     action, step = _frame(device)
     tensor, element = _optimizer(graph, device)
@@ -68,9 +62,6 @@ def measure_host(graph: Graph, device: str, *, ranks: int) -> HostTimes:
         step_seconds=step,
         optimizer_tensor_seconds=tensor,
         optimizer_element_seconds=element,
-        passes=pass_times(device, _host_clock(device)),
-        unit=unit_times(ranks) if device == "cpu" else None,
-        pipeline=action_times(ranks) if device == "cpu" and ranks > 1 else None,
     )
 
 

@@ -5,21 +5,25 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Annotated
+
+from annotated_types import Ge
 
 from autopar.planner.cluster.cluster import Cluster, Level, Node
 from autopar.planner.cluster.link import Backend, Link, MeasuredCollective, Topology
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.errors import InputError
+from autopar.planner.numbers import Degree, Rate, SomeSeconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredOp:
     """The median of one op on one device under one version of torch."""
 
-    key: OpKey
-    timing: Timing
-    samples: int
     torch: str
+    samples: Annotated[int, Ge(1)]
+    timing: Timing
+    key: OpKey
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -27,7 +31,7 @@ class MeasuredHost:
     """What the host of a device adds, with the threads that torch computed with."""
 
     device: str
-    threads: int
+    threads: Degree
     torch: str
     times: HostTimes
 
@@ -38,10 +42,10 @@ class MeasuredNet:
 
     device: str
     backend: Backend
-    ranks: int
+    ranks: Annotated[Degree, Ge(2)]
     torch: str
-    alpha_seconds: float  # of one hop, fitted to all collectives together
-    bytes_per_second: float
+    alpha_seconds: SomeSeconds  # of one hop, fitted to all collectives together
+    bytes_per_second: Rate
     collectives: tuple[MeasuredCollective, ...]
 
 
@@ -49,9 +53,9 @@ class MeasuredNet:
 class MeasuredFile:
     """The content of a measured.toml; figures of the latest torch version stand in for older."""
 
-    ops: tuple[MeasuredOp, ...] = ()
     hosts: tuple[MeasuredHost, ...] = ()
     nets: tuple[MeasuredNet, ...] = ()
+    ops: tuple[MeasuredOp, ...] = ()
 
     def seconds(self, key: OpKey) -> Timing | None:
         """Return the timing of an op, None where it was not measured."""

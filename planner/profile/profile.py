@@ -37,7 +37,6 @@ class Request:
     precision: Precision
     total_seconds: float
     op_seconds: float
-    ranks: int = 1  # among which units are sharded
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,7 +77,7 @@ def profile(
     place = place_at_hand()
     with threads_as_in_training(place):
         report("measuring dispatch and the optimizer")
-        times = measure_host(graph, place.torch_name, ranks=request.ranks)
+        times = measure_host(graph, place.torch_name)
         host = MeasuredHost(
             device=place.device.name,
             threads=torch.get_num_threads(),

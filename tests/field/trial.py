@@ -13,10 +13,10 @@ import torch
 from torch import Tensor
 
 from autopar.codegen.proof.reference import Trained, task_of, train_alone
-from autopar.planner.annotate import forward_flops
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
+from autopar.planner.costs.ops.flops import forward_flops
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.errors import AutoparError
 from autopar.planner.findings.meeting_rows import meeting_rows

@@ -4,8 +4,9 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.planner.annotate import Kernels, Precision, annotate, state_of
+from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
+from autopar.planner.precision import Kernels, Precision
 from tests.planner.subjects import ZOO_MODELS, meta_subject, zoo_file, zoo_graph
 
 CASES = [*[(name,) for name in ZOO_MODELS], ("resnet.py", "size=50"), ("gpt2.py", "size=124m")]

@@ -29,7 +29,6 @@ class Statistics:
     norms: tuple[int, ...] = ()
     again: tuple[int, ...] = ()  # those that run again in the backward
     dispatch_seconds: float = 0.0  # of one small op
-    watched_seconds: float = 0.0  # more for one of a forward, under selective recompute
 
 
 NO_STATISTICS = Statistics()
@@ -65,7 +64,7 @@ def synchronising(statistics: Statistics, group: GroupShape) -> Synchronising:
     gathered = [_gathered_bytes(channels, group) for channels in statistics.norms]
     again = [_gathered_bytes(channels, group) for channels in statistics.again]
     summed = [2 * channels * _ELEMENT_BYTES for channels in statistics.norms]
-    forward_ops = _FORWARD_OPS * (statistics.dispatch_seconds + statistics.watched_seconds)
+    forward_ops = _FORWARD_OPS * statistics.dispatch_seconds
     backward_ops = _BACKWARD_OPS * statistics.dispatch_seconds
     return Synchronising(
         forward_seconds=_seconds(Collective.ALL_GATHER, gathered, group)

@@ -18,8 +18,6 @@ from autopar.planner.layouts import WHOLE, Layout, OpLayout
 from autopar.planner.ops import Op, Origin
 from autopar.planner.rules.table import rule_of
 
-_PARTS = 13  # of an attention with dropout that is no kernel of its own; 1 is what others have
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PlacedOp:
@@ -33,7 +31,6 @@ class PlacedOp:
     kept: Kept
     is_differentiable: bool
     is_contraction: bool  # a matrix product, a convolution, an attention in one kernel
-    parts: int  # ops that Python sees where it looks into it
 
     def layout_of(self, tensor: str) -> Layout:
         """Return the layout in which the op has one of its operands or results."""
@@ -127,7 +124,6 @@ def _placed(
     split = None
     if layout.letter and degree > 1:
         split = OpSplit(letter=layout.letter, axis=layout.axis, degree=degree)
-    is_one = is_one_kernel(op, pricer.kernels)
     return PlacedOp(
         op=op,
         layout=layout,
@@ -136,8 +132,7 @@ def _placed(
         inside_seconds=pricer.inside_seconds(op, split, shape),
         kept=pricer.kept(op),
         is_differentiable=pricer.graph.learns(op),
-        is_contraction=bool(rule_of(op.target).contracts) and is_one,
-        parts=1 if is_one else _PARTS,
+        is_contraction=bool(rule_of(op.target).contracts) and is_one_kernel(op, pricer.kernels),
     )
 
 

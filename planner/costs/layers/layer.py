@@ -11,7 +11,7 @@ from autopar.planner.costs.collectives.norm_statistics import Statistics
 from autopar.planner.costs.layers.flow import Conversion, LayerFlow, PlacedOp, layer_flow
 from autopar.planner.costs.layers.memory import LayerMemory, layer_memory
 from autopar.planner.costs.layers.parameters import Held, layer_parameters
-from autopar.planner.costs.layers.recompute import Again, called_again, run_again
+from autopar.planner.costs.layers.recompute import Again, run_again
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.layers import Layer
@@ -54,11 +54,10 @@ def _cost(
     flow: LayerFlow, mode: Recompute, memory: LayerMemory, held: Held, *, output_bytes: int
 ) -> LayerCost:
     again = run_again(flow, mode)
-    recompute = _recompute(flow, again, mode)
+    recompute = 0.0 if mode is Recompute.NONE else _forward(flow, again)
     whole, host = Again(ops=flow.ops, conversions=flow.conversions), flow.pricer.host
-    learned = sum(one.is_differentiable for one in flow.ops)
     return LayerCost(
-        forward_seconds=_forward(flow, whole) + _watching(flow, whole, mode),
+        forward_seconds=_forward(flow, whole),
         backward_seconds=_backward(flow) + recompute,
         weight_gradient_seconds=sum(one.cost.weight_gradient_seconds for one in flow.ops),
         communication_seconds=_forward_wire(flow.ops, flow.conversions)
@@ -82,10 +81,7 @@ def _cost(
             norms=tuple(_channels(flow, flow.ops)),
             again=tuple(_channels(flow, again.ops)),
             dispatch_seconds=0.0 if host.runs_ahead else host.forward_seconds,
-            watched_seconds=host.passes.selective_seconds if mode is Recompute.SELECTIVE else 0.0,
         ),
-        split_input_seconds=host.passes.split_input_seconds * learned,
-        split_weight_seconds=host.passes.split_weight_seconds * learned,
     )
 
 
@@ -99,31 +95,6 @@ def _channels(flow: LayerFlow, ops: Iterable[PlacedOp]) -> Iterator[int]:
 def _forward(flow: LayerFlow, run: Again) -> float:
     """Return the seconds of a forward: the device's, or the host's where it takes longer."""
     return flow.pricer.host.forward_region_seconds(_device_forward(run), _dispatches(run))
-
-
-def _recompute(flow: LayerFlow, again: Again, mode: Recompute) -> float:
-    """Return the seconds of what runs again.
-
-    Under selective recompute a host that does not run ahead calls what would run under full; what
-    was kept is handed out.
-    """
-    if mode is Recompute.NONE:
-        return 0.0
-    host, called = flow.pricer.host, called_again(flow)
-    watching = _watching(flow, called, mode)
-    if mode is Recompute.FULL or host.runs_ahead:
-        return _forward(flow, again) + watching
-    return host.forward_region_seconds(_device_forward(again), _dispatches(called)) + watching
-
-
-def _watching(flow: LayerFlow, run: Again, mode: Recompute) -> float:
-    """Return what either forward of a layer that runs again takes the host more."""
-    if mode is Recompute.NONE:
-        return 0.0
-    passes = flow.pricer.host.passes
-    seen = sum(one.parts for one in run.ops) + DISPATCHES * len(run.conversions)
-    selective = passes.selective_seconds * seen if mode is Recompute.SELECTIVE else 0.0
-    return passes.checkpoint_seconds + selective
 
 
 def _dispatches(run: Again) -> int:

@@ -6,12 +6,15 @@ the slowest device. What is kept of a microbatch is that of the device that keep
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.planner.costs.prediction import LayerCost, Recompute
+from autopar.planner.costs.prediction import LayerCost, Modes
 
-Modes = Mapping[Recompute, LayerCost]
+_GREATEST = (
+    *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
+    *("learning_bytes", "deferred_bytes"),
+)
 
 
 def slowest(rows: Sequence[tuple[Modes, ...]]) -> tuple[Modes, ...]:
@@ -37,15 +40,7 @@ def _slowest(costs: Sequence[LayerCost]) -> LayerCost:
     inputs = max(one.backward_seconds - one.weight_gradient_seconds for one in costs)
     return replace(
         most,
-        forward_seconds=max(one.forward_seconds for one in costs),
         backward_seconds=backward,
         weight_gradient_seconds=backward - inputs,
-        recompute_seconds=max(one.recompute_seconds for one in costs),
-        saved_bytes=max(one.saved_bytes for one in costs),
-        transient_bytes=max(one.transient_bytes for one in costs),
-        output_bytes=max(one.output_bytes for one in costs),
-        learning_bytes=max(one.learning_bytes for one in costs),
-        deferred_bytes=max(one.deferred_bytes for one in costs),
-        split_input_seconds=max(one.split_input_seconds for one in costs),
-        split_weight_seconds=max(one.split_weight_seconds for one in costs),
+        **{name: max(getattr(one, name) for one in costs) for name in _GREATEST},
     )

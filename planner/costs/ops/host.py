@@ -8,27 +8,15 @@ from importlib import resources
 from autopar.planner.cluster.reading import figure
 from autopar.planner.cluster.units import parse_seconds
 from autopar.planner.costs.kernels.compute import launch_bound_seconds
-from autopar.planner.costs.ops.measurements import HostTimes, PassTimes
-
-NO_PASSES = PassTimes(
-    checkpoint_seconds=0.0,
-    selective_seconds=0.0,
-    split_input_seconds=0.0,
-    split_weight_seconds=0.0,
-)
+from autopar.planner.costs.ops.measurements import HostTimes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Host:
-    """What dispatching one op takes; `runs_ahead` where the device works meanwhile.
-
-    One that runs ahead has the time for what `passes` take: the device is busy with the layer
-    before, or behind.
-    """
+    """What dispatching one op takes; `runs_ahead` where the device works meanwhile."""
 
     forward_seconds: float
     backward_seconds: float
-    passes: PassTimes
     runs_ahead: bool
     is_measured: bool = False
 
@@ -59,25 +47,15 @@ def read_host(architecture: str) -> Host:
     return Host(
         forward_seconds=seconds("forward"),
         backward_seconds=seconds("backward"),
-        passes=NO_PASSES
-        if kind == "gpu"
-        else PassTimes(
-            checkpoint_seconds=seconds("checkpoint"),
-            selective_seconds=seconds("selective"),
-            split_input_seconds=seconds("split_input"),
-            split_weight_seconds=seconds("split_weight"),
-        ),
         runs_ahead=kind == "gpu",
     )
 
 
 def measured_host(times: HostTimes, architecture: str) -> Host:
     """Return the host of a device as a profile found it."""
-    runs_ahead = architecture.casefold() != "cpu"
     return Host(
         forward_seconds=times.forward_seconds,
         backward_seconds=times.backward_seconds,
-        passes=NO_PASSES if runs_ahead else times.passes,
-        runs_ahead=runs_ahead,
+        runs_ahead=architecture.casefold() != "cpu",
         is_measured=True,
     )

@@ -7,6 +7,7 @@ from typing import Protocol
 
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.extent import Extent
+from autopar.planner.numbers import Elements, Seconds, SomeSeconds
 from autopar.planner.ops import DType, Op, Ref, Value, refs
 from autopar.planner.precision import Precision
 
@@ -15,7 +16,7 @@ from autopar.planner.precision import Precision
 class Operand:
     """A tensor that an op reads: its local shape, its element type, whether it gets a gradient."""
 
-    shape: tuple[int, ...]
+    shape: tuple[Elements, ...]
     dtype: str
     requires_grad: bool
 
@@ -35,52 +36,20 @@ class OpKey:
 class Timing:
     """The measured seconds of one op on the device; the backward is of all its gradients."""
 
-    forward_seconds: float
-    backward_seconds: float
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class UnitTimes:
-    """What gathering and scattering a sharded unit takes its host, beside the collectives."""
-
-    gather_seconds: float  # of one unit, once for each pass that gathers
-    scatter_seconds: float
-    gather_byte_seconds: float  # of each byte of its parameters, copied to where they are used
-    scatter_byte_seconds: float  # of each byte of its gradients, copied to where they are sent
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PassTimes:
-    """What a host takes more for a layer that runs again, and for a backward in two halves."""
-
-    checkpoint_seconds: float  # of a layer that runs again: in its forward, and then again
-    selective_seconds: float  # of an op of it under selective recompute, likewise
-    split_input_seconds: float  # of an op whose backward is made in two halves, in the first
-    split_weight_seconds: float  # in the second
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ActionTimes:
-    """What the schedule of a pipeline takes a host around a forward or a backward of a stage."""
-
-    plain_seconds: float  # by schedules for one stage per rank: GPipe, 1F1B
-    one_stage_seconds: float  # by those that several stages may share a rank under, for one
-    several_stages_seconds: float  # by these, for several
+    forward_seconds: Seconds
+    backward_seconds: Seconds
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class HostTimes:
     """What the host of a device was measured to add to the ops."""
 
-    forward_seconds: float  # to dispatch one op
-    backward_seconds: float  # likewise
-    action_seconds: float  # around a forward or a backward of one microbatch
-    step_seconds: float  # around a step: the optimizer's call, gradients set to none
-    optimizer_tensor_seconds: float  # of fused AdamW, for each parameter however small
-    optimizer_element_seconds: float  # of fused AdamW on fp32 state, beside that
-    passes: PassTimes
-    unit: UnitTimes | None  # None where a device copies while the host goes on
-    pipeline: ActionTimes | None  # None where it was not measured: one process, or on a GPU
+    forward_seconds: SomeSeconds  # to dispatch one op
+    backward_seconds: SomeSeconds  # likewise
+    action_seconds: SomeSeconds  # around a forward or a backward of one microbatch
+    step_seconds: SomeSeconds  # around a step: the optimizer's call, gradients set to none
+    optimizer_tensor_seconds: Seconds  # of fused AdamW, for each parameter however small
+    optimizer_element_seconds: SomeSeconds  # of fused AdamW on fp32 state, beside that
 
 
 class Measurements(Protocol):

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import Collective, least_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
-from autopar.planner.costs.steps.data_parallel import manner_of
+from autopar.planner.costs.steps.data_parallel import copy_byte_seconds, manner_of
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.rank_groups import RankGroups
 
@@ -63,7 +63,7 @@ class DataBound:
         self.arrangement, self.groups = arrangement, groups
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
         self.manner = manner_of(arrangement.zero)
-        self.unit = constants.unit_on(groups.fastest_rates)
+        self.copy_byte_seconds = copy_byte_seconds(groups.fastest_rates)
 
     @property
     def is_in_every_pass(self) -> bool:
@@ -84,7 +84,7 @@ class DataBound:
             return computing_seconds
         scatter = self._reduced(shared.each_gradient_bytes)
         scatters = shared.count * scatter + self._reduced(shared.other_gradient_bytes)
-        copied = self._sent(shared.gradient_bytes) * self.unit.scatter_byte_seconds
+        copied = self._sent(shared.gradient_bytes) * self.copy_byte_seconds
         if not self._gathers_always:
             return self._overlapped(computing_seconds, scatters) + copied
         copied += self._copied_out(shared.parameter_bytes)
@@ -106,7 +106,7 @@ class DataBound:
         """Return the same for a backward."""
         if not self.is_in_every_pass:
             return 0.0
-        copied = self._sent(cost.gradient_bytes) * self.unit.scatter_byte_seconds
+        copied = self._sent(cost.gradient_bytes) * self.copy_byte_seconds
         reduced = self.slowing * self._reduced(cost.gradient_bytes)
         return copied + reduced + self.each_forward_more(cost)
 
@@ -159,8 +159,8 @@ class DataBound:
         return max(communicating, computing + alone + self.slowing * beside)
 
     def _copied_out(self, parameter_bytes: int) -> float:
-        """Gathered parameters are copied to where they are used; what hooks take is left out."""
-        return parameter_bytes * self.unit.gather_byte_seconds
+        """Gathered parameters are copied to where they are used."""
+        return parameter_bytes * self.copy_byte_seconds
 
     def _sent(self, gradient_bytes: float) -> float:
         return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)

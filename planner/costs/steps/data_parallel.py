@@ -23,7 +23,7 @@ from autopar.planner.cluster.link import Manner
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import Collective, called_seconds
 from autopar.planner.costs.collectives.norm_statistics import NO_WAIT, Synchronising, synchronising
-from autopar.planner.costs.ops.measurements import UnitTimes
+from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.steps.overlap import (
     LayerLoad,
@@ -51,7 +51,7 @@ class DataGroups:
     bucket_bytes: int
     gradient_share: float  # of the gradient's bytes that travel: a half when sent in 16 bits
     slowdown: float
-    unit: UnitTimes  # what fully_shard takes beside computing and communicating
+    copy_byte_seconds: float  # between what is sent and where it is used
     gathers_ahead: bool = False  # of ZeRO-1: beside the next forward
 
 
@@ -115,6 +115,11 @@ def _loads(layers: Sequence[Repeated], gradient_share: float) -> tuple[LayerLoad
     )
 
 
+def copy_byte_seconds(rates: Throughput) -> float:
+    """Return what fully_shard takes to copy a byte into or out of a buffer: a read and a write."""
+    return 2 / rates.stream_bytes_per_second
+
+
 def manner_of(zero: Zero) -> Manner:
     """Return how parameters and gradients are moved: the library's own way by fully_shard alone."""
     return Manner.BUCKET if zero <= Zero.OPTIMIZER else Manner.IN_A_ROW
@@ -146,14 +151,13 @@ def _seconds(collective: Collective, shape: GroupShape, zero: Zero) -> Seconds:
 
 def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
     """Return ZeRO-3; what is gathered is copied out of its buffer, gradients into theirs."""
-    gather, scatter = _gathering(groups), _reducing(groups)
+    gather, scatter, each = _gathering(groups), _reducing(groups), groups.copy_byte_seconds
     copied = tuple(
         replace(
             load,
-            forward_seconds=load.forward_seconds + _gathering_host(load, groups.unit),
+            forward_seconds=load.forward_seconds + each * load.parameter_bytes,
             backward_seconds=load.backward_seconds
-            + _gathering_host(load, groups.unit)
-            + _scattering_host(load, groups.unit),
+            + each * (load.parameter_bytes + load.gradient_bytes),
         )
         for load in loads
     )
@@ -173,18 +177,6 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
         gathers=2 * microbatches * _gathers(loads),
         reductions=microbatches * _reductions(loads),
     )
-
-
-def _gathering_host(load: LayerLoad, unit: UnitTimes) -> float:
-    if not load.parameter_bytes:
-        return 0.0
-    return unit.gather_seconds + load.parameter_bytes * unit.gather_byte_seconds
-
-
-def _scattering_host(load: LayerLoad, unit: UnitTimes) -> float:
-    if not load.gradient_bytes:
-        return 0.0
-    return unit.scatter_seconds + load.gradient_bytes * unit.scatter_byte_seconds
 
 
 def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:
@@ -211,8 +203,8 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             reductions=_reductions(loads, bucket),
         )
     forward = _gathered_ahead(loads, groups)
-    gathering = sum(_gathering_host(load, groups.unit) for load in loads)
-    scattering = sum(_scattering_host(load, groups.unit) for load in loads)
+    gathering = groups.copy_byte_seconds * sum(load.parameter_bytes for load in loads)
+    scattering = groups.copy_byte_seconds * sum(load.gradient_bytes for load in loads)
     return DataSeconds(
         each_forward=0.0,
         each_backward=_added(backward) + scattering,

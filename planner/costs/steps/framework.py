@@ -9,11 +9,7 @@ from importlib import resources
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.reading import figure, number
 from autopar.planner.cluster.units import parse_bytes, parse_seconds
-from autopar.planner.costs.kernels.compute import Throughput
-from autopar.planner.costs.ops.measurements import ActionTimes, HostTimes, Measurements, UnitTimes
-from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.costs.schedules.simulation import Transfer
-from autopar.planner.costs.schedules.table import SCHEDULES
+from autopar.planner.costs.ops.measurements import HostTimes, Measurements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,36 +42,12 @@ class FrameworkConstants:
     host: HostWork
     optimizer_element_seconds: float | None = None  # of AdamW on fp32 state, as measured
     optimizer_tensor_seconds: float = 0.0  # of each parameter however small, as measured
-    unit: UnitTimes | None = None  # as measured; see unit_on where None
-    pipeline: ActionTimes | None = None  # as measured, besides action_seconds
     gathers_ahead: bool = False  # ZeRO-1, beside the next forward; emitted scripts wait before it
 
     @property
     def is_measured(self) -> bool:
         """Whether the seconds were measured on the devices at hand."""
         return self.optimizer_element_seconds is not None
-
-    def action_on(self, arrangement: Arrangement) -> float:
-        """Return what is around a forward or a backward of one microbatch on one stage."""
-        added = self.pipeline
-        if arrangement.pipeline == 1 or added is None:
-            return self.action_seconds
-        if SCHEDULES[arrangement.schedule].transfer is Transfer.ON_DEMAND:
-            more = added.plain_seconds
-        elif arrangement.stages_per_rank == 1:
-            more = added.one_stage_seconds
-        else:
-            more = added.several_stages_seconds
-        return self.action_seconds + more
-
-    def unit_on(self, rates: Throughput) -> UnitTimes:
-        """Return what fully_shard takes for a unit: as measured, or a read and a write of it."""
-        return self.unit or UnitTimes(
-            gather_seconds=0.0,
-            scatter_seconds=0.0,
-            gather_byte_seconds=2 / rates.stream_bytes_per_second,
-            scatter_byte_seconds=2 / rates.stream_bytes_per_second,
-        )
 
 
 @cache
@@ -134,14 +106,4 @@ def _as_measured(constants: FrameworkConstants, times: list[HostTimes]) -> Frame
         action_seconds=max(one.action_seconds for one in times),
         optimizer_tensor_seconds=max(one.optimizer_tensor_seconds for one in times),
         optimizer_element_seconds=max(one.optimizer_element_seconds for one in times),
-        unit=max(
-            (one.unit for one in times if one.unit),
-            key=lambda unit: unit.gather_byte_seconds + unit.scatter_byte_seconds,
-            default=None,
-        ),
-        pipeline=max(
-            (one.pipeline for one in times if one.pipeline),
-            key=lambda one: one.several_stages_seconds,
-            default=None,
-        ),
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from itertools import groupby
 
 from autopar.planner.costs.collectives.norm_statistics import Statistics
@@ -48,8 +48,6 @@ class StageLoad:
     optimizer_bytes: int
     replicated_gradient_bytes: int
     deferred_bytes: int
-    split_input_seconds: float  # more for the inputs' half of a backward in two
-    split_weight_seconds: float  # more for the weights' half
     works: tuple[Work, ...]  # of the layers that differ
     layers: tuple[Repeated, ...]
 
@@ -82,43 +80,25 @@ class StageLoad:
             return whole
         return replace(
             whole,
-            input_gradient_seconds=backward
-            - self.weight_gradient_seconds
-            + self.split_input_seconds,
-            weight_gradient_seconds=self.weight_gradient_seconds
-            + self.split_weight_seconds
-            + action_seconds,
+            input_gradient_seconds=backward - self.weight_gradient_seconds,
+            weight_gradient_seconds=self.weight_gradient_seconds + action_seconds,
         )
+
+
+# What a stage has of each layer's cost, under the same name.
+_SUMMED = {one.name for one in fields(StageLoad)} & {one.name for one in fields(LayerCost)} - {
+    "output_bytes"
+}
 
 
 def stage_load(layers: Sequence[LayerCost]) -> StageLoad:
     """Return the sums over the layers of one stage; a row of one object is summed at once."""
     runs = tuple(_runs(layers))
 
-    def seconds(name: str) -> float:
-        return sum(count * float(getattr(cost, name)) for cost, count in runs)
-
-    def total(name: str) -> int:
-        return sum(count * int(getattr(cost, name)) for cost, count in runs)
-
+    sums = {name: sum(count * getattr(cost, name) for cost, count in runs) for name in _SUMMED}
     return StageLoad(
-        forward_seconds=seconds("forward_seconds"),
-        backward_seconds=seconds("backward_seconds"),
-        weight_gradient_seconds=seconds("weight_gradient_seconds"),
-        communication_seconds=seconds("communication_seconds"),
-        recompute_seconds=seconds("recompute_seconds"),
-        measured_seconds=seconds("measured_seconds"),
-        saved_bytes=total("saved_bytes"),
+        **sums,
         output_bytes=layers[-1].output_bytes if layers else 0,
-        trainable=total("trainable"),
-        trainable_tensors=total("trainable_tensors"),
-        parameter_bytes=total("parameter_bytes"),
-        gradient_bytes=total("gradient_bytes"),
-        optimizer_bytes=total("optimizer_bytes"),
-        replicated_gradient_bytes=total("replicated_gradient_bytes"),
-        deferred_bytes=total("deferred_bytes"),
-        split_input_seconds=seconds("split_input_seconds"),
-        split_weight_seconds=seconds("split_weight_seconds"),
         works=tuple(_works(runs)),
         layers=tuple(
             Repeated(load=_load(cost), statistics=cost.statistics, count=count)

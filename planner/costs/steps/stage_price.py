@@ -10,7 +10,12 @@ from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
 from autopar.planner.costs.schedules.pipeline import rank_of
 from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.schedules.table import SCHEDULES
-from autopar.planner.costs.steps.data_parallel import DataGroups, DataSeconds, data_seconds
+from autopar.planner.costs.steps.data_parallel import (
+    DataGroups,
+    DataSeconds,
+    copy_byte_seconds,
+    data_seconds,
+)
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.optimizer import optimizer_seconds
 from autopar.planner.costs.steps.rank_groups import RankGroups, summed_seconds
@@ -53,7 +58,7 @@ def stage_price(
         seconds=load.stage_seconds(
             forward_more=data.forward_wait,
             backward_more=data.backward_wait,
-            action_seconds=constants.action_on(arrangement),
+            action_seconds=constants.action_seconds,
             splits=splits and stage > 0,  # the first one has weights alone to make gradients for
         ),
         transfer_seconds=groups.transfer_seconds(load.output_bytes) if is_pipeline else 0.0,
@@ -103,7 +108,7 @@ def data_groups(
         bucket_bytes=arrangement.bucket_bytes,
         gradient_share=sent_share(arrangement),
         slowdown=constants.overlap_slowdown,
-        unit=constants.unit_on(groups.slowest_rates(rank)),
+        copy_byte_seconds=copy_byte_seconds(groups.slowest_rates(rank)),
         gathers_ahead=constants.gathers_ahead,
     )
 

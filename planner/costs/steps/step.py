@@ -101,7 +101,7 @@ def step_of(
         tied_seconds=tied_seconds(groups, arrangement, tied_gradient_bytes),
         optimizer_seconds=_optimizer_seconds(prices, ranks) + norm_seconds(groups, arrangement),
         framework_step_seconds=constants.step_seconds,
-        framework_action_seconds=constants.action_on(arrangement),
+        framework_action_seconds=constants.action_seconds,
         splitting_seconds=tuple(one.split_seconds for one in scheduled),
         is_host_measured=constants.is_measured,
         is_net_measured=is_net_measured,

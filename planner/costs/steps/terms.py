@@ -148,9 +148,9 @@ def communication_terms(
         *_data_terms(step, busiest),
         _replicated_term(step, busiest, groups),
         _pipeline_term(step, busiest),
-        _term(
-            "weights that the first and the last stage share",
-            Collective.ALL_REDUCE,
+        CommunicationTerm(
+            reason="weights that the first and the last stage share",
+            collective=Collective.ALL_REDUCE,
             ranks=2,
             count=1,
             payload_bytes=tied_gradient_bytes,
@@ -161,32 +161,11 @@ def communication_terms(
     return tuple(term for term in terms if term.seconds > 0)
 
 
-def _term(
-    reason: str,
-    collective: str,
-    *,
-    ranks: int,
-    count: int,
-    payload_bytes: int,
-    seconds: float,
-    exposed_seconds: float,
-) -> CommunicationTerm:
-    return CommunicationTerm(
-        reason=reason,
-        collective=str(collective),
-        ranks=ranks,
-        count=count,
-        payload_bytes=payload_bytes,
-        seconds=seconds,
-        exposed_seconds=exposed_seconds,
-    )
-
-
 def _tensor_term(step: Step, busiest: Busiest) -> CommunicationTerm:
     """Return that of the layers' own collectives; the layouts of the plan say which they are."""
-    return _term(
-        "activations split over the tensor axis",
-        "as the layouts say",
+    return CommunicationTerm(
+        reason="activations split over the tensor axis",
+        collective="as the layouts say",
         ranks=step.arrangement.tensor,
         count=0,
         payload_bytes=0,
@@ -205,9 +184,9 @@ def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
     each = arrangement.microbatches
     is_sharded = arrangement.zero is Zero.PARAMETERS
     waited = each * sum(one.each_forward for one in own) + step.first_gather_seconds
-    yield _term(
-        "parameters gathered from the ranks that share them",
-        Collective.ALL_GATHER,
+    yield CommunicationTerm(
+        reason="parameters gathered from the ranks that share them",
+        collective=Collective.ALL_GATHER,
         ranks=arrangement.shard,
         count=sum(one.gathers for one in own),
         payload_bytes=(2 * each if is_sharded else 1) * sum(load.parameter_bytes for load in loads),
@@ -216,9 +195,11 @@ def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
     )
     rounds = each if arrangement.zero >= Zero.GRADIENTS else 1
     exposed = each * sum(one.each_backward for one in own) + step.last_reduction_seconds
-    yield _term(
-        "gradients summed over the ranks that share the data",
-        Collective.ALL_REDUCE if arrangement.zero is Zero.NONE else Collective.REDUCE_SCATTER,
+    yield CommunicationTerm(
+        reason="gradients summed over the ranks that share the data",
+        collective=Collective.ALL_REDUCE
+        if arrangement.zero is Zero.NONE
+        else Collective.REDUCE_SCATTER,
         ranks=arrangement.data,
         count=sum(one.reductions for one in own),
         payload_bytes=rounds * sum(load.gradient_bytes for load in loads),
@@ -227,9 +208,9 @@ def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
     )
     statistics = sum((one.synchronising for one in own), NO_WAIT)
     seconds = each * (statistics.forward_seconds + statistics.backward_seconds)
-    yield _term(
-        "statistics of batch norms over the ranks that share the data",
-        Collective.ALL_GATHER,
+    yield CommunicationTerm(
+        reason="statistics of batch norms over the ranks that share the data",
+        collective=Collective.ALL_GATHER,
         ranks=arrangement.data,
         count=each * statistics.collectives,
         payload_bytes=each * statistics.payload_bytes,
@@ -241,9 +222,9 @@ def _data_terms(step: Step, busiest: Busiest) -> Iterator[CommunicationTerm]:
 def _replicated_term(step: Step, busiest: Busiest, groups: RankGroups) -> CommunicationTerm:
     sizes = [step.loads[stage].replicated_gradient_bytes for stage in busiest.stages]
     seconds = sum(summed_seconds(groups.tensor, size) for size in sizes)
-    return _term(
-        "gradients of parameters that are whole on the tensor axis",
-        Collective.ALL_REDUCE,
+    return CommunicationTerm(
+        reason="gradients of parameters that are whole on the tensor axis",
+        collective=Collective.ALL_REDUCE,
         ranks=step.arrangement.tensor,
         count=len(sizes),
         payload_bytes=sum(sizes),
@@ -262,9 +243,9 @@ def _pipeline_term(step: Step, busiest: Busiest) -> CommunicationTerm:
     ]
     each = step.arrangement.microbatches
     seconds = each * sum(step.transfer_seconds[border] for border in received)
-    return _term(
-        "activations and their gradients between stages",
-        Collective.POINT_TO_POINT,
+    return CommunicationTerm(
+        reason="activations and their gradients between stages",
+        collective=Collective.POINT_TO_POINT,
         ranks=2,
         count=each * len(received),
         payload_bytes=each * sum(step.loads[border].output_bytes for border in received),

@@ -66,7 +66,7 @@ class StepBound:
     ) -> None:
         self.arrangement, self.groups = arrangement, groups
         self.constants, self.totals = constants, totals
-        self.action_seconds = constants.action_on(arrangement)
+        self.action_seconds = constants.action_seconds
         self.data = DataBound(arrangement, groups, constants)
 
     def seconds(self, pressed: Pressed, repeated: Block) -> float:

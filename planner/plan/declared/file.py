@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from autopar.planner.cluster import reading
-from autopar.planner.cluster.places import TOP, line_of
+from autopar.planner.cluster.places import TOP, line_of, placed
 from autopar.planner.cluster.toml_text import parsed
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
@@ -32,13 +32,8 @@ def parse_constraints(source: str, *, where: str) -> tuple[Declared, ...]:
         line = line_of(source, place)
         return f"{where}, line {line}" if line else where
 
-    try:
+    with placed(source, where=where):
         return tuple(_declared(table, origin))
-    except InputError as error:
-        line = line_of(source, error.where, error.found)
-        own = error.where.removeprefix(f"{TOP}.")
-        place = ", ".join(part for part in (where, line and f"line {line}", own) if part)
-        raise InputError(error.found, where=place, expected=error.expected, fix=error.fix) from None
 
 
 def _declared(table: Mapping[str, object], origin: Callable[[str], str]) -> Iterator[Declared]:

@@ -24,10 +24,10 @@ from autopar.planner.plan.files.cluster import ClusterDocument, cluster_document
 from autopar.planner.plan.files.consistency import faults_of
 from autopar.planner.plan.files.graph import GraphDocument, graph_document, graph_of
 from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp, Stage
+from autopar.planner.written import check_format, damaged, is_written, told
 
 FILE_NAME = "plan.json"
 _PLAN_AGAIN = "plan again with `autopar plan`"
-_MOST_TOLD = 5
 MOST_CHARACTERS = 100_000  # of one text
 # A plan's cluster is in its own order; which of several that was, only the search knows.
 _OF_THE_SEARCH: dict[str, Any] = {
@@ -80,7 +80,7 @@ def refuse_foreign(path: Path) -> None:
     if not path.exists():
         return
     try:
-        is_plan = _is_plan(json.loads(read_given(path, what="the plan")))
+        is_plan = is_written(json.loads(read_given(path, what="the plan")))
     except (InputError, ValueError, RecursionError):
         is_plan = False
     if not is_plan:
@@ -120,7 +120,12 @@ def plan_text(plan: Plan) -> str:
         "graph": graph_document(plan.graph),
     }
     document = PlanDocument(**values)
-    dumped = _ADAPTER.dump_python(document, mode="json", exclude=_OF_THE_SEARCH)
+    dumped = _ADAPTER.dump_python(
+        document,
+        mode="json",
+        exclude=_OF_THE_SEARCH,
+        warnings=False,  # of lists in the graph's rows, which are JSON already
+    )
     return "".join(_lines(dumped, depth=0)) + "\n"
 
 
@@ -156,7 +161,7 @@ def parse_plan(source: str, *, where: str) -> Plan:
     try:
         document = _File.model_validate_json(f'{{"plan":{source}}}').plan
     except ValidationError as error:
-        raise _damaged(_told(error), where=where) from None
+        raise _damaged(told(error), where) from None
     values = {field.name: getattr(document, field.name) for field in fields(Plan)}
     try:
         values |= {
@@ -166,10 +171,10 @@ def parse_plan(source: str, *, where: str) -> Plan:
         }
         plan = Plan(**values)
     except ValueError as error:
-        raise _damaged([str(error)], where=where) from None
+        raise _damaged([str(error)], where) from None
     faults = list(faults_of(plan))
     if faults:
-        raise _damaged(faults, where=where)
+        raise _damaged(faults, where)
     return plan
 
 
@@ -187,35 +192,13 @@ def _check_envelope(source: str, *, where: str) -> None:
             expected=_EXPECTED,
             fix=_PLAN_AGAIN,
         ) from None
-    if not _is_plan(table):
+    if not is_written(table):
         raise InputError("this JSON file is not a plan", where=where, expected=_EXPECTED)
-    version = table["format"]
-    if version != FORMAT:
-        by = f"autopar {table['autopar']} wrote this plan in format {version}"
-        fix = "update autopar, or " if version > FORMAT else ""
-        raise InputError(
-            by, where=where, expected=f"format {FORMAT}, of this autopar", fix=fix + _PLAN_AGAIN
-        )
+    check_format(table, FORMAT, what="this plan", where=where, fix=_PLAN_AGAIN)
 
 
-def _is_plan(table: object) -> bool:
-    return isinstance(table, dict) and type(table.get("format")) is int and "autopar" in table
-
-
-def _told(error: ValidationError) -> list[str]:
-    """Return what pydantic found: the place in the file and what should stand there."""
-    return [
-        f"{'.'.join(str(part) for part in one['loc'][1:])}: {one['msg']}"
-        for one in error.errors(include_url=False, include_input=False)
-    ]
-
-
-def _damaged(faults: list[str], *, where: str) -> InputError:
-    more = [f"and {len(faults) - _MOST_TOLD} more"] if len(faults) > _MOST_TOLD else []
-    lines = "".join(f"\n- {fault}" for fault in (*faults[:_MOST_TOLD], *more))
-    return InputError(
-        f"the plan was damaged or changed by hand:{lines}", where=where, fix=_PLAN_AGAIN
-    )
+def _damaged(faults: list[str], where: str) -> InputError:
+    return damaged(faults, what="the plan was", where=where, fix=_PLAN_AGAIN)
 
 
 _ADAPTER = TypeAdapter(PlanDocument)

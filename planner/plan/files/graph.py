@@ -11,10 +11,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from types import MappingProxyType
-from typing import Annotated, Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple
 
 from annotated_types import Ge, Le
 from pydantic import JsonValue
@@ -39,8 +39,6 @@ from autopar.planner.ops import (
 )
 from autopar.planner.plan.files.graph_faults import graph_faults
 
-Row = TypeVar("Row")
-Made = TypeVar("Made")
 Coefficient = Annotated[int, Ge(-(2**60)), Le(2**60)]
 SizeRow = Coefficient | tuple[Coefficient, ...]
 
@@ -175,7 +173,7 @@ def value_of(document: JsonValue) -> Value:
     match document:
         case None | bool() | int() | str():
             return document
-        case list():
+        case list() | tuple():  # one of pairs or arguments is a tuple in a row
             return tuple(map(value_of, document))
         case {"list": list(items), **rest} if not rest:
             return Listed(map(value_of, items))
@@ -206,184 +204,81 @@ def _are_whole(sizes: list[JsonValue]) -> bool:
     return all(isinstance(size, int) and not isinstance(size, bool) for size in sizes)
 
 
+# The rows of each field, and what they stand for; the last is its name in a mapping, if it is one.
+_ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
+    {
+        "ops": (OpRow, Op, ""),
+        "tensors": (TensorRow, Tensor, "name"),
+        "parameters": (ParameterRow, Parameter, ""),
+        "buffers": (BufferRow, Buffer, ""),
+        "constants": (ConstantRow, Constant, "name"),
+        "calls": (CallRow, Call, "key"),
+        "functions": (FunctionRow, FunctionCall, ""),
+    }
+)
+_VALUES = ("arguments", "keywords", "result", "values")  # fields that hold arguments, in a nest
+
+
 def graph_document(graph: Graph) -> GraphDocument:
     """Return a graph as rows."""
-    return GraphDocument(
-        loss=graph.loss,
-        fixed_batch=graph.fixed_batch,
-        fixed_at=graph.fixed_at,
-        recomputed_at=graph.recomputed_at,
-        autocast_at=graph.autocast_at,
-        devices_meet_at=graph.devices_meet_at,
-        was_noticed=graph.was_noticed,
-        inputs=graph.inputs,
-        ops=tuple(map(_op_row, graph.ops)),
-        tensors=tuple(map(_tensor_row, graph.tensors.values())),
-        parameters=tuple(
-            ParameterRow(p.name, p.aliases, _shape_row(p.shape), p.dtype, p.trainable, p.moments)
-            for p in graph.parameters
-        ),
-        buffers=tuple(
-            BufferRow(b.name, _shape_row(b.shape), b.dtype, b.persistent, b.updated)
-            for b in graph.buffers
-        ),
-        constants=tuple(
-            ConstantRow(c.name, value_document(c.values)) for c in graph.constants.values()
-        ),
-        calls=tuple(map(_call_row, graph.calls.values())),
-        functions=tuple(map(_function_row, graph.functions)),
-    )
+    values = {field.name: getattr(graph, field.name) for field in fields(GraphDocument)}
+    for name, (row, _, key) in _ROWS.items():
+        things = values[name].values() if key else values[name]
+        values[name] = tuple(_row(row, one) for one in things)
+    return GraphDocument(**values)
 
 
-def _op_row(op: Op) -> OpRow:
-    return OpRow(
-        op.name,
-        op.target,
-        tuple((name, value_document(value)) for name, value in op.arguments),
-        op.inputs,
-        op.outputs,
-        op.call,
-        op.location,
-        op.grad_enabled,
-        op.writes,
-    )
-
-
-def _tensor_row(tensor: Tensor) -> TensorRow:
-    return TensorRow(
-        tensor.name,
-        _shape_row(tensor.shape),
-        tensor.dtype,
-        tensor.storage,
-        tensor.origin,
-        tensor.requires_grad,
-        tensor.counted_by,
-        tensor.expected,
-    )
-
-
-def _call_row(call: Call) -> CallRow:
-    return CallRow(
-        call.key,
-        call.path,
-        call.class_name,
-        call.is_function,
-        call.parent,
-        tuple(map(value_document, call.arguments)),
-        tuple((name, value_document(value)) for name, value in call.keywords),
-        value_document(call.result),
-        call.has_unused,
-        call.is_batch_norm,
-    )
-
-
-def _function_row(function: FunctionCall) -> FunctionRow:
-    return FunctionRow(
-        function.module,
-        function.name,
-        function.call,
-        tuple(map(value_document, function.arguments)),
-        tuple((name, value_document(value)) for name, value in function.keywords),
-        value_document(function.result),
-        function.ops,
-    )
-
-
-def _shape_row(shape: tuple[Extent, ...]) -> tuple[SizeRow, ...]:
-    return tuple(s.coefficients[0] if len(s.coefficients) == 1 else s.coefficients for s in shape)
-
-
-def _shape(rows: tuple[SizeRow, ...]) -> tuple[Extent, ...]:
-    return tuple(Extent((row,) if isinstance(row, int) else row) for row in rows)
+def _row(kind: type[Any], thing: object) -> Any:
+    values = {name: getattr(thing, name) for name in kind._fields}
+    written = {name: value_document(value) for name, value in values.items() if name in _VALUES}
+    if "shape" in values:
+        sizes = (size.coefficients for size in values["shape"])
+        written["shape"] = [own[0] if len(own) == 1 else own for own in sizes]
+    return kind(**{**values, **written})
 
 
 def graph_of(document: GraphDocument) -> Graph:
     """Return the graph that rows stand for; ValueError where they do not make one."""
-    for fault in _doubled(document):
+    values = {field.name: getattr(document, field.name) for field in fields(GraphDocument)}
+    for fault in _doubled(values):
         raise ValueError(fault)
-    graph = Graph(
-        ops=_each("ops", _op, document.ops),
-        tensors=_by("name", map(_tensor, document.tensors)),
-        parameters=tuple(
-            Parameter(**{**row._asdict(), "shape": _shape(row.shape)})
-            for row in document.parameters
-        ),
-        buffers=tuple(
-            Buffer(**{**row._asdict(), "shape": _shape(row.shape)}) for row in document.buffers
-        ),
-        constants=_by("name", _each("constants", _constant, document.constants)),
-        inputs=document.inputs,
-        calls=_by("key", _each("calls", _call, document.calls)),
-        functions=_each("functions", _function, document.functions),
-        loss=document.loss,
-        fixed_batch=document.fixed_batch,
-        fixed_at=document.fixed_at,
-        recomputed_at=document.recomputed_at,
-        autocast_at=document.autocast_at,
-        devices_meet_at=document.devices_meet_at,
-        was_noticed=document.was_noticed,
-    )
+    for name, (_, kind, key) in _ROWS.items():
+        made = _each(name, kind, values[name])
+        values[name] = MappingProxyType({getattr(one, key): one for one in made}) if key else made
+    graph = Graph(**values)
     for fault in graph_faults(graph):
         raise ValueError(fault)
     return graph
 
 
-def _each(field: str, make: Callable[[Row], Made], rows: Iterable[Row]) -> tuple[Made, ...]:
-    """Return what is made of rows; what is wrong with one is told with its place."""
-    made: list[Made] = []
+def _each(field: str, kind: type[Any], rows: Iterable[Any]) -> tuple[Any, ...]:
+    """Return what rows stand for; what is wrong with one is told with its place."""
+    made = []
     for number, row in enumerate(rows):
         try:
-            made.append(make(row))
+            made.append(_thing(kind, row))
         except ValueError as error:
             raise ValueError(f"graph.{field}.{number}: {error}") from None
     return tuple(made)
 
 
-def _by(name: str, made: Iterable[Made]) -> Mapping[str, Made]:
-    return MappingProxyType({getattr(one, name): one for one in made})
+def _thing(kind: type[Any], row: Any) -> Any:
+    values = row._asdict()
+    read = {name: value_of(value) for name, value in values.items() if name in _VALUES}
+    if "shape" in values:
+        rows = values["shape"]
+        read["shape"] = tuple(Extent((own,) if isinstance(own, int) else own) for own in rows)
+    return kind(**{**values, **read})
 
 
-def _constant(row: ConstantRow) -> Constant:
-    return Constant(name=row.name, values=value_of(row.values))
-
-
-def _op(row: OpRow) -> Op:
-    arguments = tuple((name, value_of(value)) for name, value in row.arguments)
-    return Op(**{**row._asdict(), "arguments": arguments})
-
-
-def _tensor(row: TensorRow) -> Tensor:
-    return Tensor(**{**row._asdict(), "shape": _shape(row.shape)})
-
-
-def _call(row: CallRow) -> Call:
-    return Call(**{**row._asdict(), **_crossing(row)})
-
-
-def _function(row: FunctionRow) -> FunctionCall:
-    return FunctionCall(**{**row._asdict(), **_crossing(row)})
-
-
-def _crossing(row: CallRow | FunctionRow) -> dict[str, Any]:
-    """Return what goes into a call and comes out of it."""
-    return {
-        "arguments": tuple(map(value_of, row.arguments)),
-        "keywords": tuple((name, value_of(value)) for name, value in row.keywords),
-        "result": value_of(row.result),
+def _doubled(values: Mapping[str, Any]) -> Iterator[str]:
+    names: dict[str, list[str]] = {
+        name: [getattr(row, key or "name") for row in values[name]]
+        for name, (_, _, key) in _ROWS.items()
+        if name != "functions"  # which may be called more than once
     }
-
-
-def _doubled(document: GraphDocument) -> Iterator[str]:
-    names = {
-        "ops": [row.name for row in document.ops],
-        "tensors": [row.name for row in document.tensors],
-        "parameters": [row.name for row in document.parameters],
-        "buffers": [row.name for row in document.buffers],
-        "constants": [row.name for row in document.constants],
-        "calls": [row.key for row in document.calls],
-        "inputs": list(document.inputs),
-    }
+    names["inputs"] = list(values["inputs"])
     for field, own in names.items():
-        for name, times in Counter(own).items():
+        for one, times in Counter(own).items():
             if times > 1:
-                yield f"graph.{field}: {name!r} is there {times} times"
+                yield f"graph.{field}: {one!r} is there {times} times"

@@ -9,9 +9,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from autopar.planner.annotate import Precision
 from autopar.planner.costs.prediction import Arrangement, Zero
 from autopar.planner.costs.schedules.table import SCHEDULES, PipelineShape, ScheduleKind, refusal
+from autopar.planner.precision import Precision
 
 STAGES_PER_RANK = (1, 2, 4)  # more make the bubble little smaller, and transfers many more
 DEFAULT_BUCKET_BYTES = 25 * 2**20  # what DDP takes; tuned for the plans that are solved

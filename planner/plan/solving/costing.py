@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.planner.annotate import Precision, annotate
+from autopar.planner.annotate import annotate
 from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.blocks import Kind, Share
 from autopar.planner.cluster.cluster import Cluster
@@ -25,6 +25,7 @@ from autopar.planner.crossing import Residence, residence
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
 from autopar.planner.layouts import Layout, OpLayout
+from autopar.planner.precision import Precision
 from autopar.planner.programs.layouts.building import Place
 from autopar.planner.programs.layouts.choice import Budget, LayoutProgram, LayoutSolution
 from autopar.planner.programs.layouts.edges import structure_of

@@ -57,7 +57,7 @@ class Divisible:
         self.question = question
         arrangement, groups = question.arrangement, question.groups
         self._data = DataBound(arrangement, groups, question.constants)
-        self._action = question.constants.action_on(arrangement)
+        self._action = question.constants.action_seconds
         self.program = GrowingProgram()
         self.parts = parts_of(question, self.program)
         self.unit = self._unit()
@@ -181,8 +181,7 @@ class Divisible:
         if not piece.is_split:
             return forward, backward, backward, 0.0
         weights = cost.weight_gradient_seconds
-        inputs = backward - weights + cost.split_input_seconds
-        return forward, backward, inputs, weights + cost.split_weight_seconds
+        return forward, backward, backward - weights, weights
 
     def _keep_memory(self, rows: Iterable[MemoryRow]) -> bool:
         """Add what ranks hold at some moments; whether there were any."""

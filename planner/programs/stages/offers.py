@@ -181,7 +181,7 @@ class Offers:
         """Yield offers by the sums of their layers; their prices follow if they are chosen."""
         plain = self._plain(stage, content)
         own = plain.price.load
-        again = self.question.constants.action_on(self.question.arrangement)
+        again = self.question.constants.action_seconds
         for place in range(len(mixes)):
             modes = mixes.modes(place, content)
             times = plain.times.copy()

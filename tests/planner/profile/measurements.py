@@ -7,13 +7,10 @@ from dataclasses import replace
 from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
 from autopar.planner.costs.collectives.measured import Collective
 from autopar.planner.costs.ops.measurements import (
-    ActionTimes,
     HostTimes,
     Operand,
     OpKey,
-    PassTimes,
     Timing,
-    UnitTimes,
 )
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile, MeasuredHost, MeasuredNet, MeasuredOp
@@ -25,19 +22,6 @@ TIMES = HostTimes(
     step_seconds=6e-5,
     optimizer_tensor_seconds=4e-6,
     optimizer_element_seconds=1e-9,
-    passes=PassTimes(
-        checkpoint_seconds=3e-4,
-        selective_seconds=2e-5,
-        split_input_seconds=3e-6,
-        split_weight_seconds=2e-5,
-    ),
-    unit=UnitTimes(
-        gather_seconds=1e-4,
-        scatter_seconds=2e-4,
-        gather_byte_seconds=1e-10,
-        scatter_byte_seconds=1e-9,
-    ),
-    pipeline=ActionTimes(plain_seconds=2e-4, one_stage_seconds=3e-4, several_stages_seconds=5e-4),
 )
 
 

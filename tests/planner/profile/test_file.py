@@ -3,9 +3,15 @@ from pathlib import Path
 import pytest
 
 from autopar.planner.errors import InputError
-from autopar.planner.profile.file import parse_measurements, read_measurements, write_measurements
+from autopar.planner.profile.file import (
+    FORMAT,
+    content_hash,
+    measurements_text,
+    parse_measurements,
+    read_measurements,
+    write_measurements,
+)
 from autopar.planner.profile.measured import MeasuredFile
-from autopar.planner.profile.text import FORMAT, content_hash, measurements_text
 from tests.planner.profile.measurements import everything, op
 
 TEXT = measurements_text(everything(), written="today")
@@ -32,16 +38,18 @@ def test_the_date_is_no_part_of_the_hash() -> None:
         ("format = [", "damaged or cut off"),
         (TEXT[: TEXT.index('"all-reduce"') + 4], "damaged"),
         (TEXT.replace(f"format = {FORMAT}", "format = 1"), "in format 1"),
-        (TEXT.replace("samples = 9", "samples = 0"), "op.0.samples"),
-        (TEXT.replace("samples = 9", "sample = 9"), "op.0.sample"),
-        (TEXT.replace("model[8, 16] grad", "model[8 x 16]"), "op.0.operands.0"),
-        (TEXT.replace('precision = "fp32"', 'precision = "fp31"'), "none of fp32, bf16"),
-        (TEXT.replace('"gloo"', '"mpi"'), "none of nccl, gloo"),
+        (TEXT.replace("samples = 9", "samples = 0"), "ops.0.samples"),
+        (TEXT.replace("samples = 9", "sample = 9"), "ops.0.sample"),
+        (TEXT.replace("shape = [8, 16]", "shape = [8.5, 16]"), "ops.0.key.operands.0.shape"),
+        (TEXT.replace('precision = "fp32"', 'precision = "fp31"'), "'fp32', 'bf16'"),
+        (TEXT.replace('"gloo"', '"mpi"'), "'nccl' or 'gloo'"),
         (TEXT.replace('"all-reduce"', '"all-out"'), "'all-out' is none of"),
-        (TEXT.replace('"waited for"', '"slowly"'), "'slowly' is none of"),
-        (TEXT.replace("step_seconds = 6e-05", "step_seconds = nan"), "host.0.step_seconds"),
-        (TEXT.replace("[1000, 1000000]", "[1000, 100]"), "do not rise"),
-        (TEXT.replace("[1000, 1000000]", "[1000]"), "lacks payloads or seconds"),
+        (TEXT.replace('"waited for"', '"slowly"'), "'waited for'"),
+        (TEXT.replace("step_seconds = 6e-05", "step_seconds = nan"), "hosts.0.times.step_seconds"),
+        (TEXT.replace("[1000000, 0.003]", "[100, 0.003]"), "do not rise"),
+        (TEXT.replace("[1000000, 0.003]", "[1000000, 0.0001]"), "do not rise"),
+        (TEXT.replace("[1000000, 0.003]", "[1000000]"), "nets.0.collectives.0.points.1"),
+        (TEXT.replace('written = "today"', "written = 2026-01-01"), "written"),
     ],
 )
 def test_what_is_no_sound_file_is_told_in_one_message(source: str, told: str) -> None:

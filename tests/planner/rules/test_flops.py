@@ -12,11 +12,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.flop_counter import FlopCounterMode, flop_registry
 
-from autopar.planner.annotate import Precision, Work, annotate
+from autopar.planner.annotate import Work, annotate
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.findings.unpriced import unpriced
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op, Ref, Value
+from autopar.planner.precision import Precision
 from autopar.planner.rules.computation import Computation
 from autopar.planner.rules.table import TABLE, has_line, rule_of
 from autopar.planner.trace import trace

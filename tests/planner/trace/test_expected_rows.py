@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.annotate import Precision, annotate
+from autopar.planner.annotate import annotate
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.graph import Graph
+from autopar.planner.precision import Precision
 from tests.planner.trace.model_source import ops_of, traced
 
 EXPERTS = """

@@ -9,7 +9,6 @@ import pytest
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.costs.collectives.choice import Collective, called_seconds, collective_seconds
-from autopar.planner.costs.ops.measurements import UnitTimes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.steps.data_parallel import NOTHING, DataGroups, data_seconds, manner_of
 from autopar.planner.costs.steps.stage_load import stage_load
@@ -19,9 +18,6 @@ from tests.planner.profile.measurements import everything
 CLUSTER = choose_cluster(8, "h100-sxm")
 ALL = group_shape(CLUSTER, 8, 1)
 ONE = group_shape(CLUSTER, 1, 1)
-NO_COPIES = UnitTimes(
-    gather_seconds=0.0, scatter_seconds=0.0, gather_byte_seconds=0.0, scatter_byte_seconds=0.0
-)
 GROUPS = DataGroups(
     data=ALL,
     shard=ALL,
@@ -30,7 +26,7 @@ GROUPS = DataGroups(
     bucket_bytes=2**62,
     gradient_share=1.0,
     slowdown=0.0,
-    unit=NO_COPIES,
+    copy_byte_seconds=0.0,
 )
 LAYERS = stage_load([LAYER] * 4).layers
 
@@ -123,25 +119,10 @@ def test_gathered_parameters_are_copied_out_of_their_buffer() -> None:
     # 4 layers · 2 passes over 2 MB at 1 GB/s = 16 ms in the forward.
     sharded = replace(GROUPS, zero=Zero.PARAMETERS)
     quick, slow = (
-        data_seconds(LAYERS, replace(sharded, unit=unit), microbatches=1)
-        for unit in (NO_COPIES, replace(NO_COPIES, gather_byte_seconds=2e-9))
+        data_seconds(LAYERS, replace(sharded, copy_byte_seconds=each), microbatches=1)
+        for each in (0.0, 2e-9)
     )
     assert slow.each_forward - quick.each_forward == pytest.approx(16e-3, rel=0.02)
-
-
-def test_a_measured_unit_costs_its_hooks_once_a_pass() -> None:
-    # 4 units: one gather in the forward; a gather and a scatter in the backward.
-    hooks = UnitTimes(
-        gather_seconds=1e-3, scatter_seconds=2e-3, gather_byte_seconds=0.0, scatter_byte_seconds=0.0
-    )
-    for zero, forward, backward in ((Zero.PARAMETERS, 4e-3, 12e-3), (Zero.GRADIENTS, 0.0, 8e-3)):
-        sharded = replace(GROUPS, zero=zero)
-        without, found = (
-            data_seconds(LAYERS, replace(sharded, unit=unit), microbatches=1)
-            for unit in (NO_COPIES, hooks)
-        )
-        assert found.each_forward - without.each_forward == pytest.approx(forward, rel=0.05)
-        assert found.each_backward - without.each_backward == pytest.approx(backward, rel=0.05)
 
 
 def test_copies_of_the_shards_are_summed_after_scattering() -> None:

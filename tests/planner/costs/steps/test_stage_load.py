@@ -9,7 +9,7 @@ from autopar.planner.costs.schedules.simulation import StageSeconds
 from autopar.planner.costs.steps.stage_load import stage_load
 from tests.planner.costs.step_factories import layer
 
-SPLIT = layer(split_input_seconds=0.1e-3, split_weight_seconds=0.4e-3)  # 1, and 1 + 1 ms
+SPLIT = layer()  # 1, and 1 + 1 ms
 
 
 def seconds_of(*layers: LayerCost, splits: bool = True) -> StageSeconds:
@@ -25,11 +25,11 @@ def test_waits_and_an_action_make_both_passes_longer() -> None:
     assert one.backward_seconds == pytest.approx(24.01e-3)
 
 
-def test_halves_share_a_backward_and_take_longer_each() -> None:
+def test_halves_share_a_backward_and_are_called_each() -> None:
     one = seconds_of(SPLIT, SPLIT)
-    assert one.input_gradient_seconds == pytest.approx(24.01e-3 - 2e-3 + 0.2e-3)
-    assert one.weight_gradient_seconds == pytest.approx(2e-3 + 0.8e-3 + 0.01e-3)
-    assert one.split_seconds == pytest.approx(0.2e-3 + 0.8e-3 + 0.01e-3)
+    assert one.input_gradient_seconds == pytest.approx(24.01e-3 - 2e-3)
+    assert one.weight_gradient_seconds == pytest.approx(2e-3 + 0.01e-3)
+    assert one.split_seconds == pytest.approx(0.01e-3)
 
 
 def test_a_stage_that_is_not_called_for_halves_makes_all_gradients_at_once() -> None:
