@@ -8,8 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.planner.cluster.link import Manner
-from autopar.planner.costs.collectives.measured import Collective
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.runtime.ranks import transport
 from autopar.runtime.ranks.mesh import Axis
 

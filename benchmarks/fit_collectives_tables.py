@@ -9,10 +9,9 @@ from pathlib import Path
 from autopar.planner.cluster.choose import usual_node
 from autopar.planner.cluster.cluster import Cluster, Origin
 from autopar.planner.cluster.levels import cluster_from
-from autopar.planner.cluster.link import Link
+from autopar.planner.cluster.link import Collective, Link
 from autopar.planner.cluster.shape import GroupShape, group_shape, neighbour_shape
 from autopar.planner.cluster.sheet import find_device, known_fabrics
-from autopar.planner.costs.collectives.choice import Collective
 
 MEBIBYTE = 2**20
 OPERATIONS = {

@@ -6,9 +6,9 @@ from math import ceil
 
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
-from autopar.planner.cluster.link import Backend
+from autopar.planner.cluster.link import Backend, Collective
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.collectives.choice import Collective, collective_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.layers.flow import Conversion, LayerFlow, layer_flow
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.layouts import Layout, conversion

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
+from autopar.planner.rules.random_ops import is_random
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -8,13 +8,13 @@ from math import prod
 
 from autopar.planner.annotate import Annotation, State, Work, annotate, state_of
 from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.axes.terms import leaves
 from autopar.planner.findings.unpriced import Unpriced, unpriced
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers, find_layers
 from autopar.planner.ops import Parameter
 from autopar.planner.precision import Precision
 from autopar.planner.rules.table import has_rule
+from autopar.planner.rules.terms import leaves
 
 SHOWN = (Precision.FP32, Precision.BF16)  # fp16 takes what bf16 takes
 

@@ -12,9 +12,9 @@ from collections.abc import Hashable, Iterator
 from dataclasses import dataclass, replace
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import Leaf, substituted
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op, Origin, Ref, Value
+from autopar.planner.rules.terms import Leaf, substituted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

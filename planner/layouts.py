@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
 
-from autopar.planner.costs.collectives.choice import Collective
+from autopar.planner.cluster.link import Collective
 
 
 class Kind(StrEnum):

@@ -9,10 +9,10 @@ import torch
 
 from autopar.console import tell_note
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import leaves
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, batch_key
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.rules.terms import leaves
 
 
 def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:

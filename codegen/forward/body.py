@@ -31,9 +31,9 @@ from autopar.codegen.forward.text.literals import literal
 from autopar.codegen.forward.text.repeats import Repeats
 from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.layouts import Layout
 from autopar.planner.ops import Op, Origin, Value, size
+from autopar.planner.rules.random_ops import is_random
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
 

@@ -18,7 +18,6 @@ from autopar.codegen.forward.text.expressions import (
 )
 from autopar.codegen.forward.text.lines import Line, Pattern
 from autopar.planner.extent import Extent
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.layouts import WHOLE, Kind, Layout
 from autopar.planner.ops import (
     LOSS_FUNCTION,
@@ -31,6 +30,7 @@ from autopar.planner.ops import (
     Value,
     refs,
 )
+from autopar.planner.rules.random_ops import is_random
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder

@@ -19,8 +19,8 @@ from autopar.codegen.forward.text.expressions import (
 from autopar.codegen.forward.text.lines import Line, Pattern
 from autopar.codegen.forward.text.literals import literal
 from autopar.planner.errors import InputError
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.ops import MODULE, Call, Op, Origin, Ref, Value, objects
+from autopar.planner.rules.random_ops import is_random
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder

@@ -7,12 +7,12 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 from autopar.planner.axes.naming import Hint, hints_of, named
-from autopar.planner.axes.terms import Concat, Dim, Leaf, leaves, substituted, text_of
 from autopar.planner.axes.unify import Unifier
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op, Origin
 from autopar.planner.rules.signature import Case, Signature
 from autopar.planner.rules.table import rule_of
+from autopar.planner.rules.terms import Concat, Dim, Leaf, leaves, substituted, text_of
 from autopar.planner.rules.tiles import tiles_of
 
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.planner.axes.terms import Concat, Dim, Leaf, Product, leaves
 from autopar.planner.axes.unify import Unifier
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op, Origin
 from autopar.planner.rules.rule import Rule
 from autopar.planner.rules.signature import Signature
+from autopar.planner.rules.terms import Concat, Dim, Leaf, Product, leaves
 
 # Which name wins where several are proposed: what an axis is to the batch, to attention, to the
 # vocabulary says more than that a convolution or a norm saw it.

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.planner.axes.terms import (
+from autopar.planner.extent import ONE, Extent, constant
+from autopar.planner.rules.terms import (
     UNIT,
     Concat,
     Dim,
@@ -16,7 +17,6 @@ from autopar.planner.axes.terms import (
     size_of,
     substituted,
 )
-from autopar.planner.extent import ONE, Extent, constant
 
 
 class Unifier:

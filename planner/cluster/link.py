@@ -31,11 +31,22 @@ class Manner(StrEnum):
     BUCKET = "of a bucket"  # as they move a bucket of gradients or parameters, after computing
 
 
+class Collective(StrEnum):
+    """What a group of ranks does together; costs/collectives says which size is the payload."""
+
+    ALL_REDUCE = "all-reduce"
+    ALL_GATHER = "all-gather"
+    REDUCE_SCATTER = "reduce-scatter"
+    ALL_TO_ALL = "all-to-all"
+    BROADCAST = "broadcast"
+    POINT_TO_POINT = "point-to-point"
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class MeasuredCollective:
     """One collective over a link as `autopar profile` measured it, and the line fitted to that."""
 
-    collective: str
+    collective: Collective
     ranks: Degree
     alpha_seconds: Seconds  # of one hop
     bytes_per_second: Rate

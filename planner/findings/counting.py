@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op, Origin, Ref
+from autopar.planner.rules.random_ops import is_random
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
 

@@ -14,7 +14,6 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, TypeAdapter, ValidationError
 
 from autopar.planner.cluster.toml_text import parsed
-from autopar.planner.costs.collectives.choice import Collective
 from autopar.planner.destination import write_whole
 from autopar.planner.errors import InputError
 from autopar.planner.given import read_given
@@ -77,8 +76,6 @@ def _table(source: str, where: str) -> Mapping[str, Any]:
 
 def _faults(measured: MeasuredFile) -> Iterator[str]:
     for one in (collective for net in measured.nets for collective in net.collectives):
-        if one.collective not in set(Collective):
-            yield f"nets.collectives: {one.collective!r} is none of {', '.join(Collective)}"
         rises = all(a[0] < b[0] and a[1] <= b[1] for a, b in pairwise(one.points))
         if not one.points or not rises:
             yield f"nets.collectives: payloads and seconds of {one.collective} do not rise"

@@ -17,8 +17,8 @@ from statistics import fmean
 
 import torch
 
-from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
-from autopar.planner.costs.collectives.measured import Collective, hops, sent_share
+from autopar.planner.cluster.link import Backend, Collective, Manner, MeasuredCollective
+from autopar.planner.costs.collectives.measured import hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredNet
 from autopar.planner.profile.net_rank import run
@@ -109,7 +109,7 @@ def _alone(collective: Collective, samples: Sequence[NetSample], ranks: int) -> 
     own = [sample for sample in samples if sample.collective is collective]
     line = fit(own, ranks)
     return MeasuredCollective(
-        collective=collective.value,
+        collective=collective,
         ranks=ranks,
         alpha_seconds=line.alpha_seconds,
         bytes_per_second=line.bytes_per_second,

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.planner.costs.collectives.measured import Collective
+from autopar.planner.cluster.link import Collective
 
 BLOCK_SECONDS = 2e-3  # calls follow each other for so long at least, then the clock is read
 CASE_SECONDS = 0.06  # of one collective at one size in one pass

@@ -20,8 +20,7 @@ from typing import TypeAlias
 
 import torch.distributed as dist
 
-from autopar.planner.cluster.link import Manner
-from autopar.planner.costs.collectives.measured import Collective
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.profile.computing import computation
 from autopar.planner.profile.net_rank import slowest, typical
 from autopar.planner.profile.ranks import gloo

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from autopar.planner.axes.terms import UNIT, Dim, product
 from autopar.planner.extent import ONE
 from autopar.planner.ops import refs
 from autopar.planner.rules.shapes import ShapeFunction, aligned, opaque
 from autopar.planner.rules.signature import Case, Dims, Letters, Pattern, Signature, names_of
+from autopar.planner.rules.terms import UNIT, Dim, product
 
 
 def attention(case: Case) -> Signature:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.planner.axes.terms import concat
 from autopar.planner.extent import Extent, constant, numel
 from autopar.planner.ops import refs
 from autopar.planner.rules.shapes import aligned, of_first, opaque
 from autopar.planner.rules.signature import Case, Letters, Signature, names_of
+from autopar.planner.rules.terms import concat
 
 
 def split(case: Case) -> Signature:

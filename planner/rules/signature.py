@@ -12,9 +12,9 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
-from autopar.planner.axes.terms import UNIT, Dim, Leaf, product, size_of
 from autopar.planner.extent import ONE, Extent
 from autopar.planner.ops import Op, Tensor, Value, refs
+from autopar.planner.rules.terms import UNIT, Dim, Leaf, product, size_of
 
 Dims = tuple[Dim, ...]
 _MANY = ("…", "[…]")

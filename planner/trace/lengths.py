@@ -15,11 +15,11 @@ from typing import Any
 import torch
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import Dim, leaves
 from autopar.planner.errors import InputError, TraceError
 from autopar.planner.graph import Graph, batch_key
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.precision import Precision
+from autopar.planner.rules.terms import Dim, leaves
 from autopar.planner.trace import trace
 from autopar.planner.trace.build import TRACED_BATCH
 

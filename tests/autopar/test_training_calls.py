@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch.distributed as dist
 
-from autopar.planner.cluster.link import Manner
-from autopar.planner.costs.collectives.measured import Collective
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.profile.waits import OF_SCRIPTS
 from autopar.training_calls import training_call
 from tests.runtime.processes import run_on_ranks

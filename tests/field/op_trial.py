@@ -20,7 +20,6 @@ from autopar.codegen.forward.ops.operations import gives_many, printed
 from autopar.codegen.forward.text.expressions import Level, rendered, text
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.errors import AutoparError
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
 from autopar.planner.layouts import WHOLE, OpLayout
@@ -28,6 +27,7 @@ from autopar.planner.model.model_file import ModelFile
 from autopar.planner.ops import Op, Origin
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.strategies import strategies
+from autopar.planner.rules.random_ops import is_random
 from autopar.planner.trace import trace
 from tests.planner.programs.layouts.layout_interpreter import Interpreter, called
 

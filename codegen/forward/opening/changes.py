@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.codegen.forward.reading.split import Split
-from autopar.planner.axes.terms import Dim, Leaf
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.layouts import Kind, Layout
 from autopar.planner.ops import Op, Origin, Value
+from autopar.planner.rules.random_ops import is_random
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
+from autopar.planner.rules.terms import Dim, Leaf
 
 _VOCABULARY_DIMS = {OpKind.LOOKUP: 0, OpKind.CROSS_ENTROPY: 1}  # of the first input
 

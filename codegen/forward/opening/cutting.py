@@ -18,9 +18,9 @@ from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.text.expressions import Held
 from autopar.planner.crossing import computed_once
 from autopar.planner.errors import InputError
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.layouts import WHOLE, Kind, Layout
 from autopar.planner.ops import Op, Origin, refs
+from autopar.planner.rules.random_ops import is_random
 
 
 def stage_of_ops(split: Split, counts: Sequence[int]) -> dict[str, int]:

@@ -19,11 +19,11 @@ from autopar.codegen.forward.opening.changes import (
 from autopar.codegen.forward.reading.calls import LOSS
 from autopar.codegen.forward.reading.modules import Module
 from autopar.codegen.forward.reading.split import Split
-from autopar.planner.axes.terms import leaves
 from autopar.planner.extent import Extent
 from autopar.planner.findings.row_numbers import counts_rows, numbers
 from autopar.planner.layouts import Layout
 from autopar.planner.ops import MODULE, Op, Value, objects
+from autopar.planner.rules.terms import leaves
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.opening.opening import Opening

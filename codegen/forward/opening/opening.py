@@ -17,9 +17,9 @@ from autopar.codegen.forward.opening.mistaken_sizes import mistakes_sizes
 from autopar.codegen.forward.opening.state import finds_state
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, common
 from autopar.codegen.forward.reading.split import Split
-from autopar.planner.findings.random_ops import is_random
 from autopar.planner.layouts import WHOLE, Layout
 from autopar.planner.ops import Op, Origin
+from autopar.planner.rules.random_ops import is_random
 
 Way = tuple[Layout, ...]
 

@@ -20,9 +20,9 @@ from autopar.codegen.forward.text.expressions import (
     joined,
 )
 from autopar.codegen.forward.text.literals import literal
-from autopar.planner.axes.terms import Dim, Product, size_of
 from autopar.planner.extent import BATCH, ONE, Extent
 from autopar.planner.layouts import WHOLE, Layout
+from autopar.planner.rules.terms import Dim, Product, size_of
 
 
 @dataclass(frozen=True, slots=True)

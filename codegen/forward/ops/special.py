@@ -20,13 +20,13 @@ from autopar.codegen.forward.text.expressions import (
     text,
 )
 from autopar.codegen.forward.text.literals import literal
-from autopar.planner.axes.terms import Dim, Product, leaves, product, size_of
 from autopar.planner.errors import InputError
 from autopar.planner.extent import ONE, Extent
 from autopar.planner.layouts import PARTIAL, Kind, Layout
 from autopar.planner.ops import Op, Ref, Value, size
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
+from autopar.planner.rules.terms import Dim, Product, leaves, product, size_of
 
 if TYPE_CHECKING:
     from autopar.codegen.forward.body import BodyBuilder

@@ -8,10 +8,10 @@ from functools import cached_property
 from types import MappingProxyType
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import Dim, Leaf, substituted
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Call, FunctionCall, Op, Ref, Value
+from autopar.planner.rules.terms import Dim, Leaf, substituted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.planner.axes.terms import Concat, Dim, Leaf, leaves, size_of
 from autopar.planner.extent import ONE, Extent
+from autopar.planner.rules.terms import Concat, Dim, Leaf, leaves, size_of
 
 Part = tuple[Extent, Extent]  # count, unit
 

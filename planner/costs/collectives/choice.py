@@ -6,11 +6,10 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from autopar.planner.cluster.link import Manner, MeasuredCollective, Topology
+from autopar.planner.cluster.link import Collective, Manner, MeasuredCollective, Topology
 from autopar.planner.cluster.shape import Crossing, GroupShape
 from autopar.planner.costs.collectives import algorithms as collectives
 from autopar.planner.costs.collectives.measured import (
-    Collective,
     least_seconds_per_byte,
     measured_seconds,
 )
@@ -30,17 +29,6 @@ class Priced:
     algorithm: str
     protocol: str
 
-
-__all__ = [
-    "Collective",
-    "Priced",
-    "called_seconds",
-    "cheapest",
-    "collective_seconds",
-    "least_seconds",
-    "ring_hops",
-    "ways",
-]
 
 TREES = frozenset({Topology.TREE, Topology.MESH, Topology.SWITCH})
 FREE = Priced(seconds=0.0, algorithm="nothing", protocol="none")

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.planner.cluster.link import Manner
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import Collective, called_seconds
+from autopar.planner.costs.collectives.choice import called_seconds
 from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.layouts import Conversion, Local

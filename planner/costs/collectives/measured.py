@@ -4,20 +4,8 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from enum import StrEnum
 
-from autopar.planner.cluster.link import MeasuredCollective
-
-
-class Collective(StrEnum):
-    """What a group of ranks does together; collectives.py says which size is the payload."""
-
-    ALL_REDUCE = "all-reduce"
-    ALL_GATHER = "all-gather"
-    REDUCE_SCATTER = "reduce-scatter"
-    ALL_TO_ALL = "all-to-all"
-    BROADCAST = "broadcast"
-    POINT_TO_POINT = "point-to-point"
+from autopar.planner.cluster.link import Collective, MeasuredCollective
 
 
 def measured_seconds(
@@ -48,7 +36,7 @@ def least_seconds_per_byte(known: MeasuredCollective, ranks: int, *, shared: flo
     Between two measured payloads it lies between what it takes in these.
     """
     least = min(seconds / size for size, seconds in known.points)
-    collective = Collective(known.collective)
+    collective = known.collective
     here = sent_share(collective, ranks) / shared
     there = sent_share(collective, known.ranks)
     if ranks >= known.ranks:
@@ -58,7 +46,7 @@ def least_seconds_per_byte(known: MeasuredCollective, ranks: int, *, shared: flo
 
 
 def _line(known: MeasuredCollective, payload_bytes: float, ranks: int, shared: float) -> float:
-    collective = Collective(known.collective)
+    collective = known.collective
     wire = sent_share(collective, ranks) * payload_bytes / (known.bytes_per_second * shared)
     return hops(collective, ranks) * known.alpha_seconds + wire
 

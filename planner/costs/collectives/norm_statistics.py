@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.planner.cluster.link import Manner
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import Collective, called_seconds
+from autopar.planner.costs.collectives.choice import called_seconds
 
 _ELEMENT_BYTES = 4  # statistics travel in fp32
 # Of runtime/data_parallel/batch_norm.py, beside what a local norm takes.

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from math import prod
 
-from autopar.planner.axes.terms import Dim, leaves
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.ops import Op, refs
 from autopar.planner.rules.computation import Product
 from autopar.planner.rules.table import rule_of
+from autopar.planner.rules.terms import Dim, leaves
 
 
 def products_of(op: Op, shapes: LocalShapes) -> Iterator[Product]:

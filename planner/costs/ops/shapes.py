@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import prod
 
 from autopar.planner.axes.infer import OpAxes
-from autopar.planner.axes.terms import Concat, Dim, Leaf, Product, leaves
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op
 from autopar.planner.rules.signature import Dims, Signature
+from autopar.planner.rules.terms import Concat, Dim, Leaf, Product, leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.planner.cluster.link import Manner
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import Collective, called_seconds
+from autopar.planner.costs.collectives.choice import called_seconds
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of

@@ -5,12 +5,12 @@ from __future__ import annotations
 from math import prod
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import Concat, leaves
 from autopar.planner.costs.ops.kept import Memory
 from autopar.planner.costs.ops.shapes import local_size
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind, Layout
 from autopar.planner.precision import Precision, item_bytes
+from autopar.planner.rules.terms import Concat, leaves
 
 
 class TensorSizes:

@@ -18,8 +18,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import Collective, least_seconds
+from autopar.planner.costs.collectives.choice import least_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
 from autopar.planner.costs.steps.data_parallel import copy_byte_seconds, manner_of
 from autopar.planner.costs.steps.framework import FrameworkConstants

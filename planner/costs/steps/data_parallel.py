@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autopar.planner.cluster.link import Manner
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import Collective, called_seconds
+from autopar.planner.costs.collectives.choice import called_seconds
 from autopar.planner.costs.collectives.norm_statistics import NO_WAIT, Synchronising, synchronising
 from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.prediction import Zero
@@ -157,7 +157,8 @@ def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             load,
             forward_seconds=load.forward_seconds + each * load.parameter_bytes,
             backward_seconds=load.backward_seconds
-            + each * (load.parameter_bytes + load.gradient_bytes),
+            + each * load.parameter_bytes
+            + each * load.gradient_bytes,
         )
         for load in loads
     )
@@ -203,8 +204,8 @@ def _reduced(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) 
             reductions=_reductions(loads, bucket),
         )
     forward = _gathered_ahead(loads, groups)
-    gathering = groups.copy_byte_seconds * sum(load.parameter_bytes for load in loads)
-    scattering = groups.copy_byte_seconds * sum(load.gradient_bytes for load in loads)
+    gathering = sum(groups.copy_byte_seconds * load.parameter_bytes for load in loads)
+    scattering = sum(groups.copy_byte_seconds * load.gradient_bytes for load in loads)
     return DataSeconds(
         each_forward=0.0,
         each_backward=_added(backward) + scattering,

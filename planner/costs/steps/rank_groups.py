@@ -8,9 +8,9 @@ from functools import lru_cache
 from autopar.planner.cluster.blocks import kinds_of_blocks
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.link import Manner
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.cluster.shape import GroupShape, ends_shape, group_shape, neighbour_shape
-from autopar.planner.costs.collectives.choice import Collective, called_seconds
+from autopar.planner.costs.collectives.choice import called_seconds
 from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.prediction import Arrangement, Zero

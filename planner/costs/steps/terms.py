@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.planner.costs.collectives.choice import Collective
+from autopar.planner.cluster.link import Collective
 from autopar.planner.costs.collectives.norm_statistics import NO_WAIT
 from autopar.planner.costs.prediction import (
     Arrangement,

@@ -16,6 +16,11 @@ from autopar.planner.plan.bounds.bottleneck import Block, block, least_layer_sec
 from autopar.planner.plan.bounds.relaxed_memory import Ladder, ladder
 from autopar.planner.plan.bounds.step import Ends, Totals
 
+_DIVIDED = (  # among the ranks of the tensor axis, at most
+    *("saved_bytes", "transient_bytes", "learning_bytes", "deferred_bytes", "output_bytes"),
+    *("parameter_bytes", "gradient_bytes", "optimizer_bytes", "parameters", "trainable"),
+)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LayoutFacts:
@@ -77,16 +82,7 @@ def _at_least(mode: Recompute, fastest: Modes, unsplit: Modes, degree: int) -> L
     return replace(
         own,
         backward_seconds=plain.backward_seconds + max(0.0, again),
-        saved_bytes=min(own.saved_bytes, whole.saved_bytes // degree),
-        transient_bytes=min(own.transient_bytes, whole.transient_bytes // degree),
-        learning_bytes=min(own.learning_bytes, whole.learning_bytes // degree),
-        deferred_bytes=min(own.deferred_bytes, whole.deferred_bytes // degree),
-        output_bytes=min(own.output_bytes, whole.output_bytes // degree),
-        parameter_bytes=min(own.parameter_bytes, whole.parameter_bytes // degree),
-        gradient_bytes=min(own.gradient_bytes, whole.gradient_bytes // degree),
-        optimizer_bytes=min(own.optimizer_bytes, whole.optimizer_bytes // degree),
-        parameters=min(own.parameters, whole.parameters // degree),
-        trainable=min(own.trainable, whole.trainable // degree),
+        **{name: min(getattr(own, name), getattr(whole, name) // degree) for name in _DIVIDED},
     )
 
 

@@ -8,7 +8,6 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import Dim, leaves
 from autopar.planner.cluster.link import Backend
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.costs.schedules.table import PipelineShape, refusal
@@ -19,6 +18,7 @@ from autopar.planner.ops import Op
 from autopar.planner.plan.declared.constraints import Objective
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.space import shards_in_vain
+from autopar.planner.rules.terms import Dim, leaves
 
 _VERSION = re.compile(r"[0-9A-Za-z][0-9A-Za-z.+!_-]{0,39}")
 _MOST_SHOWN = 40  # characters

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from math import prod
 
-from autopar.planner.axes.terms import Concat, Dim, Leaf, Product, leaves, size_of
 from autopar.planner.extent import Extent
+from autopar.planner.rules.terms import Concat, Dim, Leaf, Product, leaves, size_of
 
 Parts = tuple[tuple[int, int], ...]
 

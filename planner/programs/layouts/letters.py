@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import Concat, Dim, Leaf, leaves, substituted
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op
 from autopar.planner.programs.layouts.cuts import axis_size, is_cuttable
 from autopar.planner.rules.signature import Dims
+from autopar.planner.rules.terms import Concat, Dim, Leaf, leaves, substituted
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -11,7 +11,6 @@ from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import Product, leaves
 from autopar.planner.errors import InfeasibleError, InputError
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
@@ -19,6 +18,7 @@ from autopar.planner.layouts import OpLayout
 from autopar.planner.ops import Op
 from autopar.planner.rules.rule import Traffic
 from autopar.planner.rules.table import rule_of
+from autopar.planner.rules.terms import Product, leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from networkx.utils import UnionFind
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import leaves
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
 from autopar.planner.layouts import Kind, Layout, OpLayout
+from autopar.planner.rules.terms import leaves
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,8 +1,8 @@
 """Unification refines dims until they agree, and says when they cannot."""
 
-from autopar.planner.axes.terms import UNIT, Dim, Product, concat, product, text_of
 from autopar.planner.axes.unify import Unifier
 from autopar.planner.extent import BATCH, constant
+from autopar.planner.rules.terms import UNIT, Dim, Product, concat, product, text_of
 
 
 def size(unifier: Unifier, number: int) -> Dim:

@@ -7,7 +7,6 @@ from functools import cache
 from typing import Any
 
 from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.axes.terms import leaves
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.costs.prediction import (
     Arrangement,
@@ -36,6 +35,7 @@ from autopar.planner.ops import Op
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import FORMAT, Machines, Model, Plan, Proof, RunnerUp, Stage
 from autopar.planner.precision import Precision
+from autopar.planner.rules.terms import leaves
 from tests.planner.subjects import zoo_graph
 
 MIB = 2**20

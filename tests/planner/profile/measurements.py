@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.planner.cluster.link import Backend, Manner, MeasuredCollective
-from autopar.planner.costs.collectives.measured import Collective
+from autopar.planner.cluster.link import Backend, Collective, Manner, MeasuredCollective
 from autopar.planner.costs.ops.measurements import (
     HostTimes,
     Operand,
@@ -54,7 +53,7 @@ def net() -> MeasuredNet:
     bucket 2 and 9 ms.
     """
     collective = MeasuredCollective(
-        collective=Collective.ALL_REDUCE.value,
+        collective=Collective.ALL_REDUCE,
         ranks=2,
         alpha_seconds=5e-4,
         bytes_per_second=5e8,

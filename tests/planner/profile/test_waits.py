@@ -9,8 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from autopar.planner.cluster.link import Manner
-from autopar.planner.costs.collectives.measured import Collective
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.profile.ranks import run_ranks
 from autopar.planner.profile.waits import run_waits
 

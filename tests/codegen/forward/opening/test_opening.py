@@ -17,9 +17,9 @@ from autopar.codegen.forward.opening.opening import open_calls
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, call_tree
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import Split, split_graph
-from autopar.planner.axes.terms import leaves
 from autopar.planner.layouts import REPLICATED, Layout, OpLayout, split
 from autopar.planner.ops import Op
+from autopar.planner.rules.terms import leaves
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
 

@@ -13,8 +13,8 @@ from torch.nn import functional
 from autopar.codegen.forward.opening.own_rows import with_own_rows
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import Split, split_graph
-from autopar.planner.axes.terms import leaves
 from autopar.planner.layouts import REPLICATED, OpLayout, split
+from autopar.planner.rules.terms import leaves
 from autopar.planner.trace import trace
 from tests.codegen.forward.small_models import file_of
 

@@ -7,15 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Backend, Topology
+from autopar.planner.cluster.link import Backend, Collective, Topology
 from autopar.planner.cluster.shape import Crossing, GroupShape, group_shape
-from autopar.planner.costs.collectives.choice import (
-    Collective,
-    cheapest,
-    collective_seconds,
-    ring_hops,
-    ways,
-)
+from autopar.planner.costs.collectives.choice import cheapest, collective_seconds, ring_hops, ways
 
 MEGABYTE = 1e6
 GIGABYTE = 1e9

@@ -2,7 +2,8 @@
 
 import pytest
 
-from autopar.planner.costs.collectives.choice import Collective, collective_seconds
+from autopar.planner.cluster.link import Collective
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Layout, split
 from tests.planner.costs.ops.op_factories import layer_of, pricer, shape

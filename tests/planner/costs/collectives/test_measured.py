@@ -4,11 +4,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.planner.cluster.link import MeasuredCollective
+from autopar.planner.cluster.link import Collective, MeasuredCollective
 from autopar.planner.costs.collectives.measured import least_seconds_per_byte, measured_seconds
 
 KNOWN = MeasuredCollective(
-    collective="all-reduce",
+    collective=Collective.ALL_REDUCE,
     ranks=2,
     alpha_seconds=1e-3,
     bytes_per_second=1e9,

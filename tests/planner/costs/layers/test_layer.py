@@ -7,7 +7,8 @@ import pytest
 
 from autopar.planner.annotate import annotate, state_of
 from autopar.planner.axes.infer import infer_axes
-from autopar.planner.costs.collectives.choice import Collective, collective_seconds
+from autopar.planner.cluster.link import Collective
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.layers.flow import layer_flow
 from autopar.planner.costs.layers.layer import layer_costs
 from autopar.planner.costs.layers.recompute import run_again

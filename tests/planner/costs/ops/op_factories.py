@@ -3,7 +3,6 @@
 from functools import cache
 
 from autopar.planner.axes.infer import Axes, infer_axes
-from autopar.planner.axes.terms import leaves
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.shape import GroupShape, group_shape
@@ -15,6 +14,7 @@ from autopar.planner.layers import Layer, Layers, find_layers
 from autopar.planner.layouts import PARTIAL, REPLICATED, WHOLE, Layout, OpLayout, split
 from autopar.planner.ops import Op
 from autopar.planner.precision import Precision
+from autopar.planner.rules.terms import leaves
 from tests.planner.subjects import zoo_graph
 
 GPT2 = ("gpt2.py", "size=124m")  # 12 heads, 768 wide, 1024 long, 50257 tokens, dropout 0.1

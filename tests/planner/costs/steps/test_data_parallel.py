@@ -7,8 +7,9 @@ from dataclasses import replace
 import pytest
 
 from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.collectives.choice import Collective, called_seconds, collective_seconds
+from autopar.planner.costs.collectives.choice import called_seconds, collective_seconds
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.steps.data_parallel import NOTHING, DataGroups, data_seconds, manner_of
 from autopar.planner.costs.steps.stage_load import stage_load

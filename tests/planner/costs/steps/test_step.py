@@ -10,8 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.collectives.choice import Collective, collective_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Prediction, Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.bounds import least_step_seconds

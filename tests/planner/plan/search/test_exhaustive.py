@@ -10,8 +10,7 @@ from math import inf
 import pytest
 
 from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Manner
-from autopar.planner.costs.collectives.measured import Collective
+from autopar.planner.cluster.link import Collective, Manner
 from autopar.planner.costs.ops.measurements import HostTimes
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.search.search import Explorer, with_batch
@@ -51,7 +50,7 @@ def profile(times: HostTimes, *points: tuple[int, float]) -> MeasuredFile:
     kinds = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
     quick = tuple((size, seconds / 100) for size, seconds in points)
     collectives = tuple(
-        replace(net().collectives[0], collective=kind.value, points=taken, manner=manner)
+        replace(net().collectives[0], collective=kind, points=taken, manner=manner)
         for kind in kinds
         for manner, taken in ((Manner.IN_A_ROW, points), (Manner.BUCKET, quick))
     )

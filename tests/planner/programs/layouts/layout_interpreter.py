@@ -14,7 +14,6 @@ import torch
 from torch import Tensor
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import size_of
 from autopar.planner.extent import Extent
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
@@ -22,6 +21,7 @@ from autopar.planner.layouts import WHOLE, Kind, Layout, OpLayout, ParameterLayo
 from autopar.planner.ops import DType, Op, Origin, Ref, Value
 from autopar.planner.programs.layouts.cuts import parts_of
 from autopar.planner.programs.layouts.slots import find_slots, own_layouts
+from autopar.planner.rules.terms import size_of
 from tests.planner.programs.layouts.simulated_ranks import Converted, Cut, Ranks
 
 _RESHAPES = (

@@ -1,8 +1,8 @@
 """A dim is cut along an axis in the blocks that its structure says."""
 
-from autopar.planner.axes.terms import UNIT, Concat, Leaf, Product
 from autopar.planner.extent import Extent
 from autopar.planner.programs.layouts.cuts import is_contiguous, is_cuttable, parts_of
+from autopar.planner.rules.terms import UNIT, Concat, Leaf, Product
 
 HEADS, GROUP = Leaf("h", Extent.of(6)), Leaf("g", Extent.of(2))
 HEAD_DIM, ROWS = Leaf("e", Extent.of(4)), Leaf("b", Extent.of(0, 1))

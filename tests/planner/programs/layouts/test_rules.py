@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 
 from autopar.planner.axes.infer import Axes
-from autopar.planner.axes.terms import Concat, Dim, Leaf, Product
 from autopar.planner.extent import Extent
 from autopar.planner.ops import Op
 from autopar.planner.programs.layouts.rules import _merges
+from autopar.planner.rules.terms import Concat, Dim, Leaf, Product
 
 BATCH, HEADS, HEAD_DIM, FFN = (
     Leaf(str(number), Extent.of(size)) for number, size in enumerate((2, 4, 8, 16))

@@ -9,9 +9,9 @@ import pytest
 
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import group_shape
 from autopar.planner.cluster.sheet import find_device
-from autopar.planner.costs.collectives.choice import Collective
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph
