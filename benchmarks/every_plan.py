@@ -40,7 +40,6 @@ from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.profile.net import measure_net
 from autopar.planner.profile.profile import Request, place_at_hand, profile
-from autopar.training_calls import training_call
 from benchmarks.every_plan_ranks import RANKS, step_seconds
 from benchmarks.profile_truth import Case, Known, known
 from benchmarks.validation.scoring import kendall_tau
@@ -176,7 +175,6 @@ def profiled(subject: Known, budget_seconds: float) -> MeasuredFile:
         device_name=place.device.name,
         device=place.torch_name,
         ranks=RANKS,
-        training_calls=training_call,
     )
     return replace(found, nets=(net,))
 

@@ -31,7 +31,6 @@ from autopar.planner.profile.profile import Request, place_at_hand
 from autopar.planner.profile.profile import profile as measure_ops
 from autopar.planner.trace import trace
 from autopar.progress import reported
-from autopar.training_calls import training_call
 
 _BATCHES = [1, 2, 4, 8]
 _MOST_PROCESSES = 256  # on one machine
@@ -95,7 +94,6 @@ def profile(
                 device_name=place.device.name,
                 device=place.torch_name,
                 ranks=procs or max(2, torch.cuda.device_count()),
-                training_calls=training_call,
             )
             found = MeasuredFile(ops=found.ops, hosts=found.hosts, nets=(link,))
     together = before.merged(found)

@@ -92,7 +92,7 @@ def _net_table(found: MeasuredFile) -> Table:
         table.add_row(title, seconds_text(net.alpha_seconds), bandwidth_text(net.bytes_per_second))
         for one in net.collectives:
             table.add_row(
-                f"{one.collective}, {one.manner}",
+                one.collective,
                 seconds_text(one.alpha_seconds),
                 bandwidth_text(one.bytes_per_second),
             )

@@ -23,14 +23,6 @@ class Backend(StrEnum):
     GLOO = "gloo"
 
 
-class Manner(StrEnum):
-    """How ranks come to call a collective; over gloo scripts make some of theirs of others."""
-
-    IN_A_ROW = "in a row"  # the library's own, one after another
-    WAITED = "waited for"  # as scripts make it: they compute, call, and go on with what it makes
-    BUCKET = "of a bucket"  # as they move a bucket of gradients or parameters, after computing
-
-
 class Collective(StrEnum):
     """What a group of ranks does together; costs/collectives says which size is the payload."""
 
@@ -51,7 +43,6 @@ class MeasuredCollective:
     alpha_seconds: Seconds  # of one hop
     bytes_per_second: Rate
     points: tuple[tuple[Bytes, Seconds], ...]  # payload bytes, seconds; both rise
-    manner: Manner = Manner.IN_A_ROW
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -10,26 +10,21 @@ from __future__ import annotations
 import json
 import math
 import tempfile
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
-from autopar.planner.cluster.link import Backend, Collective, Manner, MeasuredCollective
+from autopar.planner.cluster.link import Backend, Collective, MeasuredCollective
 from autopar.planner.costs.collectives.measured import hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.measured import MeasuredNet
 from autopar.planner.profile.net_rank import run
 from autopar.planner.profile.ranks import run_ranks
-from autopar.planner.profile.waits import OF_SCRIPTS, TrainingCalls, run_waits
 
 SIZES_BYTES = tuple(4**power for power in range(5, 14))  # 1 KiB … 64 MiB
-_BYTES = {
-    Manner.WAITED: range(4 * 2**20 + 1),  # activations and statistics
-    Manner.BUCKET: range(2**14, 2**30),  # gradients and parameters
-}
 _LEAST_ALPHA_SECONDS = 1e-7
 _MOST_BYTES_PER_SECOND = 1e13
 
@@ -57,14 +52,10 @@ def measure_net(
     device_name: str,
     device: str,
     ranks: int,
-    training_calls: TrainingCalls,
     sizes_bytes: Sequence[int] = SIZES_BYTES,
     timeout_seconds: float = 300.0,
 ) -> MeasuredNet:
-    """Return the link among ranks on "cpu" or "cuda" devices.
-
-    Over gloo collectives are measured as scripts make them, too: `training_calls` does.
-    """
+    """Return the link among ranks on "cpu" or "cuda" devices."""
     backend = Backend.NCCL if device == "cuda" else Backend.GLOO
     if ranks < 2 or (device == "cuda" and ranks > torch.cuda.device_count()):
         there = f"; {torch.cuda.device_count()} GPUs are here" if device == "cuda" else ""
@@ -72,16 +63,7 @@ def measure_net(
     samples = sample(
         link_cases(sizes_bytes), backend=backend, ranks=ranks, timeout_seconds=timeout_seconds
     )
-    net = net_of(samples, device_name=device_name, backend=backend, ranks=ranks)
-    if backend is not Backend.GLOO:
-        return net
-    for manner, called in OF_SCRIPTS.items():
-        sizes = [size for size in sizes_bytes if size in _BYTES[manner]]
-        cases = tuple((one, size) for size in sizes for one in called)
-        found = _sampled(run_waits, (training_calls, manner), cases, ranks, timeout_seconds)
-        own = tuple(replace(_alone(one, found, ranks), manner=manner) for one in called)
-        net = replace(net, collectives=net.collectives + own)
-    return net
+    return net_of(samples, device_name=device_name, backend=backend, ranks=ranks)
 
 
 def link_cases(sizes_bytes: Sequence[int] = SIZES_BYTES) -> tuple[tuple[Collective, int], ...]:
@@ -141,20 +123,10 @@ def sample(
     timeout_seconds: float = 300.0,
 ) -> tuple[NetSample, ...]:
     """Run collectives of these payloads on new processes of this machine."""
-    return _sampled(run, (backend.value,), cases, ranks, timeout_seconds)
-
-
-def _sampled(
-    measure: Callable[..., None],
-    how: tuple[object, ...],
-    cases: Sequence[tuple[Collective, int]],
-    ranks: int,
-    timeout_seconds: float,
-) -> tuple[NetSample, ...]:
     with tempfile.TemporaryDirectory(prefix="autopar-net-") as folder:
         plain = [(one.value, size) for one, size in cases]
-        arguments = (ranks, folder, *how, plain)
-        run_ranks(measure, arguments, ranks=ranks, timeout_seconds=timeout_seconds)
+        arguments = (ranks, folder, backend.value, plain)
+        run_ranks(run, arguments, ranks=ranks, timeout_seconds=timeout_seconds)
         seconds = json.loads((Path(folder) / "seconds.json").read_text(encoding="utf-8"))
     return tuple(
         NetSample(collective=one, payload_bytes=size, seconds=taken)

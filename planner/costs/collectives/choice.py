@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from itertools import pairwise
 
-from autopar.planner.cluster.link import Collective, Manner, MeasuredCollective, Topology
+from autopar.planner.cluster.link import Collective, MeasuredCollective, Topology
 from autopar.planner.cluster.shape import Crossing, GroupShape
 from autopar.planner.costs.collectives import algorithms as collectives
 from autopar.planner.costs.collectives.measured import (
@@ -34,40 +34,19 @@ TREES = frozenset({Topology.TREE, Topology.MESH, Topology.SWITCH})
 FREE = Priced(seconds=0.0, algorithm="nothing", protocol="none")
 
 
-def collective_seconds(
-    collective: Collective,
-    payload_bytes: float,
-    shape: GroupShape,
-    constants: CollectiveConstants | None = None,
-) -> float:
-    """Return the time of the cheapest way to run a collective."""
-    return cheapest(collective, payload_bytes, shape, constants).seconds
+@lru_cache(maxsize=65536)
+def collective_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
+    """Return the time of the cheapest way to run a collective, remembered."""
+    return cheapest(collective, payload_bytes, shape).seconds
 
 
 @lru_cache(maxsize=65536)
-def called_seconds(
-    collective: Collective,
-    payload_bytes: float,
-    shape: GroupShape,
-    manner: Manner = Manner.IN_A_ROW,
-) -> float:
-    """Return the time of a collective that is called in some manner, remembered.
-
-    Where CPUs compute, a thread that must be woken takes longer than the message, and scripts move
-    buckets by quicker collectives than gloo's own; a profile knows.
-    """
-    return cheapest(collective, payload_bytes, shape, manner=manner).seconds
-
-
-@lru_cache(maxsize=65536)
-def least_seconds(
-    collective: Collective, payload_bytes: float, shape: GroupShape, manner: Manner
-) -> float:
+def least_seconds(collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
     """Return what a payload takes at least, in however many collectives.
 
     By the formulas one is the least, since they grow by less and less; measurements may not.
     """
-    measured = _measured(collective, shape, manner)
+    measured = _measured(collective, shape)
     if measured is None or shape.ranks == 1:
         return collective_seconds(collective, payload_bytes, shape)
     known, crossing = measured
@@ -79,13 +58,11 @@ def cheapest(
     payload_bytes: float,
     shape: GroupShape,
     constants: CollectiveConstants | None = None,
-    *,
-    manner: Manner = Manner.IN_A_ROW,
 ) -> Priced:
     """Return the cheapest way that the topology allows; ties go to the first one listed."""
     if shape.ranks == 1 or not payload_bytes:
         return FREE
-    found = ways(collective, payload_bytes, shape, constants, manner=manner)
+    found = ways(collective, payload_bytes, shape, constants)
     return min(found, key=lambda way: way.seconds)
 
 
@@ -94,11 +71,9 @@ def ways(
     payload_bytes: float,
     shape: GroupShape,
     constants: CollectiveConstants | None = None,
-    *,
-    manner: Manner = Manner.IN_A_ROW,
 ) -> tuple[Priced, ...]:
     """Return every way that the topology allows, with its time."""
-    measured = _as_measured(collective, payload_bytes, shape, manner)
+    measured = _as_measured(collective, payload_bytes, shape)
     if measured is not None:
         return (measured,)
     known = constants or read_collective_constants()
@@ -111,11 +86,9 @@ def ways(
     )
 
 
-def _as_measured(
-    collective: Collective, payload_bytes: float, shape: GroupShape, manner: Manner
-) -> Priced | None:
+def _as_measured(collective: Collective, payload_bytes: float, shape: GroupShape) -> Priced | None:
     """Return the time that a profile knows."""
-    measured = _measured(collective, shape, manner)
+    measured = _measured(collective, shape)
     if measured is None:
         return None
     known, crossing = measured
@@ -124,17 +97,13 @@ def _as_measured(
 
 
 def _measured(
-    collective: Collective, shape: GroupShape, manner: Manner
+    collective: Collective, shape: GroupShape
 ) -> tuple[MeasuredCollective, Crossing] | None:
-    """Return what a profile knows of a collective, at least of the library's own.
-
-    Groups over several levels are left to the formulas.
-    """
+    """Return what a profile knows of a collective; groups over several levels are not measured."""
     if len(shape.crossings) != 1:
         return None
     crossing = shape.crossings[0]
-    own = {one.manner: one for one in crossing.collectives if one.collective == collective}
-    known = own.get(manner, own.get(Manner.IN_A_ROW))
+    known = next((one for one in crossing.collectives if one.collective == collective), None)
     return None if known is None else (known, crossing)
 
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from autopar.planner.cluster.link import Collective, Manner
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import called_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.layouts import Conversion, Local
@@ -71,7 +71,7 @@ def _seconds(
         payload = part
     else:
         payload = part * degree  # what does not divide is padded
-    wire = called_seconds(step, payload, shape, Manner.WAITED)
+    wire = collective_seconds(step, payload, shape)
     if tensor.is_contiguous or step is Collective.ALL_REDUCE:
         return wire, wire
     return wire + memory_seconds(2 * payload, rates=rates), wire

@@ -13,9 +13,9 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from functools import lru_cache
 
-from autopar.planner.cluster.link import Collective, Manner
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import called_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 
 _ELEMENT_BYTES = 4  # statistics travel in fp32
 # Of runtime/data_parallel/batch_norm.py, beside what a local norm takes.
@@ -83,4 +83,4 @@ def _gathered_bytes(channels: int, group: GroupShape) -> int:
 
 
 def _seconds(collective: Collective, payloads: Iterable[int], group: GroupShape) -> float:
-    return sum(called_seconds(collective, size, group, Manner.WAITED) for size in payloads)
+    return sum(collective_seconds(collective, size, group) for size in payloads)

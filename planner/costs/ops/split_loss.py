@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.planner.cluster.link import Collective, Manner
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import called_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.ops.shapes import LocalShapes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
@@ -22,7 +22,7 @@ def split_loss_seconds(shapes: LocalShapes, shape: GroupShape) -> float:
         return 0.0
     rows = shapes.numel(shapes.op.inputs[0]) // max(1, shapes.letters(("v",)))
     return sum(
-        called_seconds(Collective.ALL_REDUCE, figures * rows * _ROW_BYTES, shape, Manner.WAITED)
+        collective_seconds(Collective.ALL_REDUCE, figures * rows * _ROW_BYTES, shape)
         for figures in (1, 2)
     )
 

@@ -19,10 +19,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.planner.cluster.link import Collective
-from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.collectives.choice import least_seconds
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Zero
-from autopar.planner.costs.steps.data_parallel import copy_byte_seconds, manner_of
+from autopar.planner.costs.steps.data_parallel import copy_byte_seconds
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.rank_groups import RankGroups
 
@@ -63,7 +62,6 @@ class DataBound:
     ) -> None:
         self.arrangement, self.groups = arrangement, groups
         self.slowing = constants.overlap_slowdown / (1.0 + constants.overlap_slowdown)
-        self.manner = manner_of(arrangement.zero)
         self.copy_byte_seconds = copy_byte_seconds(groups.fastest_rates)
 
     @property
@@ -167,15 +165,12 @@ class DataBound:
         return gradient_bytes * (0.5 if self.arrangement.compressed_gradients else 1.0)
 
     def _gather(self, parameter_bytes: int) -> float:
-        return self._least(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
+        return least_seconds(Collective.ALL_GATHER, parameter_bytes, self.groups.shard)
 
     def _reduced(self, gradient_bytes: int) -> float:
         sent, shard = self._sent(gradient_bytes), self.groups.shard
         if self.arrangement.zero is Zero.NONE:
-            return self._least(Collective.ALL_REDUCE, sent, self.groups.data)
+            return least_seconds(Collective.ALL_REDUCE, sent, self.groups.data)
         share = sent / self.arrangement.shard
-        summed = self._least(Collective.ALL_REDUCE, share, self.groups.replicas)
-        return self._least(Collective.REDUCE_SCATTER, sent, shard) + summed
-
-    def _least(self, collective: Collective, payload_bytes: float, shape: GroupShape) -> float:
-        return least_seconds(collective, payload_bytes, shape, self.manner)
+        summed = least_seconds(Collective.ALL_REDUCE, share, self.groups.replicas)
+        return least_seconds(Collective.REDUCE_SCATTER, sent, shard) + summed

@@ -19,9 +19,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
-from autopar.planner.cluster.link import Collective, Manner
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import GroupShape
-from autopar.planner.costs.collectives.choice import called_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.collectives.norm_statistics import NO_WAIT, Synchronising, synchronising
 from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.prediction import Zero
@@ -120,33 +120,27 @@ def copy_byte_seconds(rates: Throughput) -> float:
     return 2 / rates.stream_bytes_per_second
 
 
-def manner_of(zero: Zero) -> Manner:
-    """Return how parameters and gradients are moved: the library's own way by fully_shard alone."""
-    return Manner.BUCKET if zero <= Zero.OPTIMIZER else Manner.IN_A_ROW
-
-
 def _gathering(groups: DataGroups) -> Seconds:
-    return _seconds(Collective.ALL_GATHER, groups.shard, groups.zero)
+    return _seconds(Collective.ALL_GATHER, groups.shard)
 
 
 def _reducing(groups: DataGroups) -> Seconds:
     """Return the seconds of the reduction of so many bytes of gradient."""
     if groups.zero is Zero.NONE:
-        return _seconds(Collective.ALL_REDUCE, groups.shard, groups.zero)
-    scatter = _seconds(Collective.REDUCE_SCATTER, groups.shard, groups.zero)
+        return _seconds(Collective.ALL_REDUCE, groups.shard)
+    scatter = _seconds(Collective.REDUCE_SCATTER, groups.shard)
     if groups.replicas.ranks == 1:
         return scatter
     return hierarchical_reduction_seconds(
         scatter,
-        _seconds(Collective.ALL_REDUCE, groups.replicas, groups.zero),
+        _seconds(Collective.ALL_REDUCE, groups.replicas),
         shard_degree=groups.shard.ranks,
     )
 
 
-def _seconds(collective: Collective, shape: GroupShape, zero: Zero) -> Seconds:
+def _seconds(collective: Collective, shape: GroupShape) -> Seconds:
     """Return what so many bytes take, remembered by the size alone."""
-    manner = manner_of(zero)
-    return lru_cache(maxsize=256)(lambda size: called_seconds(collective, size, shape, manner))
+    return lru_cache(maxsize=256)(lambda size: collective_seconds(collective, size, shape))
 
 
 def _sharded(loads: Sequence[LayerLoad], groups: DataGroups, microbatches: int) -> DataSeconds:

@@ -8,9 +8,9 @@ from functools import lru_cache
 from autopar.planner.cluster.blocks import kinds_of_blocks
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.device import Device
-from autopar.planner.cluster.link import Collective, Manner
+from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import GroupShape, ends_shape, group_shape, neighbour_shape
-from autopar.planner.costs.collectives.choice import called_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.kernels.compute import Throughput
 from autopar.planner.costs.kernels.rates import rates_of
 from autopar.planner.costs.prediction import Arrangement, Zero
@@ -35,7 +35,7 @@ class RankGroups:
 
     def transfer_seconds(self, size_bytes: int) -> float:
         """Return the seconds of one tensor from a stage to the next."""
-        return called_seconds(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
+        return collective_seconds(Collective.POINT_TO_POINT, size_bytes, self.neighbours)
 
     def slowest_rates(self, rank: int) -> Throughput:
         """Return the rates of the device of a pipeline rank that moves bytes slowest."""
@@ -55,14 +55,12 @@ def norm_seconds(groups: RankGroups, arrangement: Arrangement) -> float:
     """Return the seconds to sum a norm, axis by axis, over the ranks with different gradients."""
     is_sharded = arrangement.zero is not Zero.NONE
     shapes = (groups.tensor, *((groups.shard,) if is_sharded else ()), groups.stages)
-    return sum(
-        called_seconds(Collective.ALL_REDUCE, _NORM_BYTES, shape, Manner.WAITED) for shape in shapes
-    )
+    return sum(collective_seconds(Collective.ALL_REDUCE, _NORM_BYTES, shape) for shape in shapes)
 
 
 def summed_seconds(shape: GroupShape, size_bytes: float) -> float:
     """Return the seconds to sum so many bytes over a group."""
-    return called_seconds(Collective.ALL_REDUCE, size_bytes, shape)
+    return collective_seconds(Collective.ALL_REDUCE, size_bytes, shape)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
-from autopar.planner.cluster.link import Backend, Collective, Manner, MeasuredCollective
+from autopar.planner.cluster.link import Backend, Collective, MeasuredCollective
 from autopar.planner.costs.ops.measurements import (
     HostTimes,
     Operand,
@@ -47,11 +45,7 @@ def host(*, threads: int = 1, torch: str = "2.13.0+cpu") -> MeasuredHost:
 
 
 def net() -> MeasuredNet:
-    """Return a measured link of two ranks.
-
-    An all-reduce of 1 KB takes 1 ms, of 1 MB 3 ms; one waited for 5 ms, up to 2 KB; one of a
-    bucket 2 and 9 ms.
-    """
+    """Return a measured link of two ranks: an all-reduce of 1 KB takes 1 ms, of 1 MB 3 ms."""
     collective = MeasuredCollective(
         collective=Collective.ALL_REDUCE,
         ranks=2,
@@ -59,8 +53,6 @@ def net() -> MeasuredNet:
         bytes_per_second=5e8,
         points=((1_000, 1e-3), (1_000_000, 3e-3)),
     )
-    waited = replace(collective, points=((2_000, 5e-3), (2_000_000, 7e-3)), manner=Manner.WAITED)
-    bucket = replace(collective, points=((1_000, 2e-3), (1_000_000, 9e-3)), manner=Manner.BUCKET)
     return MeasuredNet(
         device="cpu",
         backend=Backend.GLOO,
@@ -68,7 +60,7 @@ def net() -> MeasuredNet:
         torch="2.13.0+cpu",
         alpha_seconds=1e-4,
         bytes_per_second=2e9,
-        collectives=(collective, waited, bucket),
+        collectives=(collective,),
     )
 
 

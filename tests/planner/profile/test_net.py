@@ -8,8 +8,6 @@ from autopar.planner.cluster.link import Backend, Collective
 from autopar.planner.costs.collectives.measured import hops, sent_share
 from autopar.planner.errors import InputError
 from autopar.planner.profile.net import NetSample, fit, link_cases, measure_net, net_of, rising
-from autopar.planner.profile.waits import OF_SCRIPTS
-from autopar.training_calls import training_call
 
 
 def made(alpha: float, rate: float, ranks: int) -> list[NetSample]:
@@ -63,7 +61,7 @@ def test_a_link_has_every_collective_by_itself() -> None:
 
 def test_one_process_has_no_link() -> None:
     with pytest.raises(InputError, match="--procs"):
-        measure_net(device_name="cpu", device="cpu", ranks=1, training_calls=training_call)
+        measure_net(device_name="cpu", device="cpu", ranks=1)
 
 
 @pytest.mark.slow
@@ -72,12 +70,9 @@ def test_two_processes_of_this_machine_have_a_link() -> None:
         device_name="cpu",
         device="cpu",
         ranks=2,
-        training_calls=training_call,
         sizes_bytes=(4096, 4194304),
     )
     assert 1e-7 <= net.alpha_seconds < 0.1
     assert 1e5 < net.bytes_per_second < 1e12
     assert all(one.points[0][1] <= one.points[-1][1] for one in net.collectives)
-    called = {(one.manner, Collective(one.collective)): one for one in net.collectives}
-    assert called.keys() >= {(manner, one) for manner, own in OF_SCRIPTS.items() for one in own}
-    assert all(1e-6 < one.points[0][1] < 0.1 for one in called.values())
+    assert all(1e-6 < one.points[0][1] < 0.1 for one in net.collectives)

@@ -9,12 +9,11 @@ import pytest
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.link import Collective
 from autopar.planner.cluster.shape import group_shape
-from autopar.planner.costs.collectives.choice import called_seconds, collective_seconds
+from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.prediction import Zero
-from autopar.planner.costs.steps.data_parallel import NOTHING, DataGroups, data_seconds, manner_of
+from autopar.planner.costs.steps.data_parallel import NOTHING, DataGroups, data_seconds
 from autopar.planner.costs.steps.stage_load import stage_load
 from tests.planner.costs.step_factories import LAYER, layer
-from tests.planner.profile.measurements import everything
 
 CLUSTER = choose_cluster(8, "h100-sxm")
 ALL = group_shape(CLUSTER, 8, 1)
@@ -86,17 +85,6 @@ def test_collectives_are_counted_by_the_bucket_or_by_the_layer(
     groups = replace(GROUPS, zero=zero, bucket_bytes=1000 * bucket_layers)
     found = data_seconds(stage_load([filled] * 4).layers, groups, microbatches=3)
     assert (found.gathers, found.reductions) == (gathers, reductions)
-
-
-def test_scripts_move_buckets_their_own_way_and_fully_shard_the_librarys() -> None:
-    pair = group_shape(everything().on(choose_cluster(2, "cpu")), 2, 1)
-    small = stage_load([layer(gradient_bytes=1_000)]).layers  # 2 ms of a bucket, 1 ms in a row
-    groups = replace(GROUPS, data=pair, shard=pair, bucket_bytes=1)
-    assert data_seconds(small, groups, microbatches=1).last_backward == pytest.approx(2e-3)
-    found = {
-        zero: called_seconds(Collective.ALL_REDUCE, 1_000, pair, manner_of(zero)) for zero in Zero
-    }
-    assert list(found.values()) == [2e-3, 2e-3, 1e-3, 1e-3]
 
 
 def test_zero_2_scatters_in_every_microbatch() -> None:

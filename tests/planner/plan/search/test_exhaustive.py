@@ -10,7 +10,7 @@ from math import inf
 import pytest
 
 from autopar.planner.cluster.choose import choose_cluster
-from autopar.planner.cluster.link import Collective, Manner
+from autopar.planner.cluster.link import Collective
 from autopar.planner.costs.ops.measurements import HostTimes
 from autopar.planner.costs.prediction import Arrangement
 from autopar.planner.plan.search.search import Explorer, with_batch
@@ -42,17 +42,11 @@ class Case:
 
 
 def profile(times: HostTimes, *points: tuple[int, float]) -> MeasuredFile:
-    """Return a profile of CPUs with this host.
-
-    Every collective takes as long as these points, one of a bucket a hundredth of it.
-    """
+    """Return a profile of CPUs with this host, where collectives take as long as these points."""
     own = MeasuredHost(device="cpu", threads=1, torch="2.13.0", times=times)
     kinds = (Collective.ALL_REDUCE, Collective.ALL_GATHER, Collective.REDUCE_SCATTER)
-    quick = tuple((size, seconds / 100) for size, seconds in points)
     collectives = tuple(
-        replace(net().collectives[0], collective=kind, points=taken, manner=manner)
-        for kind in kinds
-        for manner, taken in ((Manner.IN_A_ROW, points), (Manner.BUCKET, quick))
+        replace(net().collectives[0], collective=kind, points=points) for kind in kinds
     )
     nets = (replace(net(), collectives=collectives),) if points else ()
     return MeasuredFile(hosts=(own,), nets=nets)
