@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 
 from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.runs.run_record import read_record
 from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.manifest import (
     NAME,
@@ -23,7 +25,7 @@ from autopar.runtime.keeping.step_folders import (
     step_of,
     unfinished_in,
 )
-from autopar.runtime.ranks.locations import Location, located, size_of, written_at
+from autopar.runtime.ranks.locations import Location, located, location, size_of, written_at
 
 FOLDER = "checkpoints"  # in the folder of a run
 _UNFINISHED = "being written, or left by a training that was killed"
@@ -101,7 +103,12 @@ def _folders(path: Location) -> list[Location]:
 def _place(folder: Location) -> Location:
     """Return where the checkpoints of a folder are, which may be that of a run."""
     inside = folder / FOLDER
-    return inside if inside.is_dir() and not any(checkpoints_in(folder)) else folder
+    if any(checkpoints_in(folder)):
+        return folder
+    if inside.is_dir():
+        return inside
+    record = read_record(folder) if isinstance(folder, Path) else None
+    return location(record.checkpoints) if record is not None and record.checkpoints else folder
 
 
 def _is_step(path: Location) -> bool:

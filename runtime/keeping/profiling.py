@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
@@ -45,6 +46,7 @@ class StepProfile:
     def begin(self, step: int) -> None:
         """Watch this step if it is the one."""
         if self._step == step:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # else it prints its start and stop
             self._profiler = profile(activities=[_ACTIVITIES[self._mesh.device.type]])
             self._profiler.start()
             every_rank(None, self._mesh)  # no step begins before all of them watch

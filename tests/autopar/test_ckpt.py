@@ -16,6 +16,7 @@ from torch import nn
 from torch.optim import AdamW
 
 from autopar.planner.costs.prediction import Zero
+from autopar.runs.run_record import RunRecord, own_process, write_record
 from autopar.runtime.keeping import model_files
 from autopar.runtime.keeping.manifest import NAME, Moment
 from autopar.runtime.keeping.writing import rank_file
@@ -89,6 +90,29 @@ def test_a_list_has_step_rows_size_and_plan_and_what_is_cut_off(tmp_path: Path, 
     assert "set aside" in lines["step-5.broken"]
     found = json.loads(ckpt("ls", tmp_path, "--json").out)["checkpoints"]
     assert [(one["step"], one["is_whole"]) for one in found] == [(2, True), (10, False)]
+
+
+def test_a_run_that_went_on_elsewhere_lists_what_it_kept_there(tmp_path: Path, ckpt: Ckpt) -> None:
+    write(tmp_path / "elsewhere", 3)
+    run = tmp_path / "run"
+    run.mkdir()
+    host, process, began = own_process()
+    record = RunRecord(
+        name="run",
+        model="model.py:build_model",
+        arguments=(),
+        plan="one device",
+        predicted_step_seconds=1.0,
+        command="torchrun train.py",
+        checkpoints=str(tmp_path / "elsewhere"),
+        metrics=str(run / "metrics.jsonl"),
+        host=host,
+        process=process,
+        process_began=began,
+        started_at=0.0,
+    )
+    write_record(run, record)
+    assert "step-3" in ckpt("ls", run).out
 
 
 def test_a_flipped_byte_is_found_by_verify_and_not_by_a_list(tmp_path: Path, ckpt: Ckpt) -> None:
