@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
+from autopar.codegen.forward.at_hand import AtHand
 from autopar.codegen.forward.reading.results import is_mapping, pairs
 from autopar.codegen.forward.text.expressions import Expression, mapped, sequence, text
 from autopar.codegen.forward.text.literals import literal
 from autopar.planner.extent import Extent
 from autopar.planner.ops import DType, Mapped, Ref, Value
-
-if TYPE_CHECKING:
-    from autopar.codegen.forward.body import BodyBuilder
 
 
 def _no_other(value: Value) -> Expression:
@@ -22,7 +19,7 @@ def _no_other(value: Value) -> Expression:
 def printed_argument(
     value: Value,
     other: Value,
-    body: BodyBuilder,
+    body: AtHand,
     *,
     tensor: Callable[[str], Expression],
     rest: Callable[[Value], Expression] = _no_other,

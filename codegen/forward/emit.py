@@ -17,7 +17,8 @@ from autopar.codegen.forward.classes import (
 from autopar.codegen.forward.losses import printed_loss, printed_metrics
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
 from autopar.codegen.forward.opening.cutting import cut_calls, stage_of_ops
-from autopar.codegen.forward.opening.opening import Opening, open_calls
+from autopar.codegen.forward.opening.opener import open_calls
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.opening.own_rows import with_own_rows
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, CallTree, call_tree

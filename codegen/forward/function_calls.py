@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from autopar.codegen.forward.at_hand import AtHand
 from autopar.codegen.forward.call_arguments import printed_argument
 from autopar.codegen.forward.opening.changes import is_changed
 from autopar.codegen.forward.opening.mistaken_sizes import may_read_parts
@@ -32,15 +32,12 @@ from autopar.planner.ops import (
 )
 from autopar.planner.rules.random_ops import is_random
 
-if TYPE_CHECKING:
-    from autopar.codegen.forward.body import BodyBuilder
-
 LOSS = "new_loss"  # as scripts call the model file's
 _Needs = dict[str, tuple[str, Layout, Op | None]]  # of an argument: what to give, how, and to whom
 _KEPT = (Origin.PARAMETER, Origin.BUFFER)
 
 
-def function_line(function: FunctionCall, ops: Sequence[Op], body: BodyBuilder) -> Line | None:
+def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Line | None:
     """Return the call of a function that runs some ops, None where they must be printed."""
     name = _name(function, body)
     values = (*function.arguments, *(value for _, value in function.keywords))
@@ -79,7 +76,7 @@ def _imported(function: FunctionCall) -> Imported:
     return Imported(module=function.module, qualname=function.name, name=function.name)
 
 
-def _reads_sizes(function: FunctionCall, body: BodyBuilder) -> bool:
+def _reads_sizes(function: FunctionCall, body: AtHand) -> bool:
     if _place(function) == LOSS_FUNCTION:
         return True
     return _imported(function) in size_reading_functions(body.split.modules)
@@ -92,7 +89,7 @@ def _has_size(value: Value) -> bool:
     return isinstance(value, Extent) or type(value) is int
 
 
-def _name(function: FunctionCall, body: BodyBuilder) -> str:
+def _name(function: FunctionCall, body: AtHand) -> str:
     """Return the name of a function in the script, nothing where the script cannot have it."""
     if _place(function) == LOSS_FUNCTION:
         return LOSS
@@ -113,7 +110,7 @@ def _items(value: tuple[Value, ...]) -> Sequence[Value]:
     return [item for _, item in pairs(value)] if isinstance(value, Mapped) else value
 
 
-def _is_kept(function: FunctionCall, ops: Sequence[Op], body: BodyBuilder) -> bool:
+def _is_kept(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> bool:
     """Whether the function does on this rank what its ops are planned to do."""
     split = body.split
     made = {tensor for op in ops for tensor in op.outputs}
@@ -136,7 +133,7 @@ def _is_kept(function: FunctionCall, ops: Sequence[Op], body: BodyBuilder) -> bo
     return read_outside <= set(refs(function.result))
 
 
-def _is_special(op: Op, body: BodyBuilder) -> bool:
+def _is_special(op: Op, body: AtHand) -> bool:
     """Whether an op needs care that the function itself does not take."""
     return (
         is_changed(op, body.split)
@@ -148,7 +145,7 @@ def _is_special(op: Op, body: BodyBuilder) -> bool:
     )
 
 
-def _needs(function: FunctionCall, ops: Sequence[Op], body: BodyBuilder) -> _Needs | None:
+def _needs(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> _Needs | None:
     """Return for each argument the tensor to give, its layout, and an op that reads it.
 
     An argument that no op reads tells a type, a device, or a size: any tensor like it does.
@@ -180,7 +177,7 @@ def _needs(function: FunctionCall, ops: Sequence[Op], body: BodyBuilder) -> _Nee
     return found
 
 
-def _like(name: str, body: BodyBuilder, *, is_measured: bool) -> str | None:
+def _like(name: str, body: AtHand, *, is_measured: bool) -> str | None:
     """Return what is at hand and has the type of a tensor, and its sizes where these count."""
     tensors = body.graph.tensors
     if name not in tensors:
@@ -192,7 +189,7 @@ def _like(name: str, body: BodyBuilder, *, is_measured: bool) -> str | None:
     return None
 
 
-def _argument(value: Value, needs: _Needs, body: BodyBuilder, other: Value) -> Expression:
+def _argument(value: Value, needs: _Needs, body: AtHand, other: Value) -> Expression:
     def tensor(name: str) -> Expression:
         own, layout, reader = needs[name]
         return Held(own, layout) if reader is None else body.value(own, layout, reader)
@@ -200,7 +197,7 @@ def _argument(value: Value, needs: _Needs, body: BodyBuilder, other: Value) -> E
     return printed_argument(value, other, body, tensor=tensor)
 
 
-def _pattern(value: Value, made: set[str], body: BodyBuilder) -> Pattern:
+def _pattern(value: Value, made: set[str], body: AtHand) -> Pattern:
     if isinstance(value, Ref):
         is_new = value.tensor in made and value.tensor in body.graph.tensors
         return Held(value.tensor, body.split.made(value.tensor)) if is_new else None

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from autopar.codegen.forward.at_hand import AtHand
 from autopar.codegen.forward.call_arguments import printed_argument
 from autopar.codegen.forward.opening.changes import is_split_random
 from autopar.codegen.forward.owned import NeedsInlineError
@@ -22,11 +22,8 @@ from autopar.planner.errors import InputError
 from autopar.planner.ops import MODULE, Call, Op, Origin, Ref, Value, objects
 from autopar.planner.rules.random_ops import is_random
 
-if TYPE_CHECKING:
-    from autopar.codegen.forward.body import BodyBuilder
 
-
-def call_line(unit: str, body: BodyBuilder) -> Line:
+def call_line(unit: str, body: AtHand) -> Line:
     """Return the call of a module that is called as a whole."""
     record = body.graph.calls[unit]
     ops = body.tree.ops.get(unit, ())
@@ -54,7 +51,7 @@ def call_line(unit: str, body: BodyBuilder) -> Line:
     )
 
 
-def _given(unit: str, body: BodyBuilder) -> Iterator[tuple[str, Value]]:
+def _given(unit: str, body: AtHand) -> Iterator[tuple[str, Value]]:
     """Yield the arguments of a call, "" for a name where it has none, as far as they tell."""
     record = body.graph.calls[unit]
     positional = list(record.arguments)
@@ -71,12 +68,12 @@ def _given(unit: str, body: BodyBuilder) -> Iterator[tuple[str, Value]]:
             yield name, value
 
 
-def _target(unit: str, body: BodyBuilder) -> Form:
+def _target(unit: str, body: AtHand) -> Form:
     """Return what is called: a module that the owner holds, or an autograd Function by its name."""
     record = body.graph.calls[unit]
     if not record.is_function:
         if body.owner.within(record.path) is None:
-            raise NeedsInlineError.for_module(record.path, body)
+            raise NeedsInlineError.for_module(record.path, body.scope, body.graph)
         return Form(tuple(body.owner.path(record.path).parts), is_tensor=False)
     owner = body.split.modules.get(record.path.rpartition("/")[0])
     if owner is None or all(one.name != record.class_name for one in owner.functions):
@@ -94,7 +91,7 @@ def unnamed_function(record: Call, op: Op) -> InputError:
     )
 
 
-def _is_left_out(name: str, value: Value, unit: str, body: BodyBuilder) -> bool:
+def _is_left_out(name: str, value: Value, unit: str, body: AtHand) -> bool:
     """Whether a keyword says what the signature says anyway, or nothing that training needs.
 
     That is an empty cache for later calls, and what printed code of the module does not read.
@@ -110,7 +107,7 @@ def _is_left_out(name: str, value: Value, unit: str, body: BodyBuilder) -> bool:
     return is_opened and is_number(value)  # its printed code has that number itself
 
 
-def _argument(value: Value, unit: str, body: BodyBuilder, other: Value) -> Expression:
+def _argument(value: Value, unit: str, body: AtHand, other: Value) -> Expression:
     return printed_argument(
         value,
         other,
@@ -120,7 +117,7 @@ def _argument(value: Value, unit: str, body: BodyBuilder, other: Value) -> Expre
     )
 
 
-def _object(value: Value, unit: str, body: BodyBuilder) -> Expression:
+def _object(value: Value, unit: str, body: AtHand) -> Expression:
     """Print text, nothing, or an object: a module of the owner, None for one that is not read."""
     if is_mapping(value):
         raise NeedsInlineError(unit, body.graph.calls[unit], reason="a mapping that is no dict")
@@ -136,7 +133,7 @@ def _object(value: Value, unit: str, body: BodyBuilder) -> Expression:
     return literal(value)
 
 
-def _handed(tensor: str, unit: str, body: BodyBuilder) -> Expression:
+def _handed(tensor: str, unit: str, body: AtHand) -> Expression:
     origin = body.graph.tensors[tensor].origin if tensor in body.graph.tensors else None
     if origin is None:  # nothing that the loss depends on, so it is not computed at all
         if unit not in body.opening.opened:
@@ -147,7 +144,7 @@ def _handed(tensor: str, unit: str, body: BodyBuilder) -> Expression:
     return body.value(tensor, body.opening.entry(unit, tensor))
 
 
-def _pattern(value: Value, unit: str, body: BodyBuilder) -> Pattern:
+def _pattern(value: Value, unit: str, body: AtHand) -> Pattern:
     if isinstance(value, Ref):
         maker = body.graph.index.made_by.get(value.tensor)
         if maker is None or not body.tree.is_inside(maker, unit):

@@ -3,22 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 from autopar.codegen.forward.opening.changes import argument
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS
 from autopar.codegen.forward.reading.modules import Container
 from autopar.codegen.forward.reading.split import Split
-from autopar.codegen.forward.text.expressions import Expression, Form, Held, call, text
+from autopar.codegen.forward.text.expressions import Form, text
 from autopar.codegen.forward.text.identifiers import is_identifier, string
-from autopar.codegen.forward.text.literals import nested
 from autopar.planner.errors import InputError
+from autopar.planner.graph import Graph
 from autopar.planner.ops import Call, Op, Origin
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
-
-if TYPE_CHECKING:
-    from autopar.codegen.forward.body import BodyBuilder
 
 
 class NeedsInlineError(Exception):
@@ -29,26 +26,27 @@ class NeedsInlineError(Exception):
         self.key, self.record, self.reason = key, record, reason
 
     @staticmethod
-    def for_module(path: str, body: BodyBuilder) -> NeedsInlineError:
-        """Return which call hides a module from a body: its own, whose module does not hold it."""
-        return NeedsInlineError._for(body.scope, f"module {path}", body)
+    def for_module(path: str, scope: str, graph: Graph) -> NeedsInlineError:
+        """Return which call hides a module from code: its own, whose module does not hold it."""
+        return NeedsInlineError._for(scope, f"module {path}", graph)
 
     @staticmethod
-    def for_tensor(tensor: str, body: BodyBuilder) -> NeedsInlineError:
-        """Return which call hides a tensor from a body."""
-        maker = body.graph.index.made_by.get(tensor)
-        chain = body.tree.chain(maker) if maker is not None else ()
-        key = body.scope
-        if body.scope in chain:
-            below = chain[chain.index(body.scope) + 1 :]
-            key = next((c for c in below if c not in body.opening.inlined), LOSS)
-        return NeedsInlineError._for(key, tensor, body)
+    def for_tensor(tensor: str, scope: str, opening: Opening) -> NeedsInlineError:
+        """Return which call hides a tensor from the code of a call."""
+        tree = opening.tree
+        maker = tree.graph.index.made_by.get(tensor)
+        chain = tree.chain(maker) if maker is not None else ()
+        key = scope
+        if scope in chain:
+            below = chain[chain.index(scope) + 1 :]
+            key = next((c for c in below if c not in opening.inlined), LOSS)
+        return NeedsInlineError._for(key, tensor, tree.graph)
 
     @staticmethod
-    def _for(key: str, what: str, body: BodyBuilder) -> NeedsInlineError:
+    def _for(key: str, what: str, graph: Graph) -> NeedsInlineError:
         if key == LOSS or not key:
             raise InputError(f"{what} is not at hand where the code of the model needs it")
-        return NeedsInlineError(key, body.graph.calls[key])
+        return NeedsInlineError(key, graph.calls[key])
 
 
 class Owner:
@@ -92,22 +90,19 @@ class Owner:
         """Whether a parameter or buffer lies in this module."""
         return not self.root or name.startswith(f"{self.root}.")
 
-    def tensor(self, name: str, op: Op | None, body: BodyBuilder) -> Expression:
-        """Return a parameter, buffer or constant as code of this module reaches it."""
-        graph = self.split.graph
-        if graph.tensors[name].origin is Origin.CONSTANT and name in graph.constants:
-            if graph.constants[name].values is not None:
-                return self._constant(name, body)
-            if name.rpartition(".")[2].startswith("lifted_tensor"):
-                raise InputError(
-                    "the code of a forward that makes a tensor of many numbers has to be printed",
-                    where=op.location if op is not None else "",
-                    expected="at most 64 numbers, or a tensor that the module holds",
-                    fix='make it in __init__: self.register_buffer("table", …, persistent=False)',
-                )
+    def tensor(self, name: str, op: Op | None) -> Form | None:
+        """Return a parameter or buffer as this module reaches it, None where another holds it."""
+        is_lifted = name.rpartition(".")[2].startswith("lifted_tensor")
+        if is_lifted and self.split.graph.tensors[name].origin is Origin.CONSTANT:
+            raise InputError(
+                "the code of a forward that makes a tensor of many numbers has to be printed",
+                where=op.location if op is not None else "",
+                expected="at most 64 numbers, or a tensor that the module holds",
+                fix='make it in __init__: self.register_buffer("table", …, persistent=False)',
+            )
         best = self.name_near(name, op)
         if not self.holds(best):
-            raise NeedsInlineError.for_tensor(name, body)
+            return None
         owner, _, leaf = best.rpartition(".")
         if not is_identifier(leaf):
             return text(f"self.get_parameter({string(best.removeprefix(self.root).strip('.'))})")
@@ -121,14 +116,6 @@ class Owner:
         near = "" if op is None or op.call == LOSS else graph.calls[op.call].path
         usable = [n for n in names if self.holds(n)]
         return next((n for n in usable if near and n.startswith(f"{near}.")), (*usable, name)[0])
-
-    def _constant(self, name: str, body: BodyBuilder) -> Form:
-        tensor = self.split.graph.tensors[name]
-        dtype = body.dtype() if tensor.dtype == "model" else text(f"torch.{tensor.dtype}")
-        keywords = [(key, value) for key, value in (("dtype", dtype), ("device", body.device()))]
-        given = tuple((key, value) for key, value in keywords if value is not None)
-        values = nested(self.split.graph.constants[name].values)
-        return call("torch.tensor", values, keywords=given)
 
     def training(self, op: Op) -> Form:
         """Return whether the module trains, as its code asks it; no loss and no weights do."""
@@ -166,8 +153,3 @@ class Owner:
                 if self.holds(name) and is_identifier(leaf):
                     return text(f"self{self.steps(owner)}.{leaf}.{what}")
         return None
-
-
-def is_own(expression: Expression) -> bool:
-    """Whether an expression is something that the module holds."""
-    return isinstance(expression, Form) and not isinstance(expression, Held)

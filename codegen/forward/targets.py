@@ -7,7 +7,8 @@ from dataclasses import replace
 
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.losses import bind_batch
-from autopar.codegen.forward.opening.opening import Opening, open_calls
+from autopar.codegen.forward.opening.opener import open_calls
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS, CallTree
 from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.text.expressions import (
@@ -114,16 +115,15 @@ class _CountBuilder(BodyBuilder):
         for name in sorted(read):
             if self.graph.tensors[name].origin is Origin.CONSTANT:
                 held = Held(name, WHOLE)
-                numbers = self.owner.tensor(name, None, self)
-                self.lines.append(Line(results=held, expression=numbers, hint="weight"))
-                self.define(held)
+                numbers = self.owned(name, None)
+                self.add_line(Line(results=held, expression=numbers, hint="weight"))
 
     def dtype(self) -> None:
         """Leave numbers in float32, as the model's training has them."""
 
     def device(self) -> Expression | None:
         """Return the device of what is read of the batch."""
-        held = next((held for held in self._at_hand() if held.tensor in self.read), None)
+        held = next((held for held in self.values() if held.tensor in self.read), None)
         return None if held is None else Fact(held, "device")
 
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING
 
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.planner.ops import refs
-
-if TYPE_CHECKING:
-    from autopar.codegen.forward.opening.opening import Opening
 
 
 def given_nothing(opening: Opening) -> Iterator[str]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from collections.abc import Set as AbstractSet
-from typing import TYPE_CHECKING
 
 from autopar.codegen.forward.opening.changes import (
     is_of_rows,
@@ -16,6 +15,7 @@ from autopar.codegen.forward.opening.changes import (
     is_told_own_rows,
     whole_sizes,
 )
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS
 from autopar.codegen.forward.reading.modules import Module
 from autopar.codegen.forward.reading.split import Split
@@ -24,9 +24,6 @@ from autopar.planner.findings.row_numbers import counts_rows, numbers
 from autopar.planner.layouts import Layout
 from autopar.planner.ops import MODULE, Op, Value, objects
 from autopar.planner.rules.terms import leaves
-
-if TYPE_CHECKING:
-    from autopar.codegen.forward.opening.opening import Opening
 
 
 def mistakes_sizes(call: str, ops: Sequence[Op], opening: Opening) -> bool:

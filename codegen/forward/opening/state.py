@@ -8,12 +8,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
 
+from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import CallTree, common
-
-if TYPE_CHECKING:
-    from autopar.codegen.forward.opening.opening import Opening
 
 
 def finds_state(opening: Opening) -> list[str]:

@@ -38,6 +38,12 @@ class Place:
     rate: Form | None = None  # the module's own name for the dropout rate
 
 
+def whole_number(value: Value) -> int:
+    """Return an argument that is a whole number by the op's schema."""
+    assert isinstance(value, int)
+    return value
+
+
 class Arguments:
     """The arguments of an op, by ATen's names, as expressions."""
 

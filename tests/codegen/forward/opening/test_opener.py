@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from autopar.codegen.forward.opening.changes import is_changed, is_told_own_rows
-from autopar.codegen.forward.opening.opening import open_calls
+from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.reading.calls import LOSS, ROOT, call_tree
 from autopar.codegen.forward.reading.modules import modules_of
 from autopar.codegen.forward.reading.split import Split, split_graph
