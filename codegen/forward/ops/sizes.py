@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
-from itertools import combinations_with_replacement
 
+from autopar.codegen.forward.ops.derived_sizes import derived, product
 from autopar.codegen.forward.reading.parts import parts_of
 from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.text.expressions import (
@@ -140,7 +140,7 @@ class Sizes:
             for one in inner
         ]
         known = [factor for factor in factors if factor is not None]
-        return _chain(known, "*", Level.PRODUCT) if len(known) == len(factors) else None
+        return product(known) if len(known) == len(factors) else None
 
     def whole(self, extent: Extent, other: Extent | None = None) -> Expression:
         """Return a size that no dim tells more of: a number, or so many times the batch.
@@ -163,7 +163,7 @@ class Sizes:
             if any(pair):
                 has_factor = pair != (1, 1) or not power
                 factors = [self.whole(*map(Extent.of, pair))] * has_factor + [batch] * power
-                term = _chain(factors, "*", Level.PRODUCT)
+                term = product(factors)
                 total = term if total is None else binary(total, "+", term, Level.SUM)
         assert total is not None
         return total
@@ -182,39 +182,7 @@ class Sizes:
             for held, place, (size, another) in reversed([*self._readable()])
             if size.is_constant and size != another
         }
-        if (here, other) in lengths:
-            return lengths[here, other]
-        for (size, another), fact in lengths.items():
-            times = here // size
-            if times and (times * size, times * another) == (here, other):
-                return binary(fact, "*", literal(times), Level.PRODUCT)
-            parts = size // here if here else 0
-            if parts and (size // parts, another // parts) == (here, other):
-                return binary(fact, "//", literal(parts), Level.PRODUCT)
-        for (one, two), (first, second) in combinations_with_replacement(lengths.items(), 2):
-            times = here // (one[0] * first[0])
-            if times and tuple(times * a * b for a, b in zip(one, first, strict=True)) == (
-                here,
-                other,
-            ):
-                return _chain([two, second, *[literal(times)] * (times != 1)], "*", Level.PRODUCT)
-        for (size, another), fact in lengths.items():
-            for parts in _parts_of(another - size, other - here):
-                up = parts - 1  # rounds up: a convolution of stride 2 that pads
-                if ((size + up) // parts, (another + up) // parts) == (here, other):
-                    return binary(_plus(fact, up), "//", literal(parts), Level.PRODUCT)
-        for (size, another), fact in lengths.items():
-            times, rest = divmod(other - here, another - size)
-            added = here - times * size
-            if not rest and times > 0 and abs(added) < size:
-                scaled = _chain([fact, *[literal(times)] * (times != 1)], "*", Level.PRODUCT)
-                return _plus(scaled, added)
-        for (size, another), fact in lengths.items():
-            for parts in _parts_of(another - size, other - here):
-                more = _added(((size, here), (another, other)), parts)
-                if more is not None:
-                    return binary(_plus(fact, more), "//", literal(parts), Level.PRODUCT)
-        return None
+        return derived((here, other), lengths)
 
     def local(self, size: Wanted) -> Expression:
         """Return the rank's share of a size from the degree of the axis."""
@@ -275,36 +243,5 @@ def whole_sizes(split: Split, tensor: str) -> tuple[Wanted, ...]:
     return wanted(split, tensor, WHOLE)
 
 
-def _plus(term: Expression, added: int) -> Expression:
-    if not added:
-        return term
-    return binary(term, "+" if added > 0 else "-", literal(abs(added)), Level.SUM)
-
-
-def _parts_of(lengths: int, parts: int) -> Iterator[int]:
-    """Yield what a length may be divided by, if it grows by so much while a part does."""
-    if lengths > parts > 0:
-        yield from sorted({max(2, lengths // parts), max(2, -(-lengths // parts))})
-
-
-def _added(pairs: Sequence[tuple[int, int]], parts: int) -> int | None:
-    """Return what is added to lengths before they are divided: ⌊(length + added) ÷ parts⌋ = part.
-
-    Convolutions and pools shorten rows like that. None where no number does for all pairs, or where
-    several do and none of them rounds down or up.
-    """
-    least = max(part * parts - length for length, part in pairs)
-    most = min(part * parts - length for length, part in pairs) + parts - 1
-    usual = [added for added in (0, parts - 1) if least <= added <= most]
-    return least if least == most else next(iter(usual), None)
-
-
 def _divided(extent: Extent, *, by: int) -> Extent:
     return extent if by == 1 else Extent.of(extent.at(0) // by)
-
-
-def _chain(items: Sequence[Expression], operator: str, level: Level) -> Expression:
-    total = items[0]
-    for item in items[1:]:
-        total = binary(total, operator, item, level)
-    return total
