@@ -154,6 +154,13 @@ def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path:
     assert kept_in(tmp_path) == {"step-1", "step-3"}
     (stopped,), (finished,) = told(tmp_path, "stopped early"), told(tmp_path, "finished")
     assert (stopped["best_step"], stopped["step"], finished["step"]) == (1, 3, 3)
+    # A training that has nothing left to do evaluates what it has.
+    kept = str(tmp_path / "kept" / "step-3")
+    rest = ("--eval-every", "1", "--resume", kept, "--metrics", str(tmp_path / "alone.jsonl"))
+    assert not trained(plan, tmp_path, *rest, steps=3)
+    alone = json.loads((tmp_path / "alone.jsonl").read_text().splitlines()[1])
+    assert (alone["event"], alone["step"]) == ("evaluated", 3)
+    assert alone["loss"] == told(tmp_path, "evaluated")[-1]["loss"]
     # It goes on knowing its best, and how long ago that was.
     assert len(trained(plan, tmp_path, *still, *keeping(tmp_path))) == 1
     assert kept_in(tmp_path) == {"step-1", "step-4"}
