@@ -117,8 +117,8 @@ def search(
         limits=explorer.judge.demands.limit_bytes,
         counts=Counts(
             enumerated=explorer.points.enumerated(),
-            solved=explorer.solved,
-            infeasible=explorer.infeasible,
+            solved=len(explorer.solved),
+            infeasible=len(explorer.infeasible - explorer.solved),
             programs=explorer.programs + explorer.costing.layout_report().calls,
             seconds=time.perf_counter() - began,
         ),
@@ -182,8 +182,8 @@ class Explorer:
         flops = model_flops(subject, constraints.global_batch, constraints.precision)
         self.judge = Judge(questions=questions, model_flops=flops)
         self.bounds = Bounds(questions, self.objective)
-        self.solved = 0
-        self.infeasible = 0
+        self.solved: set[Arrangement] = set()  # some are looked at again, to find a simpler plan
+        self.infeasible: set[Arrangement] = set()
         self.programs = 0
         is_exact = self.objective is Objective.MEMORY
         self._known = Known(tolerance=0.0 if is_exact else constraints.tolerance)
@@ -284,7 +284,7 @@ class Explorer:
         }[pressure]
         bounds = {one: bound_of(one) for one in family}
         possible = [one for one in family if bounds[one] < float("inf")]
-        self.infeasible += len(family) - len(possible)
+        self.infeasible |= set(family) - set(possible)
         if not possible:
             return []
         first, *rest = possible
@@ -308,12 +308,12 @@ class Explorer:
         self.programs += answer.report.calls
         candidate = answer.candidate
         if candidate is None and answer.bound_seconds == float("inf"):
-            self.infeasible += 1
+            self.infeasible.add(arrangement)
             return []
         left = self._still_open(item, answer, to_beat)
         if candidate is None:
             return left
-        self.solved += not item.effort
+        self.solved.add(arrangement)
         seconds = candidate.prediction.step_seconds
         self._known = self._known.with_one(complexity_of(candidate), seconds)
         leaf = Found(value=self.value(candidate), rank=simplicity(arrangement), leaf=candidate)
