@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from autopar.codegen.emit import write_script
@@ -17,7 +18,6 @@ from autopar.codegen.proof.comparison import Block, Held, assembled
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
-from autopar.planner.trace import trace
 from autopar.runtime.keeping import model_files
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.tensor.chunks import chunks_by_name
@@ -26,15 +26,20 @@ from tests.cells import cells
 from tests.codegen import matrix
 from tests.codegen.kinds import plan_of
 from tests.codegen.matrix_cells import SUBJECTS
-from tests.codegen.plans import plan_for
+from tests.field import trial
+from tests.field.cells import KINDS as FIELD_KINDS
+from tests.field.cells import SUBJECTS as FIELD_SUBJECTS
 from tests.planner.subjects import zoo_file
 from tests.runtime.processes import run_on_ranks
 
 EXACT = ("--dtype", "float64", "--data", "synthetic")
-CELLS = [
-    ("gpt2 uneven", "dp×tp 4"), ("llama", "zero-3 2"), ("t5", "pp 1f1b 2"), ("vit", "zero-1 2"),
-    ("resnet", "ddp 2"), ("mnist", "pp gpipe 2"),
-]  # fmt: skip
+STAND = (("gpt2 uneven", "dp×tp 4"), ("llama", "zero-3 2"), ("t5", "pp 1f1b 2"))
+CELLS = list(product(SUBJECTS, ("ddp 2", "dp×tp 4", "pp 1f1b 2", "zero-3 2")))
+FAMILIES = (
+    "GPT-2", "Llama", "Gemma2", "Falcon (multi-query)", "Mixtral", "Mamba", "BERT", "T5",
+    "Whisper", "ViT", "ResNet",
+)  # fmt: skip
+OF_FAMILIES = list(product(FAMILIES, ("dp 2", "tp 2", "pp 2", "zero-3 2")))
 
 
 def train_script(path: str, arguments: list[str], shard_bytes: int | None = None) -> Held:
@@ -85,7 +90,7 @@ def test_an_export_has_what_the_ranks_hold_to_the_bit(kind: str, tmp_path: Path)
     assert names == {*model.state_dict(), "format", "written_by"}
 
 
-@pytest.mark.parametrize(("name", "kind"), cells(CELLS, CELLS[:3]))
+@pytest.mark.parametrize(("name", "kind"), cells(CELLS, STAND))
 def test_what_learns_nothing_is_exported_as_one_process_would_save_it(
     name: str, kind: str, tmp_path: Path
 ) -> None:
@@ -118,29 +123,46 @@ def test_of_a_training_in_16_bits_the_exact_weights_are_exported(tmp_path: Path)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
 
 
-HUGGING_FACE = """
-import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+def redrawn(model: nn.Module) -> nn.Module:
+    """Give all parameters of a model numbers that no script would start from."""
+    drawn = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.rand(parameter.shape, generator=drawn, dtype=parameter.dtype))
+    return model
 
 
-def build_model():
-    still = {"embd_pdrop": 0.0, "attn_pdrop": 0.0, "resid_pdrop": 0.0}
-    return GPT2LMHeadModel(GPT2Config(
-        vocab_size=61, n_positions=16, n_embd=24, n_layer=2, n_head=2, use_cache=False, **still
-    ))
+def saved_names(model: nn.Module) -> set[str]:
+    """Return the names of a state dict, of tied ones the first."""
+    firsts: dict[int, str] = {}
+    for name, value in model.state_dict(keep_vars=True).items():
+        firsts.setdefault(id(value), name)
+    return set(firsts.values())
 
 
-def example_batch(batch_size):
-    ids = torch.randint(61, (batch_size, 16))
-    return {"input_ids": ids, "labels": ids}
-"""
+@pytest.mark.parametrize(("family", "kind"), cells(OF_FAMILIES, [("GPT-2", "tp 2")]))
+def test_a_family_goes_from_one_process_through_a_plan_to_from_pretrained(
+    family: str, kind: str, tmp_path: Path
+) -> None:
+    subject, one, folder = FIELD_SUBJECTS[family], tmp_path / "one.safetensors", tmp_path / "out"
+    plan = trial.plan_of(subject, FIELD_KINDS[kind])
+    build_model = load_model_file(str(subject.path), subject.arguments).build_model
+    model: Any = redrawn(build(build_model, seed=0).double())
+    save_model(model, str(one))
+    still = ("--steps", "1", "--lr", "0", "--weights", str(one), "--export", str(folder))
+    held = trained(plan, tmp_path, *still)
+    parameters, found = dict(model.named_parameters()), load_file(folder / "model.safetensors")
+    assert found.keys() == saved_names(model)
+    assert not differing(found, held)
+    again, told = type(model).from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
+    assert not any(told.values()), told
+    assert not differing(parameters, dict(again.named_parameters()))
+    assert not differing(found, again.state_dict())
 
 
-def test_a_folder_is_read_by_from_pretrained(tmp_path: Path) -> None:
-    transformers = pytest.importorskip("transformers")
-    (tmp_path / "tiny.py").write_text(HUGGING_FACE, encoding="utf-8")
-    file, folder = load_model_file(str(tmp_path / "tiny.py")), tmp_path / "out"
-    plan = plan_for(file, trace(file), (), degrees=(2, 1, 1))
+def test_a_folder_of_shards_is_read_by_from_pretrained(tmp_path: Path) -> None:
+    transformers, folder = pytest.importorskip("transformers"), tmp_path / "out"
+    plan = trial.plan_of(FIELD_SUBJECTS["GPT-2"], FIELD_KINDS["dp 2"])
     held = trained(plan, tmp_path, "--steps", "1", "--export", str(folder), shard_bytes=40_000)
     names = {path.name for path in folder.iterdir()}
     assert {"model.safetensors.index.json", "config.json"} < names

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import cycle
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
@@ -13,6 +14,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from autopar.codegen.emit import write_script
+from autopar.codegen.proof.exactness import Exactly
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.model.model_file import load_model_file
@@ -21,6 +23,10 @@ from autopar.planner.precision import Precision
 from autopar.planner.trace import trace
 from tests.cells import cells
 from tests.codegen.plans import pinned_plan, plan_for
+from tests.field import trial
+from tests.field.cells import AWKWARD, MODELS, Kind, Subject
+from tests.field.cells import KINDS as FIELD_KINDS
+from tests.planner.subjects import ZOO
 from tests.runtime.processes import run_on_ranks
 
 STILL = ("layers=4", "dropout=0.0")
@@ -93,6 +99,103 @@ def test_each_plan_goes_on_where_another_one_was(tmp_path: Path) -> None:
     assert apart(found, load_file(exported(tmp_path))) < 1e-9
     kept = {path.name for path in (tmp_path / "kept").iterdir()}
     assert kept == {"step-6", "step-8", "step-10"}
+
+
+LEGS_OF_MODELS: Mapping[str, Kind] = MappingProxyType(
+    {
+        "dp4": Kind(ranks=4, data=4, microbatch=1, zero=Zero.OPTIMIZER),
+        "tp2 × pp2": Kind(ranks=4, tensor=2, pipeline=2, microbatch=2),
+        "one": Kind(ranks=1, data=1, microbatch=4),
+        "zero3": Kind(ranks=4, data=4, microbatch=1, zero=Zero.PARAMETERS),
+        "pp2 × dp2": Kind(ranks=4, pipeline=2, data=2, microbatch=2, zero=Zero.NONE),
+        "dp4 again": Kind(ranks=4, data=4, microbatch=1, zero=Zero.OPTIMIZER),
+    }
+)
+
+
+def _of_zoo(name: str, *arguments: str) -> Subject:
+    return Subject(path=ZOO / f"{name}.py", arguments=arguments)
+
+
+def _of_hugging_face(family: str) -> Subject:
+    return Subject(path=MODELS / "hugging_face_rows.py", arguments=(f"family={family}",))
+
+
+MODELS_OF_CHAIN: Mapping[str, Subject] = MappingProxyType(
+    {
+        "bert": _of_zoo("bert"),  # a dropout of its own
+        "t5": _of_zoo("t5"),
+        "vit": _of_zoo("vit"),
+        "resnet": _of_zoo("resnet"),  # batch norms, which take no microbatches
+        "llama": _of_zoo("llama"),
+        "tied three ways": AWKWARD["tied three ways"],
+        "frozen teacher": AWKWARD["frozen teacher"],
+        "steady buffers": AWKWARD["steady buffers"],
+        "drawn rows": AWKWARD["drawn rows"],
+        "own choices": AWKWARD["own choices"],
+        **{
+            family: _of_hugging_face(family)
+            for family in ("GPT-2", "Mixtral", "BERT", "Whisper", "ResNet", "Mamba", "T5")
+        },
+    }
+)
+
+
+def run_still(path: str, arguments: Sequence[str]) -> list[float]:
+    """Run a script without its dropout."""
+    script: Any = imported(Path(path))
+    step = script.train_step
+
+    def still(*args: Any, **kwargs: Any) -> Tensor:
+        with Exactly(torch.float64):
+            found: Tensor = step(*args, **kwargs)
+        return found
+
+    script.train_step = still
+    _, losses = script.main(arguments)
+    kept: list[float] = losses
+    return kept
+
+
+@pytest.mark.parametrize("model", cells(MODELS_OF_CHAIN, ["frozen teacher"]))
+def test_a_model_goes_on_under_each_plan_and_back(model: str, tmp_path: Path) -> None:
+    """Each leg begins with what the one before had kept, and trains to the end."""
+    steps = len(LEGS_OF_MODELS) * STEPS_OF_LEG
+    usual: tuple[str, ...] = ("--dtype", "float64", "--log-every", "1", "--steps", str(steps))
+    usual += ("--checkpoint-every", str(STEPS_OF_LEG), "--keep", str(steps))
+
+    def run(kind: Kind, name: str, *arguments: str) -> tuple[list[float], dict[str, Tensor]]:
+        plan, file = trial.plan_of(MODELS_OF_CHAIN[model], kind), tmp_path / f"{name}.safetensors"
+        script = str(write_script(plan, tmp_path, force=True))
+        own = [*usual, "--export", str(file), "--checkpoint", str(tmp_path / name), *arguments]
+        losses = run_on_ranks(run_still, plan.arrangement.ranks, script, own)[0]
+        return losses, load_file(file)
+
+    expected, weights = run(LEGS_OF_MODELS["one"], "alone")
+    before: list[str] = []
+    for number, (name, kind) in enumerate(LEGS_OF_MODELS.items()):
+        losses, found = run(kind, name, *before)
+        rest = expected[number * STEPS_OF_LEG :]
+        assert max(abs(a - b) for a, b in zip(losses, rest, strict=True)) < 1e-9, name
+        assert apart(found, weights) < 1e-9, name
+        before = ["--resume", str(tmp_path / name / f"step-{(number + 1) * STEPS_OF_LEG}")]
+    assert len(set(expected)) == steps
+
+
+SAME = tuple(zip(MODELS_OF_CHAIN, cycle(("zero-3 2", "pp 2", "tp 2")), strict=False))
+
+
+@pytest.mark.parametrize(("model", "kind"), cells(SAME, ()))
+def test_a_model_goes_on_to_the_bit_under_its_own_plan(
+    model: str, kind: str, tmp_path: Path
+) -> None:
+    plan = trial.plan_of(MODELS_OF_CHAIN[model], FIELD_KINDS[kind])
+    every = ("--checkpoint-every", "2", "--checkpoint", str(tmp_path / "first"))
+    expected = trained(plan, tmp_path, 5, *every)
+    weights = load_file(exported(tmp_path))
+    again = ("--resume", str(tmp_path / "first" / "step-2"), *checkpoints(tmp_path))
+    assert trained(plan, tmp_path, 5, *again) == expected[2:]
+    assert apart(load_file(exported(tmp_path)), weights) == 0
 
 
 KINDS: Mapping[str, Mapping[str, Any]] = MappingProxyType(

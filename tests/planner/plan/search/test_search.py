@@ -19,6 +19,7 @@ from autopar.planner.plan.declared.constraints import Declared, RecomputePin, Sp
 from autopar.planner.plan.files.consistency import faults_of, layout_faults
 from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.search.nodes import Variant
 from autopar.planner.plan.search.search import Explorer, search
 from autopar.planner.plan.solving.costing import Subject
 from autopar.planner.precision import Precision
@@ -181,6 +182,16 @@ def test_what_zero_bubble_keeps_whole_is_not_sharded(zero: int) -> None:
     with pytest.raises(InfeasibleError, match=f"zero={zero} .* schedule=zero-bubble-v") as told:
         tiny(4, **places, pins__schedule="zero-bubble-v")
     assert told.value.expected.startswith("zero=0 or zero=1 with zero bubble")
+
+
+def test_an_arrangement_that_is_solved_again_counts_once() -> None:
+    graph, axes, layers = parts_of(*TINY_GPT2)
+    subject = Subject(graph=graph, axes=axes, layers=layers)
+    demands = declared(global_batch=8, objective="memory")
+    explorer = Explorer(subject, choose_cluster(2, "h100-sxm"), demands)
+    arrangement = next(one for point in explorer.points for one in explorer.points.variants(point))
+    assert all(explorer.solve(Variant(arrangement)) for _ in range(2))
+    assert explorer.solved == {arrangement}
 
 
 def test_limits_are_kept() -> None:
