@@ -19,6 +19,7 @@ from autopar.planner.plan.smaller import arrangement_constraints
 from autopar.smaller_plan import smaller_plan
 from tests.autopar.commands import Autopar
 from tests.codegen.plans import pinned_plan
+from tests.planner.subjects import ZOO
 
 SMALL = ("layers=4", "dim=32", "heads=4", "vocab_size=64", "seq_len=16", "size=tiny")
 DEGREES = {"pipeline": 2, "data": 2, "tensor": 2}
@@ -79,7 +80,8 @@ def test_the_command_says_which_model_it_verified(autopar: Autopar, tmp_path: Pa
     script = write_script(large, tmp_path)
     text = script.read_text(encoding="utf-8")
     script.write_text(text.replace("LOG_EVERY = 10", "LOG_EVERY = 50"), encoding="utf-8")
-    given = [word for argument in SMALL for word in ("--arg", argument)]
+    given = ["--model", str(ZOO / "gpt2.py")]
+    given += [word for argument in SMALL for word in ("--arg", argument)]
     ran = autopar("verify", str(tmp_path), *given, "--steps", "2", "--json")
     assert ran.code == 0, ran.err
     assert "under the plan's degrees: dp 2" in ran.err
