@@ -24,7 +24,7 @@ from autopar.planner.trace import trace
 from tests.cells import cells
 from tests.codegen.plans import pinned_plan, plan_for
 from tests.field import trial
-from tests.field.cells import AWKWARD, MODELS, Kind, Subject
+from tests.field.cells import AWKWARD, FAMILIES, MODELS, Kind, Subject
 from tests.field.cells import KINDS as FIELD_KINDS
 from tests.planner.subjects import ZOO
 from tests.runtime.processes import run_on_ranks
@@ -139,6 +139,17 @@ MODELS_OF_CHAIN: Mapping[str, Subject] = MappingProxyType(
         },
     }
 )
+WHOLE = MappingProxyType(
+    {name: {**AWKWARD, **FAMILIES}[name] for name in ("pairs", "views", "CLIP")}
+)
+LEGS_OF_WHOLE: Mapping[str, Kind] = MappingProxyType(  # rows that meet stay in one batch
+    {
+        "tp4": Kind(ranks=4, tensor=4),
+        "tp2 × pp2": Kind(ranks=4, tensor=2, pipeline=2),
+        "one": Kind(ranks=1, data=1),
+        "pp2": Kind(ranks=2, pipeline=2),
+    }
+)
 
 
 def run_still(path: str, arguments: Sequence[str]) -> list[float]:
@@ -157,23 +168,25 @@ def run_still(path: str, arguments: Sequence[str]) -> list[float]:
     return kept
 
 
-@pytest.mark.parametrize("model", cells(MODELS_OF_CHAIN, ["frozen teacher"]))
+@pytest.mark.parametrize("model", cells((*MODELS_OF_CHAIN, *WHOLE), ["frozen teacher"]))
 def test_a_model_goes_on_under_each_plan_and_back(model: str, tmp_path: Path) -> None:
     """Each leg begins with what the one before had kept, and trains to the end."""
-    steps = len(LEGS_OF_MODELS) * STEPS_OF_LEG
+    subject = {**MODELS_OF_CHAIN, **WHOLE}[model]
+    legs = LEGS_OF_WHOLE if model in WHOLE else LEGS_OF_MODELS
+    steps = len(legs) * STEPS_OF_LEG
     usual: tuple[str, ...] = ("--dtype", "float64", "--log-every", "1", "--steps", str(steps))
     usual += ("--checkpoint-every", str(STEPS_OF_LEG), "--keep", str(steps))
 
     def run(kind: Kind, name: str, *arguments: str) -> tuple[list[float], dict[str, Tensor]]:
-        plan, file = trial.plan_of(MODELS_OF_CHAIN[model], kind), tmp_path / f"{name}.safetensors"
+        plan, file = trial.plan_of(subject, kind), tmp_path / f"{name}.safetensors"
         script = str(write_script(plan, tmp_path, force=True))
         own = [*usual, "--export", str(file), "--checkpoint", str(tmp_path / name), *arguments]
         losses = run_on_ranks(run_still, plan.arrangement.ranks, script, own)[0]
         return losses, load_file(file)
 
-    expected, weights = run(LEGS_OF_MODELS["one"], "alone")
+    expected, weights = run(legs["one"], "alone")
     before: list[str] = []
-    for number, (name, kind) in enumerate(LEGS_OF_MODELS.items()):
+    for number, (name, kind) in enumerate(legs.items()):
         losses, found = run(kind, name, *before)
         rest = expected[number * STEPS_OF_LEG :]
         assert max(abs(a - b) for a, b in zip(losses, rest, strict=True)) < 1e-9, name
