@@ -177,7 +177,10 @@ def _answer_call(task: bytes, rank: int, size: int, store: Path) -> bytes:
             place = store.as_uri()
             dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
         torch.manual_seed(0)
-        return pickle.dumps((True, function(*args)))
+        answer = pickle.dumps((True, function(*args)))
+        if dist.is_initialized():
+            dist.barrier()  # who ends its groups while another still receives may bring that down
+        return answer
     except BaseException:
         return pickle.dumps((False, traceback.format_exc()))
     finally:
