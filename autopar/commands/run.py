@@ -17,7 +17,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.runs.launching import Ended, launch, torchrun_text
 from autopar.runs.meeting import check_meeting_place
-from autopar.runs.planned_again import Trained, awaited, made_ahead, planned_again
+from autopar.runs.planned_again import Trained, awaited, left_in, made_ahead, planned_again
 from autopar.runs.run_folder import (
     LOGS,
     RUNS,
@@ -193,9 +193,14 @@ def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> 
 
 
 def _planned_again(chosen: Trained, devices: int, folder: Path, nodes: Nodes) -> Trained:
-    """Return another plan of the training, which the first of several machines makes for all."""
+    """Return another plan of the training, which the first of several machines makes for all.
+
+    All of them take the one of an earlier start: the others might see it before it is replaced.
+    """
+    if nodes.count > 1 and (found := left_in(folder, chosen, devices, nodes.count)) is not None:
+        return found
     if nodes.rank:
-        return awaited(chosen, devices, folder)
+        return awaited(chosen, devices, folder, nodes.count)
     return planned_again(chosen, devices, folder, nodes.count)
 
 

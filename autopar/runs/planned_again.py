@@ -58,13 +58,20 @@ def made_ahead(trained: Trained, devices: int) -> Trained | None:
     return found
 
 
-def awaited(trained: Trained, devices: int, folder: Path) -> Trained:
+def left_in(folder: Path, trained: Trained, devices: int, machines: int) -> Trained | None:
+    """Return the plan for such machines that an earlier start of the run has left there."""
+    found = _written_in(folder)
+    if found is None or _unlike(trained, devices, found):
+        return None
+    return found if len(found.plan.cluster.nodes) == machines else None
+
+
+def awaited(trained: Trained, devices: int, folder: Path, machines: int) -> Trained:
     """Return what the first machine plans for so many devices, once it is in the run's folder."""
     tell_note(f"waiting for the plan for {devices} devices that the first machine makes")
     until = time.monotonic() + _LONGEST_SECONDS
     while time.monotonic() < until:
-        found = _written_in(folder)
-        if found is not None and not _unlike(trained, devices, found):
+        if (found := left_in(folder, trained, devices, machines)) is not None:
             return found
         time.sleep(_POLL_SECONDS)
     raise InputError(

@@ -56,7 +56,8 @@ class RowMetrics:
             found = [vars(part).pop(ATTRIBUTE)] if ATTRIBUTE in vars(part) else []
             self._outputs = found or ([returned] if self._mesh.pipeline.size == 1 else [])
 
-        handles = [part.register_forward_hook(take) for part in parts]
+        watched = parts if self._measure is not None else ()
+        handles = [part.register_forward_hook(take) for part in watched]
         try:
             yield
         finally:

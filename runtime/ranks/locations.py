@@ -222,23 +222,20 @@ def located(folder: Location, pattern: str) -> list[Location]:
 
 def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
     """Write a file, block by block; it is on the disk, or in the store, when this returns."""
+    if isinstance(to, StorePath):
+        to.write(blocks)
+        return
+    file = to.open("wb")  # what cannot be opened stays as it is
     try:
-        if isinstance(to, StorePath):
-            to.write(blocks)
-        else:
-            _write_to_disk(to, blocks)
+        with file:
+            for block in blocks:
+                file.write(block)
+            file.flush()
+            os.fsync(file.fileno())
     except OSError:
         with suppress(OSError):
             to.unlink()  # half a file takes room that may be what is missing
         raise
-
-
-def _write_to_disk(to: Path, blocks: Iterable[bytes | memoryview]) -> None:
-    with to.open("wb") as file:
-        for block in blocks:
-            file.write(block)
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def put(what: Location, place: Location) -> None:

@@ -9,11 +9,12 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from autopar.codegen.forward.text.imports import IMPORTED
 from autopar.codegen.known_names import KNOWN
 
 FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE = "FirstStage", "MiddleStage", "LastStage"
 LOSS_STAGE = "LossStage"
-_OF_SCRIPTS = frozenset((*KNOWN, FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE, LOSS_STAGE))
+_OF_SCRIPTS = frozenset((*KNOWN, *IMPORTED, FIRST_STAGE, MIDDLE_STAGE, LAST_STAGE, LOSS_STAGE))
 
 
 @dataclass(frozen=True, slots=True, order=True, kw_only=True)

@@ -181,10 +181,13 @@ def test_the_first_of_several_machines_plans_for_all(
     assert plan == read_plan(folder / "runs" / "mine")
     assert [node.devices for node in plan.cluster.nodes] == [2, 2]
     assert started[0][started[0].index("--nproc-per-node") + 1] == "2"
+    # Started again, all of them take it: another one would replace what the others have read.
+    monkeypatch.setattr("autopar.commands.run.planned_again", lambda *_: pytest.fail("planned"))
+    assert autopar("run", str(folder), "--gpus", "4", *place, "0").code == 0
 
 
 def _awaited(folder: Path) -> Plan:
-    return awaited(Trained.read(folder), 4, folder / "runs" / "mine").plan
+    return awaited(Trained.read(folder), 4, folder / "runs" / "mine", 2).plan
 
 
 @pytest.mark.slow

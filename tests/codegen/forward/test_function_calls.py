@@ -81,6 +81,25 @@ def test_a_function_that_draws_or_writes_is_printed() -> None:
     assert [one.name for one in found.functions] == ["halved"]
 
 
+def gather(x: Tensor) -> Tensor:
+    return x * 3
+
+
+class Gathering(Drawing):
+    """Calls a function that is named as one of those that move tensors between ranks."""
+
+    def forward(self, ids: Tensor) -> Tensor:
+        out: Tensor = self.out(gather(halved(ids.float()))).square().sum()
+        return out
+
+
+def test_a_function_that_a_script_has_another_one_of_is_printed() -> None:
+    split = split_graph(trace(file_of(Gathering)), modules_of(Gathering()))
+    found = open_split(split, [len(split.layers.layers)], opened=[""])
+    assert [one.name for one in found.functions] == ["halved"]
+    assert "gather(" not in found.stages[0].cls.source
+
+
 def test_what_is_no_number_is_handed_to_no_function() -> None:
     """A plan file that names another text as an argument reaches no function of the model's."""
     graph = trace(file_of(Turning))

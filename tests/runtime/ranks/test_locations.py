@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -91,3 +91,19 @@ def test_a_place_that_nothing_reads_is_told_at_once(
 def test_a_place_is_the_same_for_ranks_that_send_it(tmp_path: Path) -> None:
     run = bucket(tmp_path)
     assert (run / "step-1").parent == run.resolve() == StorePath(str(run))
+
+
+def test_what_cannot_be_opened_stays_and_half_a_file_goes(tmp_path: Path) -> None:
+    loop, half = tmp_path / "loop", tmp_path / "half"
+    loop.symlink_to(loop)
+    with pytest.raises(OSError, match="loop"):
+        write(loop, [b"abc"])
+    assert loop.is_symlink()
+
+    def breaking() -> Iterator[bytes]:
+        yield b"abc"
+        raise OSError("no more")
+
+    with pytest.raises(OSError, match="no more"):
+        write(half, breaking())
+    assert not half.exists()
