@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from types import MappingProxyType
 
 from autopar.planner.errors import InputError
 
@@ -105,5 +106,7 @@ def read_compute_constants() -> ComputeConstants:
         attention=AttentionConstants(**table["attention"]),
         access=AccessConstants(**table["access"]),
         alignment=tuple((int(size), share) for size, share in table["alignment"].items()),
-        architectures={name: Architecture(**row) for name, row in table["architecture"].items()},
+        architectures=MappingProxyType(
+            {name: Architecture(**row) for name, row in table["architecture"].items()}
+        ),
     )

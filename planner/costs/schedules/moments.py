@@ -44,6 +44,11 @@ class Moments:
     unanswered: Counts  # of these, the ones whose inputs had no gradient before
     halfway: Counts  # the ones in the first half of their backward, or between both
 
+    def __post_init__(self) -> None:
+        """Let nobody write to the counts: moments are remembered."""
+        for counts in (self.running, self.forwarded, self.unanswered, self.halfway):
+            counts.flags.writeable = False
+
     @property
     def key(self) -> bytes:
         """What tells moments apart."""

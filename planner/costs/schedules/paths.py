@@ -46,6 +46,10 @@ class Chain:
     counts: Floats  # [stage, kind of action, then transfers]
     rank: int | None = None
 
+    def __post_init__(self) -> None:
+        """Let nobody write to the counts: chains are remembered."""
+        self.counts.flags.writeable = False
+
     @property
     def key(self) -> tuple[bytes, int | None]:
         """What tells chains apart."""
@@ -62,7 +66,10 @@ def times_of(stages: Sequence[StageSeconds], transfer_seconds: Sequence[float]) 
 
 
 class Chains:
-    """The chains of a schedule that are known: the first ones, and what was found since."""
+    """The known chains of one schedule. A search adds the chains that it finds.
+
+    No two searches share them: what one had found would change what the other finds.
+    """
 
     def __init__(self, first: Iterable[Chain]) -> None:
         self._every: dict[object, Chain] = {}
@@ -85,12 +92,6 @@ class Chains:
             self._counts = np.array([one.counts.ravel() for one in self._every.values()])
         found: Floats = self._counts @ times.ravel()
         return found
-
-
-@lru_cache(maxsize=256)
-def chains_of(kind: ScheduleKind, shape: PipelineShape) -> Chains:
-    """Return the chains of a schedule; those that are found later stay for who asks next."""
-    return Chains(first_chains(kind, shape))
 
 
 def first_chains(kind: ScheduleKind, shape: PipelineShape) -> tuple[Chain, ...]:

@@ -95,6 +95,11 @@ class Prepared:
     needs: Numbers  # the cell that this one waits for; cell 0: none
     borders: Numbers  # what it needs crosses the border behind this stage; none: stages − 1
 
+    def __post_init__(self) -> None:
+        """Let nobody write to the table: prepared schedules are remembered."""
+        for numbers in (self.works, self.needs, self.borders):
+            numbers.flags.writeable = False
+
     @property
     def has_action(self) -> Flags:
         """Which cells are not empty."""

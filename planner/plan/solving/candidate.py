@@ -7,6 +7,8 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 from autopar.planner.costs.prediction import Arrangement, Prediction, Recompute
+from autopar.planner.costs.schedules.paths import Chains, first_chains
+from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.plan.plan import Stage
 from autopar.planner.plan.solving.costing import Costing
@@ -56,6 +58,9 @@ class Judge:
     questions: Questions
     model_flops: int
     _choosers: dict[tuple[Arrangement, int], Chooser] = field(default_factory=dict, init=False)
+    _chains: dict[tuple[ScheduleKind, PipelineShape], Chains] = field(
+        default_factory=dict, init=False
+    )
 
     def under(self, demands: Demands) -> Judge:
         """Return the judge under other demands."""
@@ -109,7 +114,10 @@ class Judge:
         """Return what has looked at an arrangement in one of the layouts, or will do so."""
         key = arrangement, number
         if key not in self._choosers:
-            self._choosers[key] = Chooser(self.questions.asked(arrangement, number), QUICK)
+            question = self.questions.asked(arrangement, number)
+            schedule = arrangement.schedule, question.shape
+            chains = self._chains.setdefault(schedule, Chains(first_chains(*schedule)))
+            self._choosers[key] = Chooser(question, QUICK, chains)
         return self._choosers[key]
 
     def _in_turn(self, arrangement: Arrangement, least: Callable[[int], float]) -> Iterator[int]:

@@ -15,6 +15,7 @@ from itertools import accumulate, islice
 
 import numpy as np
 
+from autopar.planner.costs.schedules.paths import Chains, first_chains
 from autopar.planner.programs.stages.borders import even_cut, least_seconds, nearest_cut
 from autopar.planner.programs.stages.chooser import Chooser, Effort, StageAnswer
 from autopar.planner.programs.stages.columns import Column
@@ -33,7 +34,8 @@ def choose_stages(
     question: StageQuestion, *, cutoff_seconds: float = math.inf, effort: Effort = EXACT
 ) -> StageAnswer:
     """Return the best cut of the layers into stages, with its modes, and the bound."""
-    chooser = Chooser(question, effort)
+    chains = Chains(first_chains(question.arrangement.schedule, question.shape))
+    chooser = Chooser(question, effort, chains)
     chooser.ask(cutoff_seconds, effort)
     return answered(chooser)
 

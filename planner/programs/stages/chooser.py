@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.planner.costs.schedules.paths import Chain, chains_of, longest_chains
+from autopar.planner.costs.schedules.paths import Chain, Chains, longest_chains
 from autopar.planner.costs.steps.rank_groups import norm_seconds
 from autopar.planner.costs.steps.step import tied_seconds
 from autopar.planner.programs.solver import NOTHING_SOLVED, SolverReport
@@ -55,8 +55,9 @@ class StageAnswer:
 class Chooser:
     """One question on its way to an answer; asked again, it goes on from what it has found."""
 
-    def __init__(self, question: StageQuestion, effort: Effort) -> None:
+    def __init__(self, question: StageQuestion, effort: Effort, chains: Chains) -> None:
         self.question, self.effort, self.cutoff = question, effort, math.inf
+        self.chains = chains
         self.columns = Columns(question)
         self.best: PricedCut | None = None
         self.report = NOTHING_SOLVED
@@ -65,7 +66,6 @@ class Chooser:
             + norm_seconds(question.groups, question.arrangement)
             + question.constants.step_seconds
         )
-        self.chains = chains_of(question.arrangement.schedule, question.shape)
         self._pricer = Pricer(self.columns)
         self._priced: dict[Cut, CutAnswer] = {}
 
@@ -76,7 +76,7 @@ class Chooser:
     @cached_property
     def divisible(self) -> Divisible:
         """The program of divisible layers."""
-        return Divisible(self.question, self.columns.transfers)
+        return Divisible(self.question, self.columns.transfers, self.chains)
 
     @property
     def top(self) -> float:

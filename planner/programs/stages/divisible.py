@@ -25,7 +25,7 @@ from autopar.planner.costs.schedules.paths import (
     KINDS,
     TRANSFER,
     Chain,
-    chains_of,
+    Chains,
     first_chains,
     longest_chains,
 )
@@ -53,8 +53,8 @@ class Divided:
 class Divisible:
     """The program of one question."""
 
-    def __init__(self, question: StageQuestion, transfers: Sequence[float]) -> None:
-        self.question = question
+    def __init__(self, question: StageQuestion, transfers: Sequence[float], chains: Chains) -> None:
+        self.question, self.chains = question, chains
         arrangement, groups = question.arrangement, question.groups
         self._data = DataBound(arrangement, groups, question.constants)
         self._action = question.constants.action_seconds
@@ -62,7 +62,6 @@ class Divisible:
         self.parts = parts_of(question, self.program)
         self.unit = self._unit()
         self._sending = min(transfers[:-1], default=0.0) / self.unit
-        self.chains = chains_of(arrangement.schedule, question.shape)
         self._simulated = 0
         self._added: set[object] = set()
         self._layers_are_used_up()

@@ -88,7 +88,7 @@ class RankMoments:
 
     def __init__(self, question: StageQuestion, rank: int, parts: Sequence[Sequence[Part]]) -> None:
         arrangement, moments = question.arrangement, question.moments[rank]
-        stages, places = question.stages_of[rank], fullest(moments)
+        stages, places = question.stages_of[rank], list(fullest(moments))
         own = [(place, part) for place, stage in enumerate(stages) for part in parts[stage]]
         pieces = [part.piece for _, part in own]
         at = np.array([place for place, _ in own])

@@ -15,7 +15,7 @@ from autopar.planner.programs.stages.question import StageQuestion
 
 
 @lru_cache(maxsize=4096)
-def fullest(moments: Moments) -> list[int]:
+def fullest(moments: Moments) -> tuple[int, ...]:
     """Return the moments at which no other one, of the same running stage, holds as much of all."""
     held = np.concatenate([moments.forwarded, moments.unanswered, moments.halfway], axis=1)
     kept: list[int] = []
@@ -27,7 +27,7 @@ def fullest(moments: Moments) -> list[int]:
         for amounts in own.T:  # a stage at a time: of all at once, numpy adds up few very often
             is_below &= amounts[:, None] <= amounts
         kept += rows[places][is_below.sum(axis=1) == 1].tolist()  # but itself
-    return kept
+    return tuple(kept)
 
 
 class RankMemory:
@@ -37,7 +37,7 @@ class RankMemory:
         self, question: StageQuestion, rank: int, offers: Sequence[Sequence[Offer]]
     ) -> None:
         moments = question.moments[rank]
-        kept = fullest(moments)
+        kept = list(fullest(moments))
         self.limit_bytes = most_tensor_bytes(
             question.limit_bytes[rank], question.arrangement, question.constants
         )

@@ -7,6 +7,7 @@ from statistics import median
 
 import pytest
 
+from autopar.planner.costs.schedules.paths import Chains, first_chains
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.programs.stages.choice import EXACT
 from autopar.planner.programs.stages.chooser import Chooser
@@ -22,8 +23,9 @@ ROOMS = (2.0, 0.8, 0.6)
 
 
 def bound_of(case: StageCase) -> float:
-    chooser = Chooser(case.question, EXACT)
-    program = Divisible(case.question, chooser.columns.transfers)
+    chains = Chains(first_chains(case.question.arrangement.schedule, case.question.shape))
+    chooser = Chooser(case.question, EXACT, chains)
+    program = Divisible(case.question, chooser.columns.transfers, chains)
     divided = program.solve(enough_seconds=math.inf, time_limit_seconds=10.0)
     return divided.bound_seconds + chooser.once
 
