@@ -93,8 +93,8 @@ def train_alone(task: Task) -> Trained:
     """Train the user's model with the user's functions; of ours is only the order of the data."""
     file = load_model_file(task.spec, task.arguments)
     dtype: torch.dtype = getattr(torch, task.dtype)
-    model = build(file.build_model, seed=task.seed).to(dtype)
     mesh = start(pipeline=1, data=1, tensor=1)
+    model = build(file.build_model, seed=task.seed).to(mesh.device, dtype)
     batches = (placed(batch, mesh, dtype) for batch in _batches(file, task, mesh))
     learning = [p for p in model.parameters() if p.requires_grad]
     optimizer = made_optimizer(file.build_optimizer or _usual(task), [model], learning)
@@ -110,7 +110,7 @@ def train_alone(task: Task) -> Trained:
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    parameters = {name: value.detach().double().clone() for name, value in trained_tensors(model)}
+    parameters = {name: _kept(value) for name, value in trained_tensors(model)}
     batch = next(batches)
     with Drawing(unseeded=-1) as drawing, Widely(dtype):
         _accumulate(model, file.loss, batch, task)
@@ -164,7 +164,11 @@ def _halved(value: Tensor, task: Task) -> Tensor:
 
 
 def _gradients(model: nn.Module) -> dict[str, Tensor]:
-    return {n: p.grad.double().clone() for n, p in trained_tensors(model) if p.grad is not None}
+    return {n: _kept(p.grad) for n, p in trained_tensors(model) if p.grad is not None}
+
+
+def _kept(tensor: Tensor) -> Tensor:
+    return tensor.detach().cpu().double().clone()
 
 
 def _usual(task: Task) -> OptimizerFactory:

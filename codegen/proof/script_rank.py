@@ -160,7 +160,7 @@ def _gradients(part: nn.Module) -> Iterator[Block]:
 
 
 def _kept(tensor: Tensor) -> Tensor:
-    return tensor.detach().double().clone()
+    return tensor.detach().cpu().double().clone()
 
 
 def rank_file(folder: Path, rank: int) -> Path:

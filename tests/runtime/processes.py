@@ -2,7 +2,8 @@
 
 The ranks are forked from a server process that has imported torch and what scripts need, so the
 first call costs seconds and the later ones milliseconds. Functions and results travel by pickle:
-a function must stand at the top of its module. Every call finds a working default process group.
+a function must stand at the top of its module. Every call finds a working default process group,
+but in a pool whose functions join groups of their own.
 """
 
 import faulthandler
@@ -21,7 +22,7 @@ from contextlib import suppress
 from functools import cache
 from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
-from multiprocessing.context import ForkServerProcess
+from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -79,20 +80,21 @@ def _run(
         raise
 
 
-class _Pool:
+class Pool:
     """The processes of one size, each at the other end of a pipe."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, *, start_method: str = "forkserver", joins: bool = True) -> None:
         self.calls = 0
         self.folder = Path(tempfile.mkdtemp(prefix="ranks-"))
         weakref.finalize(self, shutil.rmtree, self.folder, ignore_errors=True)
-        context = get_context("forkserver")
-        context.set_forkserver_preload(list(PRELOADED))
+        context: Any = get_context(start_method)
+        if start_method == "forkserver":
+            context.set_forkserver_preload(list(PRELOADED))
         self.pipes: list[Connection] = []
-        self.processes: list[ForkServerProcess] = []
+        self.processes: list[BaseProcess] = []
         for rank in range(size):
             here, there = context.Pipe()
-            arguments = (there, rank, size, self.folder)
+            arguments = (there, rank, size, self.folder, joins)
             process = context.Process(target=_serve, args=arguments, daemon=True)
             process.start()
             there.close()
@@ -146,15 +148,15 @@ class _Pool:
 
 
 @cache
-def _pool(size: int) -> _Pool:
-    return _Pool(size)
+def _pool(size: int) -> Pool:
+    return Pool(size)
 
 
 def _stack_file(folder: Path, rank: int) -> Path:
     return folder / f"stack-{rank}"
 
 
-def _serve(pipe: Connection, rank: int, size: int, folder: Path) -> None:
+def _serve(pipe: Connection, rank: int, size: int, folder: Path, joins: bool) -> None:
     """Answer calls until the parent goes away."""
     torch.set_num_threads(1)
     gc.freeze()  # what is imported is not looked through after every call
@@ -166,14 +168,15 @@ def _serve(pipe: Connection, rank: int, size: int, folder: Path) -> None:
                 task = pipe.recv_bytes()
             except EOFError:
                 break
-            pipe.send_bytes(_answer_call(task, rank, size, folder / f"store-{number}"))
+            store = folder / f"store-{number}" if joins else None
+            pipe.send_bytes(_answer_call(task, rank, size, store))
     os._exit(0)  # gloo's threads may wait for peers that are gone
 
 
-def _answer_call(task: bytes, rank: int, size: int, store: Path) -> bytes:
+def _answer_call(task: bytes, rank: int, size: int, store: Path | None) -> bytes:
     try:
         function, args = pickle.loads(task)
-        if not dist.is_initialized():
+        if store is not None and not dist.is_initialized():
             place = store.as_uri()
             dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
         torch.manual_seed(0)

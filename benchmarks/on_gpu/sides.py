@@ -1,4 +1,4 @@
-"""Times a training on one device: an emitted script's, and plain PyTorch's in two manners.
+"""Times a training on one device: an emitted script's, and plain PyTorch's, compiled and not.
 
 Each runs in a process of its own, so that none finds the memory of another. All of them start from
 the same weights, train on the same rows, clip, and step the same optimizer with its fused kernel.
@@ -6,34 +6,36 @@ the same weights, train on the same rows, clip, and step the same optimizer with
 
 from __future__ import annotations
 
+import os
 import time
-from collections.abc import Callable
-from concurrent.futures import ProcessPoolExecutor
-from dataclasses import dataclass
-from fnmatch import fnmatchcase
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
 from functools import partial
-from multiprocessing import get_context
 from pathlib import Path
-from typing import TypeAlias
+from statistics import median
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import clip_grad_norm_
 from torch.optim import Optimizer
-from torch.utils.checkpoint import checkpoint
 
 from autopar.codegen.proof.script_rank import imported
-from autopar.planner.model.model_file import ModelFile, load_model_file
-from autopar.planner.trace.build import Step, build
+from autopar.planner.model.model_file import load_model_file
+from autopar.planner.trace.build import build
 from autopar.runtime.data.batches import placed, synthetic_batches
+from autopar.runtime.data.loss import in_float32, loss_in
 from autopar.runtime.optimizer import adamw
 from autopar.runtime.ranks.mesh import Mesh, start
 from autopar.runtime.weights import initial_weights
+from benchmarks.on_gpu.kernels import Kernels, kernels_of
+from benchmarks.on_gpu.phases import memory_of
+from benchmarks.on_gpu.ranks.joining import joined_alone
 from benchmarks.script_step import mesh_of, step_of
 
 SEED, MAX_NORM = 0, 1.0  # as scripts have them
 STEPS_TO_WARM_UP = 3
-FEWEST_STEPS = 5
+FEWEST_STEPS, MOST_STEPS = 5, 100
 
 TrainStep: TypeAlias = Callable[[], Tensor]
 
@@ -46,7 +48,6 @@ class Job:
     spec: str
     arguments: tuple[str, ...]
     rows: int  # of a step, which is one microbatch
-    recomputed: str | None  # which modules, as a pattern
     seconds: float  # for the steps that count
 
 
@@ -57,54 +58,96 @@ class Taken:
     seconds: tuple[float, ...]
     peak_bytes: int | None  # of the device; torch does not count a CPU's
     loss: float  # of the last step that warms up
+    seconds_before: float  # until the first step that counts
+    kernels: Kernels | None = None
+    memory: Mapping[str, int] = field(default_factory=dict)
+
+    @property
+    def step_seconds(self) -> float:
+        """The step in the middle."""
+        return median(self.seconds)
 
 
-def taken(side: str, job: Job) -> Taken | None:
-    """Run a training in a fresh process; None where it does not fit into the device."""
-    fresh = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    with fresh as processes:
-        return processes.submit(_taken, side, job).result()
+def taken(side: str, job: Job) -> Taken:
+    """Run a training in this process, which is a fresh one."""
+    began = time.perf_counter()
+    kind, _, compiles = side.partition(", ")
+    make = {"script": _script, "plain": _masters, "autocast": _autocast}[kind]
+    is_gpu = torch.cuda.is_available()
+    torch.set_num_threads((os.cpu_count() or 1) if is_gpu else 1)  # weights are made by the CPU
+    with joined_alone("cuda" if is_gpu else "cpu"):
+        step, device = make(job, compile_layers if compiles else _as_they_are)
+        return _timed(step, device, job.seconds, began)
 
 
-def _taken(side: str, job: Job) -> Taken | None:
-    torch.set_num_threads(1)  # as torchrun sets it
-    try:
-        step, device = SIDES[side](job)
-        return _timed(step, device, job.seconds)
-    except torch.OutOfMemoryError:
-        return None
-
-
-def _timed(step: TrainStep, device: torch.device, seconds: float) -> Taken:
+def _timed(step: TrainStep, device: torch.device, seconds: float, began: float) -> Taken:
     is_gpu = device.type == "cuda"
 
     def seconds_of_a_step() -> float:
-        began = time.perf_counter()
+        begun = time.perf_counter()
         step()
         if is_gpu:
             torch.cuda.synchronize()
-        return time.perf_counter() - began
+        return time.perf_counter() - begun
 
     for _ in range(STEPS_TO_WARM_UP - 1):
         seconds_of_a_step()
     loss = float(step())
     if is_gpu:
         torch.cuda.reset_peak_memory_stats()
-    steps = max(FEWEST_STEPS, round(seconds / seconds_of_a_step()))
+    steps = min(max(FEWEST_STEPS, round(seconds / seconds_of_a_step())), MOST_STEPS)
+    before = time.perf_counter() - began
     measured = tuple(seconds_of_a_step() for _ in range(steps))
-    peak = torch.cuda.max_memory_allocated() if is_gpu else None
-    return Taken(seconds=measured, peak_bytes=peak, loss=loss)
+    return Taken(
+        seconds=measured,
+        peak_bytes=torch.cuda.max_memory_allocated() if is_gpu else None,
+        loss=loss,
+        seconds_before=before,
+        kernels=kernels_of(step) if is_gpu else None,
+        memory=memory_of(step) if is_gpu else {},
+    )
 
 
-def _script(job: Job) -> tuple[TrainStep, torch.device]:
-    script = imported(job.script)
+def compile_layers(model: nn.Module) -> None:
+    """Compile what a model has several of, each for itself, as torchtitan does."""
+    for layer in layers_of(model):
+        layer.compile(fullgraph=True)
+
+
+def layers_of(model: nn.Module) -> Iterator[nn.Module]:
+    """Yield the modules in the outermost lists of modules, and of a model without lists itself."""
+    lists = (nn.ModuleList, nn.Sequential)
+    found = [one for one in model.modules() if isinstance(one, lists) and len(one) > 1]
+    inner = {id(below) for one in found for below in one.modules() if below is not one}
+    outer = [one for one in found if id(one) not in inner]
+    if not outer:
+        yield model
+    for one in outer:
+        yield from one
+
+
+def _as_they_are(_: nn.Module) -> None:
+    """Compile nothing."""
+
+
+def _script(job: Job, prepare: Callable[[nn.Module], None]) -> tuple[TrainStep, torch.device]:
+    script: Any = imported(job.script)
+    build_model = script.build_model
+
+    def built(*args: Any) -> Any:
+        model, recipe = build_model(*args)
+        prepare(model)
+        return model, recipe
+
+    script.build_model = built
     mesh = mesh_of(script)
     return step_of(script, mesh), mesh.device
 
 
-def _autocast(job: Job) -> tuple[TrainStep, torch.device]:
+def _autocast(job: Job, prepare: Callable[[nn.Module], None]) -> tuple[TrainStep, torch.device]:
     """Weights in fp32, and matrix products in bf16 by autocast: what most people write."""
     plain = _Plain(job, dtype=torch.float32)
+    prepare(plain.model)
     parameters = list(plain.model.parameters())
     optimizer = plain.optimizer(parameters)
 
@@ -120,9 +163,10 @@ def _autocast(job: Job) -> tuple[TrainStep, torch.device]:
     return step, plain.mesh.device
 
 
-def _masters(job: Job) -> tuple[TrainStep, torch.device]:
+def _masters(job: Job, prepare: Callable[[nn.Module], None]) -> tuple[TrainStep, torch.device]:
     """Weights in bf16 beside an fp32 copy that the optimizer steps: what emitted scripts do."""
     plain = _Plain(job, dtype=torch.bfloat16)
+    prepare(plain.model)
     parameters = list(plain.model.parameters())
     masters = [nn.Parameter(parameter.detach().float()) for parameter in parameters]
     optimizer = plain.optimizer(masters)
@@ -142,10 +186,6 @@ def _masters(job: Job) -> tuple[TrainStep, torch.device]:
     return step, plain.mesh.device
 
 
-SIDES = {"script": _script, "autocast": _autocast, "masters": _masters}
-BY_HAND = ("autocast", "masters")
-
-
 class _Plain:
     """The model file's own model, batch and optimizer on this process' device."""
 
@@ -154,17 +194,24 @@ class _Plain:
         self.mesh: Mesh = start(pipeline=1, data=1, tensor=1)
         whole = initial_weights.build(self._file.build_model, seed=SEED)
         self.model = whole.to(self.mesh.device, dtype)
-        if job.recomputed is not None:
-            _recompute(self.model, job.recomputed)
-        self._step = _step_of(self._file, self.model, job)
         drawn = synthetic_batches(
             self._file.example_batch, self.mesh, rows=(1, job.rows), seed=SEED
         )
         self._batch = placed(next(drawn), self.mesh, torch.float32)
+        self._keys = build(self._file, device="meta", dtype=None, batch_size=job.rows).step.keys
+        self._dtype = dtype
 
     def loss(self) -> Tensor:
         """Return the loss of the step's rows."""
-        return self._step.run(self._batch)
+        taken = {k: self._as_taken(v) for k, v in self._batch.items() if k in self._keys}
+        outputs = self.model(**taken)
+        if self._file.loss is None:
+            return loss_in(outputs)
+        found: Tensor = in_float32(self._file.loss)(outputs, self._batch)
+        return found
+
+    def _as_taken(self, value: Tensor) -> Tensor:
+        return value.to(self._dtype) if value.is_floating_point() else value
 
     def optimizer(self, parameters: list[nn.Parameter]) -> Optimizer:
         """Return the file's optimizer, or the one that scripts have in its place."""
@@ -173,14 +220,3 @@ class _Plain:
         for group in made.param_groups:
             group["fused"] = True
         return made
-
-
-def _step_of(file: ModelFile, model: nn.Module, job: Job) -> Step:
-    keys = build(file, device="meta", dtype=None, batch_size=job.rows).step.keys
-    return Step(model, file.loss, keys, path=file.path)
-
-
-def _recompute(model: nn.Module, pattern: str) -> None:
-    for name, module in model.named_modules():
-        if fnmatchcase(name, pattern):
-            module.forward = partial(checkpoint, module.forward, use_reentrant=False)

@@ -1,0 +1,1 @@
+"""One command for one GPU: what emitted scripts do there, and what kernels take."""

@@ -1,0 +1,85 @@
+"""What every part is given: where it runs, how long, and processes to run in."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+from tests.runtime.processes import Pool
+
+Result = TypeVar("Result")
+
+
+@dataclass(slots=True, kw_only=True)
+class Context:
+    """The device, and until when a part may run. No work on the device is done in this process."""
+
+    device: str  # of torch: "cuda" or "cpu"
+    tiny: bool  # small sizes, for a CPU
+    deadline: float = float("inf")  # of time.monotonic()
+    pools: dict[int, Pool] = field(default_factory=dict)
+
+    @property
+    def seconds_left(self) -> float:
+        """How long the part may still run."""
+        return self.deadline - time.monotonic()
+
+    @property
+    def is_gpu(self) -> bool:
+        """Whether there is a GPU."""
+        return self.device == "cuda"
+
+    def on_ranks(
+        self, function: Callable[..., Result], ranks: int, *args: Any, seconds: float = 60.0
+    ) -> list[Result]:
+        """Call a function in so many processes that stay alive; after a failure, in new ones."""
+        if self.seconds_left < 1:
+            raise TimeoutError("no time is left")
+        pool = self.pools.pop(ranks, None) or new_pool(ranks)
+        try:
+            found = pool.run(function, args, min(seconds, self.seconds_left))
+        except BaseException:
+            pool.kill()
+            raise
+        self.pools[ranks] = pool
+        return found
+
+    def alone(self, function: Callable[..., Result], *args: Any, seconds: float = 60.0) -> Result:
+        """Call a function in one process that stays alive."""
+        (found,) = self.on_ranks(function, 1, *args, seconds=seconds)
+        return found
+
+    def fresh(self, function: Callable[..., Result], *args: Any, seconds: float = 60.0) -> Result:
+        """Call a function in a process of its own, which leaves no memory behind."""
+        if self.seconds_left < 1:
+            raise TimeoutError("no time is left")
+        pool = new_pool(1)
+        try:
+            (found,) = pool.run(function, args, min(seconds, self.seconds_left))
+        finally:
+            pool.kill()
+        result: Result = found
+        return result
+
+    def end(self) -> None:
+        """End all processes."""
+        for pool in self.pools.values():
+            pool.kill()
+        self.pools.clear()
+
+
+def new_pool(ranks: int) -> Pool:
+    """Return processes that share no state with this one, as a GPU demands."""
+    return Pool(ranks, start_method="spawn", joins=False)
+
+
+def place_here() -> str:
+    """Return what torch calls the device, and the version of torch."""
+    gpu = torch.cuda.is_available()
+    name = torch.cuda.get_device_name() if gpu else f"{os.cpu_count()} CPU cores"
+    return f"{name}, torch {torch.__version__}"

@@ -1,0 +1,91 @@
+"""Turns a trace of steps into seconds by kind of kernel, and what the GPU did not do at all."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+_TRACED_STEPS = 3
+_MOST_KERNELS = 20
+# The first that a kernel's name fits.
+_KINDS = tuple(
+    (kind, re.compile(pattern, re.IGNORECASE))
+    for kind, pattern in (
+        ("attention", r"flash|fmha|attention|sdpa|softmax_warp"),
+        ("convolution", r"fprop|dgrad|wgrad|conv|implicit|winograd|nchwToNhwc|nhwcToNchw"),
+        ("matrix product", r"gemm|nvjet|cutlass|wgmma|splitk|gemv|cublas|matmul"),
+        ("optimizer, clipping and copies of all weights", r"multi_tensor|adam|lpnorm|FusedSgd"),
+        ("norm", r"layer_?norm|rms_?norm|batch_?norm|\bbn_|GammaBeta|RowwiseMoments|NormBackward"),
+        ("softmax, cross entropy", r"softmax|nll_loss|cross_entropy"),
+        ("compiled by inductor", r"^triton"),
+        ("look-up", r"embedding|indexSelect|index_|gather|scatter|sort"),
+        ("copies and casts", r"copy|memcpy|memset|CatArray|fill"),
+        ("reduction", r"reduce"),
+        ("elementwise", r"elementwise|vectorized|unrolled"),
+    )
+)
+OTHER, IDLE = "others", "idle"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What the GPU did in one step."""
+
+    seconds: Mapping[str, float]  # by kind, and idle
+    launched: float
+    largest: tuple[tuple[str, float, float], ...]  # a kernel's name, seconds and calls of a step
+
+
+def kernels_of(step: Callable[[], object]) -> Kernels:
+    """Trace a few steps."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as tracer:
+        for _ in range(_TRACED_STEPS):
+            step()
+        torch.cuda.synchronize()
+    spans = [
+        (one.time_range.start, one.time_range.end, one.name)
+        for one in tracer.events() or ()
+        if one.device_type == DeviceType.CUDA
+    ]
+    return summed(spans, steps=_TRACED_STEPS)
+
+
+def summed(spans: Sequence[tuple[float, float, str]], *, steps: int) -> Kernels:
+    """Sum kernels that began and ended at these microseconds."""
+    by_kind, by_name, calls = Counter[str](), Counter[str](), Counter[str]()
+    for begin, end, name in spans:
+        by_kind[kind_of(name)] += end - begin
+        by_name[name] += end - begin
+        calls[name] += 1
+    by_kind[IDLE] = _idle(spans)
+    largest = tuple(
+        (name, microseconds / 1e6 / steps, calls[name] / steps)
+        for name, microseconds in by_name.most_common(_MOST_KERNELS)
+    )
+    return Kernels(
+        seconds={kind: one / 1e6 / steps for kind, one in by_kind.most_common()},
+        launched=len(spans) / steps,
+        largest=largest,
+    )
+
+
+def kind_of(name: str) -> str:
+    """Return what sort of kernel has such a name."""
+    return next((kind for kind, pattern in _KINDS if pattern.search(name)), OTHER)
+
+
+def _idle(spans: Sequence[tuple[float, float, str]]) -> float:
+    """Return the microseconds between the first kernel and the last in which none ran."""
+    idle, busy_until = 0.0, None
+    for begin, end, _ in sorted(spans):
+        if busy_until is not None and begin > busy_until:
+            idle += begin - busy_until
+        busy_until = end if busy_until is None else max(busy_until, end)
+    return idle

@@ -1,0 +1,79 @@
+"""Joins processes that share a device to one process group, for as long as a function runs."""
+
+from __future__ import annotations
+
+import gc
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.ranks.mesh import Axis
+from benchmarks.on_gpu import late_group
+
+_TIMEOUT = timedelta(seconds=60)
+
+
+@contextmanager
+def joined_late(device: str, store: str) -> Iterator[None]:
+    """Join the processes of a pool by the late group; `store` is a file that is not there yet."""
+    late_group.register(device)
+    with _joined(
+        late_group.NAME,
+        init_method=f"file://{store}",
+        rank=int(os.environ["RANK"]),
+        world_size=int(os.environ["WORLD_SIZE"]),
+        timeout=_TIMEOUT,
+    ):
+        yield
+
+
+@contextmanager
+def joined_alone(device: str) -> Iterator[None]:
+    """Be a world of one process: of nccl on a GPU, connected at once, as scripts do it."""
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    own: dict[str, Any] = {"store": store, "rank": 0, "world_size": 1}
+    if device == "cuda":
+        own["device_id"] = torch.device("cuda", 0)
+    with _joined("nccl" if device == "cuda" else "gloo", **own):
+        yield
+
+
+@contextmanager
+def _joined(backend: str, **arguments: Any) -> Iterator[None]:
+    os.environ["LOCAL_RANK"] = "0"
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+    dist.init_process_group(backend, **arguments)
+    try:
+        yield
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        dist.barrier()
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+        gc.collect()
+
+
+class _Several(int):
+    """The number one, as a size of an axis that is not left out."""
+
+    def __eq__(self, other: object) -> bool:
+        return False
+
+    def __gt__(self, other: int) -> bool:
+        return True
+
+    __hash__ = int.__hash__
+
+
+def axis_of_one() -> Axis:
+    """Return an axis of this process alone, along which messages are sent all the same."""
+    return Axis(0, _Several(1), dist.group.WORLD)

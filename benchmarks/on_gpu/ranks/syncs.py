@@ -1,0 +1,95 @@
+"""Counts where the host waits for the GPU between two log lines: expected nowhere."""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+from unittest.mock import patch
+from uuid import uuid4
+
+import torch
+
+from autopar.codegen.proof.script_rank import imported
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.plan.declared.constraints import RecomputePin
+from benchmarks.on_gpu.context import Context
+from benchmarks.on_gpu.ranks.joining import joined_alone, joined_late
+from benchmarks.on_gpu.ranks.scripts import CASES, GPT2, Case, written
+from benchmarks.on_gpu.report import Row
+
+TABLE = "Ranks: where the host waits for the GPU in 5 steps without a log line"
+_WATCHED = range(3, 8)  # the steps; the last one, 8, logs
+_OUR_FILES = str(Path(__file__).parents[3])
+_AGAIN = (RecomputePin(modules="*", mode=Recompute.FULL),)
+_ALONE = (
+    Case(name="one process, bf16", model=GPT2, pins={"microbatch": 4}),
+    Case(name="one process, layers run again", pins={"microbatch": 4, "recompute": _AGAIN}),
+    Case(name="ResNet, one process", model=("resnet.py", ()), pins={"microbatch": 4}),
+)
+
+
+def sync_rows(context: Context) -> Iterator[Row]:
+    """Yield a row for each place, or one that says that there is none."""
+    if not context.is_gpu:
+        yield Row(table=TABLE, cells={"script": "all", "place": "no GPU here"})
+        return
+    for case in (*_ALONE, *CASES):
+        if context.seconds_left < 90:  # the scripts of several processes come next
+            break
+        with TemporaryDirectory(prefix="on-gpu-") as folder:
+            yield from _rows_of(case, context, folder)
+
+
+def _rows_of(case: Case, context: Context, folder: str) -> Iterator[Row]:
+    one = written(case, folder)
+    store = f"{folder}/{uuid4().hex}" if one.ranks > 1 else None
+    try:
+        found = context.on_ranks(_waits, one.ranks, one.script, store, seconds=60)[0]
+    except Exception as error:
+        found = {str(error).strip().splitlines()[-1]: 1}
+    for place, count in found.items() or [("none", 0)]:
+        yield Row(table=TABLE, cells={"script": case.name, "times": count, "place": place})
+
+
+def _waits(path: str, store: str | None) -> Mapping[str, int]:
+    """Run a script, and return how often it waits where."""
+    script: Any = imported(Path(path))
+    own_step, found, step = script.train_step, Counter[str](), [0]
+
+    def watched(*args: Any, **kwargs: Any) -> Any:
+        step[0] += 1
+        torch.cuda.set_sync_debug_mode("warn" if step[0] in _WATCHED else "default")
+        return own_step(*args, **kwargs)
+
+    def note(message: Any, *_: Any, **__: Any) -> None:
+        if "synchroniz" in str(message):
+            found[_place()] += 1
+
+    script.train_step = watched
+    arguments = ["--steps", str(_WATCHED.stop), "--log-every", "100", "--data", "synthetic"]
+    joined = joined_late("cuda", store) if store else joined_alone("cuda")
+    with joined, warnings.catch_warnings(), patch.object(warnings, "showwarning", note):
+        warnings.simplefilter("always")
+        try:
+            script.main(arguments)
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+    return found
+
+
+def _place() -> str:
+    """Return the innermost lines of ours: the place, and who called it."""
+    own = [
+        one
+        for one in traceback.extract_stack()
+        if one.filename != __file__
+        and (one.filename.startswith(_OUR_FILES) or one.filename.endswith("train.py"))
+        and "site-packages" not in one.filename
+    ]
+    lines = [f"{Path(one.filename).name}:{one.lineno} {one.line}" for one in own[-2:]]
+    return " → ".join(lines)

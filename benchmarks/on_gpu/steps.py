@@ -1,0 +1,189 @@
+"""Holds scripts of one device against plain PyTorch, and their predictions against both.
+
+Each model is planned in bf16 for the device, by formulas and with a profile of its ops. Its script,
+the same training in plain PyTorch, and that with compiled layers run in processes of their own. A ratio
+is plain time ÷ script time; 0.99 is the aim for the first. Peaks are of what torch allocates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+from benchmarks.on_gpu.context import Context
+from benchmarks.on_gpu.planned import Case, Planned, device_here, planned, planned_by_profile
+from benchmarks.on_gpu.report import Row
+from benchmarks.on_gpu.sides import Job, Taken, taken
+
+SAME_LOSS = 0.01  # relative, in bf16, after a few steps
+TABLE = "Steps: the script beside plain PyTorch"
+PREDICTED = "Steps: what is predicted of the script"
+TERMS = "Steps: terms of the prediction, by formulas"
+KINDS = "Steps: kernels of one step by kind, and the prediction of ops by kind"
+LARGEST = "Steps: kernels that take most"
+MEMORY = "Steps: what is allocated"
+
+CASES = (
+    Case(name="Llama 1B", file="llama.py", arguments=("size=1b", "seq_len=4096"), rows=2),
+    Case(name="GPT-2 124M", file="gpt2.py", arguments=("size=124m", "dropout=0.0"), rows=16),
+    Case(name="ResNet-50", file="resnet.py", arguments=("size=50",), rows=128),
+    Case(name="ViT-L", file="vit.py", arguments=("size=l16", "dropout=0.0"), rows=64),
+)
+TINY = (Case(name="tiny", file="gpt2.py", arguments=("size=tiny", "dropout=0.0"), rows=8),)
+_SIDES = ("script", "plain", "plain, compiled")
+_SECONDS, _PROFILE_SECONDS = 3.0, 8.0  # of steps that count, and of a profile's ops
+_MOST_SECONDS = 150.0  # of one side
+
+
+def steps(context: Context) -> Iterator[Row]:
+    """Yield rows of one model after the other."""
+    yield from rows_of(context, TINY if context.tiny else CASES, _SIDES)
+
+
+def rows_of(context: Context, cases: Sequence[Case], sides: Sequence[str]) -> Iterator[Row]:
+    """Yield rows of models; plans are made in other processes meanwhile."""
+    device = context.alone(device_here)
+    planners = ProcessPoolExecutor(
+        1 if context.tiny else len(cases), mp_context=get_context("spawn")
+    )
+    with TemporaryDirectory(prefix="on-gpu-") as folder, planners:
+        folders = [f"{folder}/{number}" for number in range(len(cases))]
+        coming = [
+            planners.submit(planned, case, device, own)
+            for case, own in zip(cases, folders, strict=True)
+        ]
+        for case, own, future in zip(cases, folders, coming, strict=True):
+            if context.seconds_left < 15:
+                break
+            try:
+                found = future.result(max(context.seconds_left, 1))
+                yield from _rows_of_case(context, case, found, Path(own) / "train.py", sides)
+            except Exception as error:
+                yield Row(table=TABLE, cells={"model": case.name, "error": _first_line(error)})
+
+
+def _rows_of_case(
+    context: Context, case: Case, found: Planned, script: Path, sides: Sequence[str]
+) -> Iterator[Row]:
+    job = Job(
+        script=script,
+        spec=case.spec,
+        arguments=case.arguments,
+        rows=case.rows,
+        seconds=0.1 if context.tiny else _SECONDS,
+    )
+    own: Taken | None = None
+    for side in sides:
+        try:
+            one = context.fresh(taken, side, job, seconds=_MOST_SECONDS)
+        except Exception as error:
+            yield Row(
+                table=TABLE, cells={"model": case.name, "side": side, "error": _first_line(error)}
+            )
+            continue
+        own = own or (one if side.startswith("script") else None)
+        yield _side_row(case, side, one, own)
+        yield from _kernel_rows(case, side, one, found if side == "script" else None)
+    if own is not None and sides[0] == "script":
+        yield from _predicted_rows(case, found, own, "formulas")
+        yield from (_term_row(case, found, own),)
+        seconds = 1.0 if context.tiny else _PROFILE_SECONDS
+        if context.seconds_left > 4 * seconds:
+            device = context.alone(device_here)
+            measured = context.fresh(planned_by_profile, case, device, seconds, seconds=90)
+            yield from _predicted_rows(case, measured, own, "profile")
+
+
+def _side_row(case: Case, side: str, one: Taken, own: Taken | None) -> Row:
+    cells = {
+        "model": case.name,
+        "rows": case.rows,
+        "side": side,
+        "ms": 1e3 * one.step_seconds,
+        "ratio": None if own is None else one.step_seconds / own.step_seconds,
+        "peak GiB": None if one.peak_bytes is None else one.peak_bytes / 2**30,
+        "loss": one.loss,
+        "seconds until it ran": one.seconds_before,
+        "note": "" if own is None or _is_same(one.loss, own.loss) else "ANOTHER LOSS",
+    }
+    return Row(table=TABLE, cells=cells)
+
+
+def _is_same(loss: float, own: float) -> bool:
+    return abs(loss - own) <= SAME_LOSS * abs(own)
+
+
+def _predicted_rows(case: Case, found: Planned, own: Taken, way: str) -> Iterator[Row]:
+    step = own.step_seconds
+    yield Row(
+        table=PREDICTED,
+        cells={
+            "model": case.name,
+            "by": way,
+            "what": "step, ms",
+            "predicted": 1e3 * found.step_seconds,
+            "measured": 1e3 * step,
+            "error": f"{found.step_seconds / step - 1:+.1%}",
+        },
+    )
+    if own.peak_bytes is not None:
+        size = found.memory.allocated_bytes
+        yield Row(
+            table=PREDICTED,
+            cells={
+                "model": case.name,
+                "by": way,
+                "what": "peak, GiB",
+                "predicted": size / 2**30,
+                "measured": own.peak_bytes / 2**30,
+                "error": f"{size / own.peak_bytes - 1:+.1%}",
+            },
+        )
+
+
+def _term_row(case: Case, found: Planned, own: Taken) -> Row:
+    terms = {f"{one.name}, ms": 1e3 * one.seconds for one in found.terms if one.seconds}
+    memory = found.memory
+    parts = {
+        "parameters": memory.parameter_bytes,
+        "gradients": memory.gradient_bytes,
+        "optimizer": memory.optimizer_bytes,
+        "activations": memory.activation_bytes,
+        "transient": memory.transient_bytes,
+    }
+    sizes = {f"{name}, GiB": size / 2**30 for name, size in parts.items()}
+    cells = {"model": case.name, **terms, **sizes, "measured, ms": 1e3 * own.step_seconds}
+    return Row(table=TERMS, cells=cells)
+
+
+def _kernel_rows(case: Case, side: str, one: Taken, found: Planned | None) -> Iterator[Row]:
+    """Yield what the GPU did in a step, and beside a script what was predicted."""
+    if one.memory:
+        sizes = {place: size / 2**30 for place, size in one.memory.items()}
+        yield Row(table=MEMORY, cells={"model": case.name, "side": side, **sizes})
+    measured = {} if one.kernels is None else one.kernels.seconds
+    if measured:
+        cells = {kind: 1e3 * seconds for kind, seconds in measured.items()}
+        yield Row(table=KINDS, cells={"model": case.name, "side": f"{side}, ms", **cells})
+    if found is not None:
+        cells = {kind: 1e3 * seconds for kind, seconds in found.seconds_by_kind.items()}
+        yield Row(table=KINDS, cells={"model": case.name, "side": "predicted, ms", **cells})
+    for name, seconds, calls in () if one.kernels is None else one.kernels.largest:
+        yield Row(
+            table=LARGEST,
+            cells={
+                "model": case.name,
+                "side": side,
+                "ms": 1e3 * seconds,
+                "calls": calls,
+                "kernel": name[:140],
+            },
+        )
+
+
+def _first_line(error: BaseException) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ⏎ ".join([lines[0], lines[-1]])[:400]

@@ -1,0 +1,42 @@
+"""Times a function on the device."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from statistics import median
+from typing import Any
+
+import torch
+
+
+def median_seconds(
+    function: Callable[[], Any], device: str, *, samples: int = 15, warm_up: int = 3
+) -> float:
+    """Return how long a call takes in the middle; on a GPU by its own clock.
+
+    The queue of a GPU is filled while it sleeps: gaps between kernels that a slow host would leave
+    are not counted.
+    """
+    for _ in range(warm_up):
+        function()
+    if device != "cuda":
+        return median(_host_seconds(function) for _ in range(min(samples, 3)))
+    pairs = [
+        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
+        for _ in range(samples)
+    ]
+    torch.cuda.synchronize()
+    torch.cuda._sleep(2_000_000)
+    for begin, end in pairs:
+        begin.record()
+        function()
+        end.record()
+    torch.cuda.synchronize()
+    return median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+
+
+def _host_seconds(function: Callable[[], Any]) -> float:
+    began = time.perf_counter()
+    function()
+    return time.perf_counter() - began
