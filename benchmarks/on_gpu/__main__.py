@@ -2,8 +2,9 @@
 
     python -m benchmarks.on_gpu [--minutes 12] [--only PART[,PART]] [--tiny] [-o FILE]
 
-Every row is written as soon as it is known: into FILE, and as JSON beside it. With --tiny all parts
-run on a CPU with small sizes, which shows that the benchmark itself works.
+Every row is written as soon as it is known: into FILE, and as JSON beside it, where a log has what
+all processes print. With --tiny all parts run on a CPU with small sizes, which shows that the
+benchmark itself works.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ import os
 import time
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TextIO
 
 from benchmarks.on_gpu.compiled import compiled
 from benchmarks.on_gpu.context import Context, place_here
@@ -48,15 +51,18 @@ def main(arguments: Sequence[str] | None = None) -> None:
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the name of a rented host may not resolve
     if options.tiny:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
-    ends = time.monotonic() + 60 * options.minutes
-    probe = Context(device="", tiny=options.tiny)
-    place = probe.alone(place_here)
-    context = Context(
-        device="cpu" if "CPU" in place else "cuda", tiny=options.tiny, pools=probe.pools
-    )
     options.output.parent.mkdir(parents=True, exist_ok=True)
     options.output.with_suffix(".jsonl").write_text("", encoding="utf-8")
-    report = Report(page=options.output, place=place)
+    with _apart(options.output.with_suffix(".log")) as out:
+        _run_all(options, out)
+
+
+def _run_all(options: argparse.Namespace, out: TextIO) -> None:
+    ends = time.monotonic() + 60 * options.minutes
+    context = Context(device="", tiny=options.tiny)
+    place = context.alone(place_here)
+    context.device = "cpu" if "CPU" in place else "cuda"
+    report = Report(page=options.output, place=place, out=out)
     report.say(f"on {place}")
     try:
         for name in options.only:
@@ -64,6 +70,20 @@ def main(arguments: Sequence[str] | None = None) -> None:
             _run(name, context, report)
     finally:
         context.end()
+
+
+@contextmanager
+def _apart(log: Path) -> Iterator[TextIO]:
+    """Yield the standard output, and have what all processes print in a file."""
+    own, errors = os.dup(1), os.dup(2)
+    with log.open("w", encoding="utf-8") as file, os.fdopen(own, "w", closefd=False) as out:
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+        try:
+            yield out
+        finally:
+            os.dup2(own, 1)
+            os.dup2(errors, 2)
 
 
 def _run(name: str, context: Context, report: Report) -> None:
@@ -77,6 +97,7 @@ def _run(name: str, context: Context, report: Report) -> None:
     except Exception as error:
         where = traceback.format_exc().strip().splitlines()[-3:]
         report.add(Row(table=f"{name}: failed", cells={"error": f"{error}", "at": " ".join(where)}))
+    context.end()  # the next part needs the memory
     report.say(f"{name} ends")
 
 

@@ -13,6 +13,8 @@ import torch
 from tests.runtime.processes import Pool
 
 Result = TypeVar("Result")
+_IMPORT_SECONDS = 150.0
+_SLOWER = 3.0  # a CPU
 
 
 @dataclass(slots=True, kw_only=True)
@@ -23,6 +25,7 @@ class Context:
     tiny: bool  # small sizes, for a CPU
     deadline: float = float("inf")  # of time.monotonic()
     pools: dict[int, Pool] = field(default_factory=dict)
+    spare: Pool | None = None  # for what needs a fresh process
 
     @property
     def seconds_left(self) -> float:
@@ -38,16 +41,23 @@ class Context:
         self, function: Callable[..., Result], ranks: int, *args: Any, seconds: float = 60.0
     ) -> list[Result]:
         """Call a function in so many processes that stay alive; after a failure, in new ones."""
-        if self.seconds_left < 1:
-            raise TimeoutError("no time is left")
         pool = self.pools.pop(ranks, None) or new_pool(ranks)
         try:
-            found = pool.run(function, args, min(seconds, self.seconds_left))
+            found = self._called(pool, function, args, seconds)
         except BaseException:
             pool.kill()
             raise
         self.pools[ranks] = pool
         return found
+
+    def _called(
+        self, pool: Pool, function: Callable[..., Result], args: tuple[Any, ...], seconds: float
+    ) -> list[Result]:
+        pool.run(_is_ready, (), max(min(_IMPORT_SECONDS, self.seconds_left), 1.0))
+        if self.seconds_left < 1:
+            raise TimeoutError("no time is left")
+        patience = seconds if self.is_gpu else _SLOWER * seconds
+        return pool.run(function, args, min(patience, self.seconds_left))
 
     def alone(self, function: Callable[..., Result], *args: Any, seconds: float = 60.0) -> Result:
         """Call a function in one process that stays alive."""
@@ -56,26 +66,29 @@ class Context:
 
     def fresh(self, function: Callable[..., Result], *args: Any, seconds: float = 60.0) -> Result:
         """Call a function in a process of its own, which leaves no memory behind."""
-        if self.seconds_left < 1:
-            raise TimeoutError("no time is left")
-        pool = new_pool(1)
+        pool = self.spare or new_pool(1)
+        self.spare = new_pool(1) if self.is_gpu else None  # imports meanwhile
         try:
-            (found,) = pool.run(function, args, min(seconds, self.seconds_left))
+            (found,) = self._called(pool, function, args, seconds)
         finally:
             pool.kill()
-        result: Result = found
-        return result
+        return found
 
     def end(self) -> None:
         """End all processes."""
-        for pool in self.pools.values():
+        for pool in (*self.pools.values(), *([self.spare] if self.spare else [])):
             pool.kill()
         self.pools.clear()
+        self.spare = None
 
 
 def new_pool(ranks: int) -> Pool:
     """Return processes that share no state with this one, as a GPU demands."""
     return Pool(ranks, start_method="spawn", joins=False)
+
+
+def _is_ready() -> bool:
+    return True
 
 
 def place_here() -> str:

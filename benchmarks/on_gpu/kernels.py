@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 _TRACED_STEPS = 3
-_MOST_KERNELS = 20
+_MOST_KERNELS = 15
 # The first that a kernel's name fits.
 _KINDS = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
@@ -52,14 +52,20 @@ def kernels_of(step: Callable[[], object]) -> Kernels:
     spans = [
         (one.time_range.start, one.time_range.end, one.name)
         for one in tracer.events() or ()
-        if one.device_type == DeviceType.CUDA
+        if one.device_type == torch._C._autograd.DeviceType.CUDA and not _is_remark(one)
     ]
     return summed(spans, steps=_TRACED_STEPS)
 
 
+def _is_remark(event: Any) -> bool:
+    """Whether it spans kernels that a piece of code has launched."""
+    return bool(getattr(event, "is_user_annotation", False)) or event.name.startswith("Optimizer.")
+
+
 def summed(spans: Sequence[tuple[float, float, str]], *, steps: int) -> Kernels:
     """Sum kernels that began and ended at these microseconds."""
-    by_kind, by_name, calls = Counter[str](), Counter[str](), Counter[str]()
+    by_kind, by_name = defaultdict[str, float](float), defaultdict[str, float](float)
+    calls = Counter[str]()
     for begin, end, name in spans:
         by_kind[kind_of(name)] += end - begin
         by_name[name] += end - begin
@@ -67,13 +73,17 @@ def summed(spans: Sequence[tuple[float, float, str]], *, steps: int) -> Kernels:
     by_kind[IDLE] = _idle(spans)
     largest = tuple(
         (name, microseconds / 1e6 / steps, calls[name] / steps)
-        for name, microseconds in by_name.most_common(_MOST_KERNELS)
+        for name, microseconds in _most_first(by_name)[:_MOST_KERNELS]
     )
     return Kernels(
-        seconds={kind: one / 1e6 / steps for kind, one in by_kind.most_common()},
+        seconds={kind: one / 1e6 / steps for kind, one in _most_first(by_kind)},
         launched=len(spans) / steps,
         largest=largest,
     )
+
+
+def _most_first(sums: Mapping[str, float]) -> list[tuple[str, float]]:
+    return sorted(sums.items(), key=lambda one: -one[1])
 
 
 def kind_of(name: str) -> str:

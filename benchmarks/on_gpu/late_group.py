@@ -1,9 +1,9 @@
 """A process group that behaves as nccl does, for several processes on one device.
 
-nccl allows one process per device. This group moves tensors by gloo instead, through pinned copies on
-a stream of its own, and delays both copies, so that a missing `wait()` shows as NaN or as old values.
-As nccl, it refuses tensors of another device, tensors with gaps, and types that nccl does not have.
-On a CPU the same code runs without streams.
+nccl allows one process per device. This group moves tensors by gloo instead, through pinned copies
+on a stream of its own, and delays both copies, so that a missing `wait()` shows as NaN or as old
+values. Like nccl, it refuses tensors of another device, tensors with gaps, and types that nccl does
+not have. On a CPU the same code runs without streams.
 """
 
 # ruff: noqa: ARG002  torch hands options to all messages
@@ -39,6 +39,7 @@ _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.PRODUCT: lambda stack: stack.prod(0),
 }
 
+_Group: Any = dist.ProcessGroup  # whose annotations differ from version to version
 Moved = Callable[
     [Sequence[Tensor]], Sequence[Tensor]
 ]  # copies of inputs on the CPU → results there
@@ -86,7 +87,7 @@ class LateWork(dist.Work):
         return self.is_completed() and self._error is None
 
 
-class LateGroup(dist.ProcessGroup):
+class LateGroup(_Group):  # type: ignore[misc]
     """Moves tensors of one device late, each message after the one before."""
 
     def __init__(
@@ -94,7 +95,8 @@ class LateGroup(dist.ProcessGroup):
     ) -> None:
         super().__init__(rank, size)
         self._rank, self._size, self._device = rank, size, device
-        self._gloo = dist.ProcessGroupGloo(store, rank, size, timeout)
+        gloo: Any = dist.ProcessGroupGloo
+        self._gloo = gloo(store, rank, size, timeout)
         self._name = ""
         self._stream: Any = None
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
@@ -299,8 +301,8 @@ class LateGroup(dist.ProcessGroup):
         if self._device.type != "cuda":
             return None
         if self._stream is None:
-            self._stream = torch.cuda.Stream()
-        mark = torch.cuda.Event()
+            self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
         mark.record()
         return mark
 
@@ -336,7 +338,7 @@ class LateGroup(dist.ProcessGroup):
             for output, result in zip(outputs, staged, strict=True):
                 output.data.copy_(result.view(output.shape), non_blocking=True)
             if self._stream is not None:
-                mark = torch.cuda.Event()
+                mark = torch.cuda.Event()  # type: ignore[no-untyped-call]
                 mark.record()
         work.end(mark)
         if mark is not None:
@@ -383,4 +385,4 @@ def _pinned(like: Tensor) -> Tensor:
 
 
 def _delay() -> None:
-    torch.cuda._sleep(int(_DELAY_SECONDS * _CYCLES_PER_SECOND))
+    torch.cuda._sleep(int(_DELAY_SECONDS * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]

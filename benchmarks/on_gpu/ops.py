@@ -99,12 +99,12 @@ def _attention(divided: int, device: str) -> Iterator[Kernel]:
         q, k, v, gradient = (_noise(device, rows, heads, seq, width) for _ in range(4))
         leaves = tuple(one.requires_grad_() for one in (q, k, v))
 
-        def forward(leaves: tuple[Tensor, ...] = leaves) -> Tensor:
-            return functional.scaled_dot_product_attention(*leaves, is_causal=True)
+        def forward(q: Tensor = q, k: Tensor = k, v: Tensor = v) -> Tensor:
+            return functional.scaled_dot_product_attention(q, k, v, is_causal=True)
 
         flops = 4.0 * rows * heads * seq * seq * width / 2
         name = f"attention, causal, {rows} × {heads} × {seq} × {width}"
-        yield from _both_ways(name, forward, leaves, gradient, (flops, 2.5 * flops), (0.0, 0.0))
+        yield from _both_ways(name, forward, leaves, gradient, (flops, 2.5 * flops))
 
 
 def _pointwise(divided: int, device: str) -> Iterator[Kernel]:
@@ -134,7 +134,7 @@ def _pointwise(divided: int, device: str) -> Iterator[Kernel]:
     }  # fmt: skip
     for name, (forward, leaves, incoming, there, back) in cases.items():
         title = f"{name}, {tokens} × {leaves[0].shape[1]}"
-        yield from _both_ways(title, forward, leaves, incoming, (0.0, 0.0), (there, back))
+        yield from _both_ways(title, forward, leaves, incoming, moved=(there, back))
 
 
 def _both_ways(
@@ -142,16 +142,16 @@ def _both_ways(
     forward: Callable[[], Tensor],
     leaves: tuple[Tensor, ...],
     gradient: Tensor,
-    work: tuple[tuple[float, float], tuple[float, float]] | tuple[Any, ...],
+    flops: tuple[float, float] = (0.0, 0.0),
     moved: tuple[float, float] = (0.0, 0.0),
 ) -> Iterator[Kernel]:
-    yield Kernel(name=f"{name}: forward", call=forward, flops=work[0], moved_bytes=moved[0])
+    yield Kernel(name=f"{name}: forward", call=forward, flops=flops[0], moved_bytes=moved[0])
     made = forward()
 
     def backward() -> object:
         return torch.autograd.grad(made, leaves, gradient, retain_graph=True)
 
-    yield Kernel(name=f"{name}: backward", call=backward, flops=work[1], moved_bytes=moved[1])
+    yield Kernel(name=f"{name}: backward", call=backward, flops=flops[1], moved_bytes=moved[1])
 
 
 def _losses(divided: int, device: str) -> Iterator[Kernel]:
@@ -170,7 +170,7 @@ def _losses(divided: int, device: str) -> Iterator[Kernel]:
     }  # fmt: skip
     for way, (forward, there, back) in ways.items():
         name = f"cross_entropy {way}, {tokens} × {classes}"
-        yield from _both_ways(name, forward, (logits,), one, (0.0, 0.0), (there, back))
+        yield from _both_ways(name, forward, (logits,), one, moved=(there, back))
 
 
 def _optimizer(divided: int, device: str) -> Iterator[Kernel]:
@@ -211,11 +211,9 @@ def _convolutions(divided: int, device: str) -> Iterator[Kernel]:
                 leaves = (x.requires_grad_(), w.requires_grad_())
 
                 def forward(
-                    leaves: tuple[Tensor, ...] = leaves,
-                    stride: int = stride,
-                    pad: int = kernel // 2,
+                    x: Tensor = x, w: Tensor = w, stride: int = stride, pad: int = kernel // 2
                 ) -> Tensor:
-                    return functional.conv2d(*leaves, stride=stride, padding=pad)
+                    return functional.conv2d(x, w, stride=stride, padding=pad)
 
                 made = forward()
                 flops = 2.0 * made.numel() * inputs * kernel**2

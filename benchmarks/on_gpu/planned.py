@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -61,7 +61,7 @@ def planned(case: Case, device: str, folder: str) -> Planned:
     plan = _plan(case, device, None)
     write_script(plan, Path(folder))
     (node,) = choose_cluster(1, device).nodes
-    by_kind = Counter[str]()
+    by_kind = defaultdict[str, float](float)
     ops = annotated_ops(graph, batch=case.rows, precision=Precision.BF16, device=node.device)
     for op in ops:
         by_kind[_kind(op.target)] += op.count * (op.forward_seconds + op.backward_seconds)
@@ -100,8 +100,9 @@ def _plan(case: Case, device: str, measured: MeasuredFile | None) -> Plan:
         recompute=(RecomputePin(modules="*", mode=Recompute.NONE),),
     )
     cluster = choose_cluster(1, device)
-    options = {} if measured is None else {"measured": measured}
-    return search(graph, axes, find_layers(graph, axes), facts, cluster, constraints, **options)
+    return search(
+        graph, axes, find_layers(graph, axes), facts, cluster, constraints, measured=measured
+    )
 
 
 def _kind(target: str) -> str:

@@ -7,7 +7,7 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeAlias
+from typing import TextIO, TypeAlias
 
 Cell: TypeAlias = str | int | float | None
 
@@ -28,12 +28,13 @@ class Report:
 
     page: Path
     place: str  # the device, and the version of torch
+    out: TextIO | None = None  # the standard output, if None
     begun: float = field(default_factory=time.monotonic)
     rows: list[Row] = field(default_factory=list)
 
     def say(self, text: str) -> None:
         """Print a line with the seconds since the beginning."""
-        print(f"{time.monotonic() - self.begun:6.1f} s  {text}", flush=True)
+        print(f"{time.monotonic() - self.begun:6.1f} s  {text}", file=self.out, flush=True)
 
     def add(self, row: Row) -> None:
         """Print a row, under the names of its cells where they are new, and write it."""

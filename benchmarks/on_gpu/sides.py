@@ -35,6 +35,7 @@ from benchmarks.script_step import mesh_of, step_of
 
 SEED, MAX_NORM = 0, 1.0  # as scripts have them
 STEPS_TO_WARM_UP = 3
+_MOST_SHAPES = 64
 FEWEST_STEPS, MOST_STEPS = 5, 100
 
 TrainStep: TypeAlias = Callable[[], Tensor]
@@ -110,8 +111,9 @@ def _timed(step: TrainStep, device: torch.device, seconds: float, began: float) 
 
 def compile_layers(model: nn.Module) -> None:
     """Compile what a model has several of, each for itself, as torchtitan does."""
+    torch._dynamo.config.recompile_limit = _MOST_SHAPES  # blocks of a ResNet are of many shapes
     for layer in layers_of(model):
-        layer.compile(fullgraph=True)
+        layer.compile(fullgraph=True, dynamic=False)
 
 
 def layers_of(model: nn.Module) -> Iterator[nn.Module]:

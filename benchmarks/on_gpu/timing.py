@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+_ASLEEP_CYCLES = 30_000_000  # some 16 ms
+
 
 def median_seconds(
     function: Callable[[], Any], device: str, *, samples: int = 15, warm_up: int = 3
@@ -22,18 +24,16 @@ def median_seconds(
         function()
     if device != "cuda":
         return median(_host_seconds(function) for _ in range(min(samples, 3)))
-    pairs = [
-        (torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True))
-        for _ in range(samples)
-    ]
+    event: Any = torch.cuda.Event
+    pairs = [(event(enable_timing=True), event(enable_timing=True)) for _ in range(samples)]
     torch.cuda.synchronize()
-    torch.cuda._sleep(2_000_000)
+    torch.cuda._sleep(_ASLEEP_CYCLES)  # type: ignore[no-untyped-call]
     for begin, end in pairs:
         begin.record()
         function()
         end.record()
     torch.cuda.synchronize()
-    return median(begin.elapsed_time(end) for begin, end in pairs) / 1e3
+    return median(float(begin.elapsed_time(end)) for begin, end in pairs) / 1e3
 
 
 def _host_seconds(function: Callable[[], Any]) -> float:

@@ -78,7 +78,7 @@ class Drawing(TorchDispatchMode):
     def _called(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         if torch.Tag.nondeterministic_seeded not in func.tags:
             return func(*args, **kwargs)
-        generator = kwargs.get("generator") or torch.default_generator
+        generator = kwargs.get("generator") or _generator_of(args, kwargs)
         seed, before = generator.initial_seed(), _state_of(generator)
         made = func(*args, **kwargs)
         if _state_of(generator) != before:
@@ -123,6 +123,16 @@ def _settings(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tupl
     rest = func._schema.arguments[len(args) :]
     given = (*args, *(kwargs.get(one.name, one.default_value) for one in rest))
     return tuple(one for one in given if isinstance(one, float))
+
+
+def _generator_of(args: Sequence[Any], kwargs: Mapping[str, Any]) -> torch.Generator:
+    """Return the generator of the device that an op works on: of its tensors, or as it is told."""
+    tensors = [one.device for one in (*args, *kwargs.values()) if isinstance(one, Tensor)]
+    device = torch.device((*tensors, kwargs.get("device") or "cpu")[0])
+    if device.type != "cuda":
+        return torch.default_generator
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return torch.cuda.default_generators[index]
 
 
 def _state_of(generator: torch.Generator) -> str:

@@ -136,7 +136,8 @@ class Pool:
             with suppress(ProcessLookupError, TypeError):
                 os.kill(self.processes[rank].pid, signal.SIGUSR1)  # type: ignore[arg-type]
         time.sleep(0.3)
-        stacks = {rank: _stack_file(self.folder, rank).read_text() for rank in sorted(ranks)}
+        files = {rank: _stack_file(self.folder, rank) for rank in sorted(ranks)}
+        stacks = {rank: one.read_text() if one.exists() else "" for rank, one in files.items()}
         return "\n".join(f"rank {rank} hangs:\n{stack}" for rank, stack in stacks.items())
 
     def kill(self) -> None:

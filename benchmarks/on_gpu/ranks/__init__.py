@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from benchmarks.on_gpu.context import Context
+from benchmarks.on_gpu.context import Context, new_pool
 from benchmarks.on_gpu.ranks.faults import fault_rows
 from benchmarks.on_gpu.ranks.norms import norm_rows
 from benchmarks.on_gpu.ranks.recomputation import recomputation_rows
@@ -27,6 +27,10 @@ CHECKS: tuple[Callable[[Context], Iterator[Row]], ...] = (
 
 def ranks(context: Context) -> Iterator[Row]:
     """Yield the rows of all checks; one that fails is told, and the next goes on."""
+    if context.is_gpu:  # all of them import meanwhile
+        context.pools |= {
+            ranks: new_pool(ranks) for ranks in (1, 2, 4) if ranks not in context.pools
+        }
     for check in CHECKS:
         try:
             yield from check(context)

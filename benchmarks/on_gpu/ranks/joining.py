@@ -47,6 +47,7 @@ def joined_alone(device: str) -> Iterator[None]:
 def _joined(backend: str, **arguments: Any) -> Iterator[None]:
     os.environ["LOCAL_RANK"] = "0"
     if dist.is_initialized():
+        dist.barrier()  # a rank that leaves while another one still connects brings it down
         dist.destroy_process_group()
     if torch.cuda.is_available():
         torch.cuda.set_device(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from itertools import product
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 import torch.distributed as dist
@@ -84,10 +84,10 @@ def _run(norm: Norm, x: Tensor, gradient: Tensor) -> tuple[Tensor, ...]:
     """Return the output, and the gradients of input, weight and bias."""
     channels = x.shape[1]
     wide = torch.promote_types(x.dtype, torch.float32)
-    options = {"device": x.device, "dtype": wide}
-    weight = torch.linspace(0.5, 1.5, channels, **options).requires_grad_()  # type: ignore[arg-type]
-    bias = torch.linspace(-1, 1, channels, **options).requires_grad_()  # type: ignore[arg-type]
-    mean, variance = torch.zeros(channels, **options), torch.ones(channels, **options)  # type: ignore[arg-type]
+    options: dict[str, Any] = {"device": x.device, "dtype": wide}
+    weight = torch.linspace(0.5, 1.5, channels, **options).requires_grad_()
+    bias = torch.linspace(-1, 1, channels, **options).requires_grad_()
+    mean, variance = torch.zeros(channels, **options), torch.ones(channels, **options)
     own = x.detach().requires_grad_()
     made = norm(own, weight, bias, mean, variance)
     return made.detach(), *torch.autograd.grad(made, (own, weight, bias), gradient)

@@ -17,6 +17,7 @@ import torch
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.plan.declared.constraints import RecomputePin
+from benchmarks.on_gpu import late_group
 from benchmarks.on_gpu.context import Context
 from benchmarks.on_gpu.ranks.joining import joined_alone, joined_late
 from benchmarks.on_gpu.ranks.scripts import CASES, GPT2, Case, written
@@ -67,8 +68,9 @@ def _waits(path: str, store: str | None) -> Mapping[str, int]:
         return own_step(*args, **kwargs)
 
     def note(message: Any, *_: Any, **__: Any) -> None:
-        if "synchroniz" in str(message):
-            found[_place()] += 1
+        place = _place() if "synchroniz" in str(message) else None
+        if place is not None:
+            found[place] += 1
 
     script.train_step = watched
     arguments = ["--steps", str(_WATCHED.stop), "--log-every", "100", "--data", "synthetic"]
@@ -82,11 +84,14 @@ def _waits(path: str, store: str | None) -> Mapping[str, int]:
     return found
 
 
-def _place() -> str:
-    """Return the innermost lines of ours: the place, and who called it."""
+def _place() -> str | None:
+    """Return the innermost lines of ours: the place, and who called it; none for the late group."""
+    stack = traceback.extract_stack()
+    if any(one.filename == late_group.__file__ for one in stack):
+        return None
     own = [
         one
-        for one in traceback.extract_stack()
+        for one in stack
         if one.filename != __file__
         and (one.filename.startswith(_OUR_FILES) or one.filename.endswith("train.py"))
         and "site-packages" not in one.filename
