@@ -287,6 +287,7 @@ class LateGroup(_Group):  # type: ignore[misc]
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             job()
+            del job  # and with it the tensors of the message
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         for one in tensors:

@@ -17,11 +17,11 @@ from benchmarks.on_gpu.report import Row
 CHECKS: tuple[Callable[[Context], Iterator[Row]], ...] = (
     transport_rows,
     recomputation_rows,
-    resume_rows,
-    sync_rows,
-    norm_rows,
     script_rows,
+    resume_rows,
+    norm_rows,
     fault_rows,
+    sync_rows,
 )
 
 

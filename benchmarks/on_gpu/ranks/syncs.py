@@ -40,7 +40,7 @@ def sync_rows(context: Context) -> Iterator[Row]:
         yield Row(table=TABLE, cells={"script": "all", "place": "no GPU here"})
         return
     for case in (*_ALONE, *CASES):
-        if context.seconds_left < 90:  # the scripts of several processes come next
+        if context.seconds_left < 10:
             break
         with TemporaryDirectory(prefix="on-gpu-") as folder:
             yield from _rows_of(case, context, folder)
