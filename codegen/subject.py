@@ -22,7 +22,6 @@ from autopar.planner.plan.model_facts import source_hash
 from autopar.planner.plan.plan import Model, Plan
 from autopar.planner.precision import Precision
 from autopar.planner.trace.lengths import with_other_lengths
-from autopar.runtime.weights.initial_weights import record
 
 
 class ChangedModelError(AutoparError):
@@ -46,7 +45,7 @@ class Subject:
 def subject_of(plan: Plan, folder: Path) -> Subject:
     """Load the model file of a plan; relative paths are seen from here, or else from `folder`."""
     file = _model_file(plan, folder)
-    model = _built(file)
+    model = without_memory(file)
     _check_same_parameters(plan, model, file.path)
     modules = modules_of(model)
     split = split_of(plan, modules, partial(_on_other_lengths, _Traced.of(plan, file)))
@@ -98,16 +97,6 @@ def _on_other_lengths(model: _Traced) -> Graph | None:
     """
     axes = infer_axes(model.graph)
     return with_other_lengths(model.file, model.graph, axes, model.precision)
-
-
-def _built(file: ModelFile) -> nn.Module:
-    """Build the model without memory, as scripts do where its constructor reads what it made."""
-    try:
-        with without_memory():
-            model: nn.Module = file.build_model()
-    except InputError:
-        model, _ = record(file.build_model, seed=0)
-    return model
 
 
 def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:

@@ -11,14 +11,13 @@ from torch.optim import AdamW
 
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.model.without_memory import without_memory
 
 Make: TypeAlias = Callable[[Sequence[nn.Parameter]], Any]
 
 NAME = "stand_in_for"  # an attribute of a stand-in
 
 
-def make_on_stand_ins(model_file: ModelFile, graph: Graph) -> Make:
+def make_on_stand_ins(model_file: ModelFile, graph: Graph, model: nn.Module | None) -> Make:
     """Return what makes the optimizer of stand-ins: given these, named, or hung into the model."""
     build = model_file.build_optimizer
     if build is None:
@@ -26,9 +25,7 @@ def make_on_stand_ins(model_file: ModelFile, graph: Graph) -> Make:
     asked = next(iter(inspect.signature(build).parameters), "")
     if asked == "named_parameters":
         return lambda parameters: build([(getattr(one, NAME), one) for one in parameters])
-    if asked == "model":
-        with without_memory():
-            model: nn.Module = model_file.build_model()
+    if asked == "model" and model is not None:
         aliases = {one.name: one.aliases for one in graph.parameters}
         return lambda parameters: build(_holding(model, parameters, aliases))
     return build

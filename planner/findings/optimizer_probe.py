@@ -21,6 +21,7 @@ from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.findings.optimizer_call import NAME, Make, make_on_stand_ins
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.without_memory import marked_like, without_memory
 
 _LARGEST_DIM = 4  # of a stand-in
 _FP32_BYTES = 4
@@ -34,6 +35,7 @@ class StandIn(NamedTuple):
 
     name: str
     size: tuple[int, ...]
+    original: nn.Parameter | None  # whose class and attributes an optimizer may read
 
 
 class Reach(IntEnum):
@@ -59,9 +61,15 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
 
     One that a script cannot make or call, or whose scheduler it cannot, is refused.
     """
-    make = make_on_stand_ins(model_file, graph)
+    built = None if model_file.build_optimizer is None else without_memory(model_file)
+    make = make_on_stand_ins(model_file, graph, built)
+    originals = dict(built.named_parameters()) if built is not None else {}
     every = [
-        StandIn(one.name, tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape))
+        StandIn(
+            one.name,
+            tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape),
+            originals.get(one.name),
+        )
         for one in graph.parameters
         if one.trainable
     ]
@@ -130,6 +138,8 @@ def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
     made, found = torch.Generator().manual_seed(0), []
     for one in sizes:
         found.append(nn.Parameter(torch.randn(one.size, generator=made)))
+        if one.original is not None:
+            marked_like(found[-1], one.original)
         setattr(found[-1], NAME, one.name)
     return found
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import inspect
+import sys
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
+from functools import wraps
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -13,7 +15,7 @@ from unittest.mock import patch
 from autopar.planner.errors import AutoparError, InputError, text_of
 from autopar.planner.model.containing import contained
 from autopar.planner.model.import_name import import_name
-from autopar.planner.model.remedies import remedy, told
+from autopar.planner.model.remedies import ON_DEVICE, remedy, told
 
 CONTRACT = "a model file defines build_model() -> nn.Module and example_batch(batch_size) -> dict"
 _PLANNER = Path(__file__).parents[1]
@@ -40,10 +42,6 @@ def guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None
         raise InputError(found, where=user_location(error, path), fix=fix) from None
     except BaseException as error:
         where, fix = user_location(error, path), remedy(error, path)
-        if _moves_model(error, path):
-            raise ModelMovedError(
-                f"{doing} failed: it moves the model to a device", where=where, fix=fix
-            ) from error
         found = f"{doing} failed: {type(error).__name__}: {text_of(error)}".replace("FakeT", "T")
         raise InputError(found, where=where, expected=told(passed), fix=fix) from error
 
@@ -70,6 +68,37 @@ def no_process_group(path: Path) -> Iterator[None]:
 
 
 @contextmanager
+def not_moved(path: Path) -> Iterator[None]:
+    """Refuse that the model file's own code moves a module to a device, whichever is there."""
+    from torch import nn
+    from torch._C._nn import _parse_to
+
+    def moves(name: str, *args: Any, **kwargs: Any) -> bool:
+        return name != "to" or _parse_to(*args, **kwargs)[0] is not None
+
+    def refused(name: str) -> Callable[..., Any]:
+        original = getattr(nn.Module, name)
+
+        @wraps(original)
+        def move(module: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            caller = sys._getframe(1)
+            if _is_own(caller.f_code.co_filename, path) and moves(name, *args, **kwargs):
+                raise ModelMovedError(
+                    "the model file moves the model to a device",
+                    where=f"{caller.f_code.co_filename}:{caller.f_lineno}",
+                    fix=ON_DEVICE,
+                )
+            return original(module, *args, **kwargs)
+
+        return move
+
+    with ExitStack() as patches:
+        for name in ("to", "cuda", "cpu"):
+            patches.enter_context(patch.object(nn.Module, name, refused(name)))
+        yield
+
+
+@contextmanager
 def uncompiled() -> Iterator[None]:
     """Have functions that a model file compiles by torch.jit stay Python, which can be traced."""
     import torch
@@ -88,20 +117,6 @@ def user_location(error: BaseException, path: Path) -> str:
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if _is_own(frame.filename, path)]
     return f"{own[-1].filename}:{own[-1].lineno}" if own else str(path)
-
-
-def _moves_model(error: BaseException, path: Path) -> bool:
-    """Whether a call of Module.to, cuda or cpu in the model file raised an error."""
-    frames = traceback.extract_tb(error.__traceback__)
-    moves = [frame.name in ("to", "cuda", "cpu") and _is_module(frame) for frame in frames]
-    return any(
-        _is_own(caller.filename, path) and is_move
-        for caller, is_move in zip(frames, moves[1:], strict=False)
-    )
-
-
-def _is_module(frame: traceback.FrameSummary) -> bool:
-    return Path(frame.filename).parts[-3:] == ("nn", "modules", "module.py")
 
 
 def _is_own(filename: str, path: Path) -> bool:

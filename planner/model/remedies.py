@@ -13,24 +13,24 @@ from typing import Any
 
 from autopar.planner.errors import text_of
 
-_ON_DEVICE = "leave the device out: the emitted script moves the model and each batch"
+ON_DEVICE = "leave the device out: the emitted script moves the model and each batch"
 _KNOWN = (
-    ("not compiled with CUDA", _ON_DEVICE),
-    ("Found no NVIDIA driver", _ON_DEVICE),
-    ("No CUDA GPUs are available", _ON_DEVICE),
-    ("out of meta tensor", _ON_DEVICE),  # Module.to of a model that is built without memory
+    ("not compiled with CUDA", ON_DEVICE),
+    ("Found no NVIDIA driver", ON_DEVICE),
+    ("No CUDA GPUs are available", ON_DEVICE),
     (
         "no known parent package",
         "put an __init__.py beside the model file, which makes a package of its folder; or import "
         "it without the dot: the folder of the model file is on the path",
     ),
     (
-        "beyond top-level package",
-        "put an __init__.py into each folder from there down to the model file's",
+        "can't allocate memory",
+        "fill tensors by torch's ops alone (copy_, nn.init, load_state_dict): then planning needs "
+        "no memory for them",
     ),
     (
-        "can't allocate memory",
-        "make tensors where torch.device says, and read no values: planning needs no memory then",
+        "beyond top-level package",
+        "put an __init__.py into each folder from there down to the model file's",
     ),
 )
 

@@ -1,40 +1,78 @@
-"""Runs constructors of models on the meta device, where tensors have sizes and no numbers."""
+"""Turns a model file into its model on the meta device, where tensors have sizes and no numbers.
+
+The model is built as scripts build it. This is all that the planner has of the runtime.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
+from typing import TypeAlias
 
-import torch
-from torch import Tensor
-from torch.overrides import TorchFunctionMode
+from torch import Tensor, nn
 
-_FILLS = frozenset({Tensor.normal_, Tensor.exponential_, Tensor.clamp_, Tensor.erfinv_})
+from autopar.planner.errors import InputError
+from autopar.planner.model.guard import ModelMovedError, not_moved
+from autopar.planner.model.model_file import ModelFile
+from autopar.runtime.model.shared_memory import sharing
+from autopar.runtime.tensor.contents import made_like
+from autopar.runtime.weights.meta_model import meta_model, strip
+from autopar.runtime.weights.plain_model import plain_model
 
-
-@contextmanager
-def without_memory() -> Iterator[None]:
-    """Have a constructor make tensors that take no memory."""
-    with torch.device("meta"), _Unfilled():
-        yield
+Refuse: TypeAlias = Callable[[nn.Module], None]
 
 
-class _Unfilled(TorchFunctionMode):
-    """Leaves out what fills a tensor without memory with random numbers.
+def without_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn.Module:
+    """Build a model that takes no memory; for a while it does where a recording cannot follow.
 
-    Torch finds the type and the sizes of these in Python, a millisecond for each, which is most of
-    the time that a large model takes to build. What it refuses still comes to it.
+    `refuse` raises an error for a model that no script could train.
     """
+    check = _Check(refuse, str(model_file.path))
+    try:
+        with not_moved(model_file.path):
+            return meta_model(model_file.build_model, check)
+    except ModelMovedError:
+        raise
+    except Exception:  # of the constructor: it is raised again
+        if check.has_begun:
+            raise
+        model = with_memory(model_file, refuse)
+    if isinstance(model, nn.Module):
+        strip(model)
+    return model
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        """Return the tensor that was to be filled, or what the function returns."""
-        del types
-        if func in _FILLS:
-            filled = args[0]
-            is_written_to = filled.requires_grad and torch.is_grad_enabled()
-            if filled.is_meta and filled.is_floating_point() and not is_written_to:
-                return filled
-        return func(*args, **(kwargs or {}))
+
+def with_memory(model_file: ModelFile, refuse: Refuse = lambda _: None) -> nn.Module:
+    """Build a model as plain PyTorch does."""
+    with not_moved(model_file.path):
+        model = plain_model(model_file.build_model, seed=0)
+    if isinstance(model, nn.Module):
+        _Check(refuse, str(model_file.path))(model)
+    return model
+
+
+def marked_like(tensor: Tensor, original: Tensor) -> None:
+    """Give a stand-in for a parameter its class and its attributes."""
+    made_like(tensor, original)
+
+
+class _Check:
+    """Raises an error for a model that no script could train; its tensors are as they were made."""
+
+    def __init__(self, refuse: Refuse, where: str) -> None:
+        self.has_begun = False
+        self._refuse, self._where = refuse, where
+
+    def __call__(self, model: nn.Module) -> None:
+        self.has_begun = True
+        self._refuse(model)
+        for name, other in sharing(model):
+            if name == f"{other}_orig":
+                continue  # of torch's older spectral_norm, for which the trace tells the newer
+            raise InputError(
+                f"{other} lies in the memory of the parameter {name}, and is another tensor",
+                where=self._where,
+                expected="tensors that have memory of their own, or are one: each rank holds its "
+                "part",
+                fix="to tie two parameters, give both modules one (decoder.weight = "
+                "encoder.weight); else copy it (.clone()), or compute it in the forward",
+            )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from keyword import iskeyword
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from torch.utils._pytree import tree_map_only
 
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import ModelFile
-from autopar.planner.model.without_memory import without_memory
+from autopar.planner.model.without_memory import with_memory, without_memory
 from autopar.planner.trace.model_checks import check_model, own_dtype
 
 # Prime and above two: a size that equals the batch by chance is unlikely, and torch
@@ -105,37 +106,17 @@ def build(
 
 
 def _model(model_file: ModelFile, device: str) -> nn.Module:
-    with without_memory() if device == "meta" else torch.device(device):
-        model = model_file.build_model()
-    _place_all(model, device)
     where, name = str(model_file.path), model_file.factory
+    build_one = without_memory if device == "meta" else with_memory
+    model: Any = build_one(model_file, partial(check_model, where=where))
     if isinstance(model, type) and issubclass(model, nn.Module):
         fix = f"return {model.__name__}(…), not the class"
         raise InputError(f"{name} returned the class {model.__name__}", where=where, fix=fix)
     if not isinstance(model, nn.Module):
         found, fix = f"{name} returned {_kind(model)}", f"let {name} return the model, and it alone"
         raise InputError(found, where=where, expected="a torch.nn.Module", fix=fix)
-    check_model(model, where)
     model.train()
     return model
-
-
-def _place_all(model: Any, device: str) -> None:
-    """Put on the device what the constructor put elsewhere: torch.FloatTensor(…) asks for none."""
-    placed: dict[int, Any] = {}
-    for module in model.modules() if isinstance(model, nn.Module) else ():
-        held: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
-        for tensors in held:
-            for name, tensor in tensors.items():
-                if tensor is not None and tensor.device.type != device:
-                    tensors[name] = placed.setdefault(id(tensor), _moved(tensor, device))
-
-
-def _moved(tensor: torch.Tensor, device: str) -> torch.Tensor:
-    moved = tensor.detach().to(device)
-    if isinstance(tensor, nn.Parameter):
-        return nn.Parameter(moved, requires_grad=tensor.requires_grad)
-    return moved
 
 
 def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:

@@ -107,6 +107,7 @@ def _check_parameters(model: nn.Module, where: str) -> None:
         fix = "leave requires_grad on for what should learn"
         raise InputError(f"all {len(parameters)} parameters are frozen", where=where, fix=fix)
     for name, parameter in parameters.items():
+        _check_hooks(name, parameter, where)
         if parameter.layout != torch.strided:
             found = f"parameter {name} is sparse ({parameter.layout})"
             raise InputError(found, where=where, expected="dense parameters")
@@ -114,3 +115,17 @@ def _check_parameters(model: nn.Module, where: str) -> None:
             fix = "hold its real and imaginary part as two parameters"
             found = f"parameter {name} is complex ({parameter.dtype})"
             raise InputError(found, where=where, expected="real parameters", fix=fix)
+
+
+def _check_hooks(name: str, parameter: nn.Parameter, where: str) -> None:
+    """Refuse what runs when a gradient is there: a rank has a part of it, of some rows."""
+    hooks = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    for hook in (hooks or {}).values():
+        called = getattr(hook, "__qualname__", type(hook).__name__)
+        raise InputError(
+            f"the parameter {name} has a hook on its gradient ({called})",
+            where=where,
+            expected="parameters without hooks: a rank has a part of a gradient, or of its rows",
+            fix="to freeze a part of it, compute with torch.where(learns, weight, "
+            "weight.detach()) in the forward; what steps or clips belongs to build_optimizer",
+        )

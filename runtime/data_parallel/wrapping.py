@@ -18,6 +18,7 @@ from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, wi
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel.direct_calls import run_hooks
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
+from autopar.runtime.data_parallel.marks import carried_marks
 from autopar.runtime.ranks.mesh import ALONE, Mesh
 
 
@@ -63,7 +64,8 @@ def wrap(
         # Planning has found who writes into what layers return, and has these return no views.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire_dtype or _wide(half))
-        _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
+        with carried_marks(module):
+            _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
         object.__setattr__(module, "gathers_once", zero == 2)
         return module
     if half is not None:

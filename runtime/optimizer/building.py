@@ -21,6 +21,7 @@ from autopar.runtime.optimizer.sharded import (
     shard_parameters_flat,
 )
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.tensor.contents import made_like
 
 # They read a parameter as a matrix (or all parameters as one vector): a slice of it says nothing.
 NEED_WHOLE_PARAMETERS = ("Muon", "Adafactor", "LBFGS")
@@ -150,6 +151,7 @@ def _exchange(
     note_pieces(optimizer, pieces)
     by_parameter: dict[int, list[Piece]] = {}
     for piece in pieces:
+        made_like(piece.target, piece.parameter)
         by_parameter.setdefault(id(piece.parameter), []).append(piece)
     for group in optimizer.param_groups:
         group["params"] = [p.target for w in group["params"] for p in by_parameter.get(id(w), ())]

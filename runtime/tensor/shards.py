@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.tensor.chunks import Chunks, record_chunks, whole
+from autopar.runtime.tensor.contents import made_like, put_into
 from autopar.runtime.tensor.cuts import Parts, Ranges, cut
 from autopar.runtime.tensor.slices import pick
 
@@ -133,15 +134,6 @@ def split_of(group: list[Place], splits: Mapping[str, Split]) -> Split | None:
     return asked.pop() if asked else None
 
 
-def attributes(model: nn.Module) -> Iterator[Place]:
-    """Find tensors that a module holds without having registered them."""
-    for prefix, module in model.named_modules(remove_duplicate=False):
-        for attribute, value in list(module.__dict__.items()):
-            if isinstance(value, Tensor):
-                name = f"{prefix}.{attribute}" if prefix else attribute
-                yield Place(name, module, attribute, value)
-
-
 def put(group: list[Place], tensor: Tensor, chunks: Chunks) -> None:
     """Hang a part in all places of the tensor that it replaces, and remember what it holds."""
     hang(group, tensor)
@@ -150,9 +142,15 @@ def put(group: list[Place], tensor: Tensor, chunks: Chunks) -> None:
 
 
 def hang(group: list[Place], tensor: Tensor) -> None:
-    """Hang a new tensor in all places of the old one, as a parameter where that was one."""
+    """Hang new contents in all places of a tensor; a parameter stays the object that it was.
+
+    A buffer that others may hold as well, such as a global table, keeps its numbers for them: the
+    modules get another one, of its class and with its attributes.
+    """
     old = group[0].tensor
-    if isinstance(old, nn.Parameter):
-        tensor = nn.Parameter(tensor, requires_grad=old.requires_grad)
+    if isinstance(old, nn.Parameter) or old.is_meta:
+        put_into(old, tensor)
+        return
+    fresh = made_like(tensor, old)
     for place in group:
-        setattr(place.module, place.attribute, tensor)  # recurrent layers keep a list beside it
+        setattr(place.module, place.attribute, fresh)

@@ -1,42 +1,54 @@
 """Turns a model's constructor into initial weights that are the same under every plan.
 
 The model is built on the meta device while each op of its constructor is recorded; a rank then
-replays, one parameter at a time, only what it holds, each random op seeded by its own number.
+replays, one parameter at a time, only what it holds.
 """
 
+from __future__ import annotations
+
 import warnings
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
 
 import torch
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 
+from autopar.runtime.model.held_tensors import move_held
 from autopar.runtime.ranks.mesh import ALONE, Axis
-from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.tensor.contents import has_plain_memory
 from autopar.runtime.tensor.shards import (
     Place,
     Split,
-    attributes,
     check_names,
     group_aliases,
     hang,
     places,
 )
-from autopar.runtime.weights.filling import fill
-from autopar.runtime.weights.pretended_cpu import recorded
-from autopar.runtime.weights.recorded_ops import META, Recording
+from autopar.runtime.weights.filling import Source, fill
+from autopar.runtime.weights.plain_model import plain_model
+from autopar.runtime.weights.recording.digests import digest_of, digest_of_value
+from autopar.runtime.weights.recording.left_over import make_real, new_objects_apart
+from autopar.runtime.weights.recording.recorded_model import move_to_meta, recorded_model
+from autopar.runtime.weights.recording.recorded_ops import UnrecordableError
+from autopar.runtime.weights.recording.recording import META, Recording
+
+NEVER_FILLED = "takes memory for it (torch.empty) and never fills that"
+ON_META = "leaves it on the meta device, where tensors have no numbers"
 
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How to make every parameter, buffer and tensor attribute of a model, by name."""
+    """How to make every parameter and buffer of a model, by name."""
 
     shapes: Mapping[str, tuple[int, ...]]
-    make: Callable[[str], Tensor]
+    source: Callable[[str], Source]
     dtypes: Mapping[str, torch.dtype]  # as the constructor chose them
-    bare: Collection[str] = frozenset()  # what the constructor made, and gave no numbers
+    bare: Mapping[str, str] = field(default_factory=dict)  # what has no numbers, and why
+    digests: Callable[[], Mapping[str, int]] = dict  # by which processes compare what they made
 
     @torch.no_grad()
     def materialise(
@@ -58,28 +70,29 @@ class Recipe:
             if group[0].tensor.device == META:
                 shape, source = self._source(group[0])
                 fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
-        for place in attributes(model):
-            if place.tensor.device == META:
-                shape, source = self._source(place)
-                real = torch.empty(shape, dtype=place.tensor.dtype, device=device)
-                setattr(
-                    place.module, place.attribute, real if source is None else real.copy_(source)
-                )
+            elif group[0].tensor.device.type != device.type:  # of a kind that is not cut
+                hang(group, group[0].tensor.to(device))
+        move_held(model, device)
 
-    def _source(self, place: Place) -> tuple[tuple[int, ...], Tensor | None]:
+    def make(self, name: str) -> Tensor:
+        """Make a whole tensor."""
+        made: Tensor = self.source(name)[...]
+        return made
+
+    def _source(self, place: Place) -> tuple[tuple[int, ...], Source | None]:
         if place.name not in self.shapes:
             raise KeyError(f"the recorded model has no {place.name}: its names may not change")
         if detect_fake_mode() is not None:  # a dry run, which needs shapes only
             return self.shapes[place.name], None
-        if place.name in self.bare and isinstance(place.tensor, nn.Parameter):
+        if place.name in self.bare:
+            kind = "parameter" if isinstance(place.tensor, nn.Parameter) else "buffer"
             refuse(
-                f"the parameter {place.name} has no initial weights: the model's constructor "
-                "takes memory for it (torch.empty) and never fills that, so each rank would start "
-                "from other numbers",
+                f"the {kind} {place.name} has no initial weights: the model's constructor "
+                f"{self.bare[place.name]}, so each rank would start from other numbers",
                 fix="fill it in build_model, say by nn.init.normal_(parameter, std=0.02), or start "
                 "from trained --weights",
             )
-        return self.shapes[place.name], self.make(place.name)
+        return self.shapes[place.name], self.source(place.name)
 
 
 def record(
@@ -89,29 +102,62 @@ def record(
 
     With float64 the model is in that: plans are compared to the last digits.
     """
-    model, recipe = _record(factory, seed)
+    with unset_fake_temporarily():  # of a dry run: the constructor may read numbers
+        model, recipe = _record(factory, seed)
     return (model.to(dtype) if dtype is torch.float64 else model), recipe
 
 
 def _record(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recipe]:
-    recording = Recording(seed)
     try:
-        with seeded(seed), recorded(recording):
-            model = factory()
-        if recording.failure is not None:  # a constructor that goes on has done something else
-            raise recording.failure
+        with new_objects_apart():
+            model, recording = recorded_model(factory, seed)
+            recipe = _recipe(recording, model, factory, seed)
+            make_real(recording, {id(place.tensor) for place in places(model)})
     except Exception as error:  # whatever a constructor does that meta tensors cannot
         return _built_for_real(factory, seed, error)
-    values = {place.name: recording.value(place.tensor) for place in _tensors(model)}
-    _move_to_meta(model, recording.on_meta)
-    shapes = {name: value.size for name, value in values.items()}
-    bare = recording.bare()
-    return model, Recipe(
-        shapes,
-        make=lambda name: recording.replay([values[name]])[0],
-        dtypes={name: value.dtype for name, value in values.items()},
-        bare={
-            name for name, value in values.items() if value.storage in bare and 0 not in value.size
+    return model, recipe
+
+
+def _recipe(
+    recording: Recording, model: nn.Module, factory: Callable[[], nn.Module], seed: int
+) -> Recipe:
+    history = recording.history
+    found = _cut(model)
+    for place in found:
+        if recording.is_bare(place.tensor):
+            raise UnrecordableError(f"{place.name} stays on the meta device")
+    values = {place.name: recording.value(place.tensor) for place in found}
+    move_to_meta(found, recording.on_meta)
+
+    @cache
+    def in_full() -> Mapping[str, Tensor]:
+        return dict(_tensors(plain_model(factory, seed=seed)))
+
+    def source(name: str) -> Source:
+        value = values[name]
+        try:
+            return history.copied(value) or history.replay([value])[0]
+        except UnrecordableError as error:  # torch computes otherwise than it says on meta
+            _note_in_full(error)
+            return in_full()[name]
+
+    bare = history.bare()
+    never_filled = {
+        place.name: NEVER_FILLED
+        for place in found
+        if isinstance(place.tensor, nn.Parameter)
+        and values[place.name].storage in bare
+        and place.tensor.numel()
+    }
+    return Recipe(
+        {place.name: tuple(place.tensor.shape) for place in found},
+        source=source,
+        dtypes={place.name: place.tensor.dtype for place in found},
+        bare=never_filled,
+        digests=lambda: {
+            name: digest_of_value(history, value)
+            for name, value in values.items()
+            if name not in never_filled
         },
     )
 
@@ -127,29 +173,37 @@ def _built_for_real(
     factory: Callable[[], nn.Module], seed: int, error: Exception
 ) -> tuple[nn.Module, Recipe]:
     """Build the whole model in memory, where its constructor cannot be recorded."""
-    with seeded(seed):
-        model = factory()
-    warnings.warn(
-        f"the model is built in full on every process, because its constructor cannot be "
-        f"recorded: {error}",
-        stacklevel=3,
-    )
-    tensors = {place.name: place.tensor.detach() for place in _tensors(model)}
-    _move_to_meta(model, lambda tensor: torch.empty_like(tensor, device=META))
+    model = plain_model(factory, seed=seed)
+    found = _cut(model)
+    tensors = dict(_tensors(model))
+    on_meta = {place.name: ON_META for place in found if place.tensor.is_meta}
+    if not on_meta:  # these are refused, or come from files
+        _note_in_full(error)
+    move_to_meta(found, lambda tensor: torch.empty_like(tensor, device=META))
     return model, Recipe(
         {name: tuple(tensor.shape) for name, tensor in tensors.items()},
-        make=tensors.__getitem__,
+        source=tensors.__getitem__,
         dtypes={name: tensor.dtype for name, tensor in tensors.items()},
+        bare=on_meta,
+        digests=lambda: {
+            name: digest_of(tensor) for name, tensor in tensors.items() if name not in on_meta
+        },
     )
 
 
-def _tensors(model: nn.Module) -> Iterator[Place]:
-    yield from places(model)
-    yield from attributes(model)
+def _cut(model: nn.Module) -> list[Place]:
+    """Return the places of what ranks hold parts of; sparse tensors, and their like, stay whole."""
+    return [place for place in places(model) if has_plain_memory(place.tensor)]
 
 
-def _move_to_meta(model: nn.Module, on_meta: Callable[[Tensor], Tensor]) -> None:
-    """Let go of the numbers of real tensors."""
-    for group in group_aliases(_tensors(model)):
-        if group[0].tensor.device != META:
-            hang(group, on_meta(group[0].tensor.detach()))
+def _tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    yield from ((place.name, place.tensor.detach()) for place in _cut(model))
+
+
+def _note_in_full(error: Exception) -> None:
+    reason = next(iter(str(error).splitlines()), type(error).__name__)
+    warnings.warn(
+        f"the model is built in full on every process, because its constructor cannot be "
+        f"recorded: {reason}",
+        stacklevel=4,
+    )

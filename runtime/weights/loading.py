@@ -10,6 +10,7 @@ from autopar.runtime.model.parts import names_of
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.options import StartingWeights
 from autopar.runtime.tensor.shards import Split
+from autopar.runtime.weights.agreement import check_same
 from autopar.runtime.weights.initial_weights import Recipe
 from autopar.runtime.weights.safetensors_weights import load_safetensors, note_left, note_unused
 
@@ -28,6 +29,7 @@ def load_weights(
 
     They are from safetensors where these are given and have them. Names in `splits` may have stars.
     """
+    check_same(recipe.digests(), mesh)
     if weights is not None:
         note_unused(weights.files, recipe.shapes, mesh)
     left: list[str] = []

@@ -171,11 +171,13 @@ FUNCTIONS = {
 
 DEVICES_AND_TYPES = {
     "a model on a GPU": model(
-        "def build_model(): return Model().cuda()", "it moves the model to a device", ON_CPU
+        "def build_model(): return Model().cuda()",
+        "the model file moves the model to a device",
+        ON_CPU,
     ),
     "a model on whatever device is there": model(
         "def build_model(): return Model().to('cuda' if torch.cuda.is_available() else 'cpu')",
-        "it moves the model to a device",
+        "the model file moves the model to a device",
         ON_CPU,
     ),
     "whole numbers for a linear layer": model(

@@ -18,9 +18,15 @@ from autopar.codegen.proof.script_rank import imported, run_script
 def run_twice(path: str, steps: int) -> tuple[tuple[float, ...], RankTrained]:
     """Return the losses that a script prints in fp32, and what it trains in float64."""
     arguments = ["--steps", str(steps), "--log-every", "1", "--json"]
-    printed = _printed(imported(Path(path)).main, [*arguments, "--dtype", "float32"])
+    printed = printed_by(path, steps)
     with redirect_stdout(StringIO()):
         return printed, run_script(path, [*arguments, "--dtype", "float64"])
+
+
+def printed_by(path: str, steps: int) -> tuple[float, ...]:
+    """Return the losses that a script prints in fp32."""
+    arguments = ["--steps", str(steps), "--log-every", "1", "--json", "--dtype", "float32"]
+    return _printed(imported(Path(path)).main, arguments)
 
 
 def _printed(

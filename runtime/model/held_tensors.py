@@ -1,0 +1,108 @@
+"""Finds the tensors that modules hold without having registered them, and replaces them."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, MutableMapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.tensor.contents import put_into
+
+REGISTERED = ("_parameters", "_buffers", "_modules")  # found under their names
+OF_PLANS = ("torch.distributed.", "autopar.")  # modules whose objects a plan has hung on a model
+
+Change: TypeAlias = Callable[[str, Tensor], Tensor]  # given the attribute under which it was found
+
+
+def replace_held(model: nn.Module, change: Change) -> None:
+    """Replace each tensor that hangs on a module as an attribute of any kind.
+
+    Lists, tuples, mappings, closures and plain objects are looked into, and modules that lie in
+    those. Parameters and buffers of the model itself stay, and so does what fully_shard holds.
+    """
+    modules = dict(model.named_modules())
+    registered = (vars(module)[name].values() for module in modules.values() for name in REGISTERED)
+    seen = {id(one): one for found in registered for one in found if one is not None}
+    walk = _Walk(change, seen | {id(module): module for module in modules.values()})
+    for prefix, module in modules.items():
+        for name in [one for one in module.__dict__ if one not in REGISTERED]:
+            walk.attribute = f"{prefix}.{name}" if prefix else name
+            walk.into_item(module.__dict__, name)
+
+
+def move_held(model: nn.Module, device: torch.device) -> None:
+    """Put those tensors on a device; each stays the object that it was."""
+
+    def moved(_: str, tensor: Tensor) -> Tensor:
+        if tensor.device.type not in (device.type, "meta"):  # on meta: of layers of other ranks
+            put_into(tensor, tensor.detach().to(device))
+        return tensor
+
+    replace_held(model, moved)
+
+
+class _Walk:
+    """One walk over objects, each of which is met once."""
+
+    def __init__(self, change: Change, seen: dict[int, Any]) -> None:
+        self.attribute = ""
+        self._change = change
+        self._seen = seen  # what an object is replaced by, by its id
+        self._kept: list[Any] = []  # lest an id is used again
+
+    def replaced(self, value: Any) -> Any:
+        """Return what stands in the place of a value: itself, where it is no tensor or tuple."""
+        if id(value) in self._seen:
+            return self._seen[id(value)]
+        self._seen[id(value)] = value
+        self._kept.append(value)
+        if isinstance(value, Tensor):
+            self._seen[id(value)] = self._change(self.attribute, value)
+        elif isinstance(value, tuple):
+            self._seen[id(value)] = self._tuple(value)
+        elif isinstance(value, (list, deque)):
+            for place, item in enumerate(value):
+                value[place] = self.replaced(item)
+        elif isinstance(value, MutableMapping):
+            self._into_items(value)
+        elif isinstance(value, FunctionType) and not _is_of_plan(value):
+            self._into_closure(value)
+        elif isinstance(value, MethodType):
+            self.replaced(value.__self__)
+        elif not isinstance(value, (type, ModuleType)) and not _is_of_plan(type(value)):
+            self._into_items(getattr(value, "__dict__", {}))
+        return self._seen[id(value)]
+
+    def into_item(self, items: MutableMapping[Any, Any], name: Any) -> None:
+        """Replace one value of a mapping."""
+        new = self.replaced(items[name])
+        if new is not items[name]:
+            items[name] = new
+
+    def _into_items(self, items: MutableMapping[Any, Any]) -> None:
+        for name in list(items):
+            self.into_item(items, name)
+
+    def _tuple(self, value: tuple[Any, ...]) -> tuple[Any, ...]:
+        items = [self.replaced(item) for item in value]
+        if all(new is old for new, old in zip(items, value, strict=True)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+
+    def _into_closure(self, function: FunctionType) -> None:
+        for cell in function.__closure__ or ():
+            try:
+                value = cell.cell_contents
+            except ValueError:  # not set yet
+                continue
+            new = self.replaced(value)
+            if new is not value:
+                cell.cell_contents = new
+
+
+def _is_of_plan(one: Any) -> bool:
+    return f"{one.__module__}.".startswith(OF_PLANS)

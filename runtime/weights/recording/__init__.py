@@ -1,0 +1,1 @@
+"""A constructor that runs on the meta device, and what its tensors hold, op by op."""

@@ -1,0 +1,134 @@
+"""Keeps the numbers of real tensors that a constructor reads: as copies, or where a file has them.
+
+What a process maps from a file takes no memory of its own until it is written to, so it is not
+copied: a slice of it can be read later. What is written to is copied before.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TypeAlias
+
+import torch
+from torch import Tensor
+
+Span: TypeAlias = tuple[int, int]  # of addresses
+MAPS = Path("/proc/self/maps")
+LEAST_MAPPED_BYTES = 2**16  # less is copied at once, rather than looked up
+
+
+@dataclass(frozen=True, slots=True)
+class _Taken:
+    """A real tensor as it was read."""
+
+    source: weakref.ref[Tensor]
+    version: int
+    storage: int  # of what stands for it in the recording
+
+
+class Constants:
+    """The numbers of real tensors, by the storages that stand for them in a recording."""
+
+    def __init__(self) -> None:
+        self._numbers: dict[int, Tensor] = {}
+        self._mapped: dict[int, Span] = {}  # where those lie that are not copied
+        self._files: dict[int, Span] = {}  # around them: they keep these in place
+        self._taken: dict[int, _Taken] = {}
+
+    def __contains__(self, storage: int) -> bool:
+        return storage in self._numbers
+
+    def __getitem__(self, storage: int) -> Tensor:
+        return self._numbers[storage]
+
+    def is_in_file(self, storage: int) -> bool:
+        """Whether numbers are read from a file when they are needed."""
+        return storage in self._mapped
+
+    def known(self, real: Tensor) -> int | None:
+        """Return what stands for a tensor that was read before and has not changed since."""
+        taken = self._taken.get(id(real))
+        if taken is None or taken.source() is not real or taken.version != real._version:
+            return None
+        if taken.storage in self._mapped or _same_bytes(self._numbers[taken.storage], real):
+            return taken.storage
+        return None  # changed through memory that it shares, as that of an array
+
+    def take(self, real: Tensor, storage: int, stand_in: Tensor) -> None:
+        """Keep a tensor's numbers, laid out as what stands for it."""
+        self._taken[id(real)] = _Taken(weakref.ref(real), real._version, storage)
+        detached = real.detach()
+        file = self._file(real) if real.stride() == stand_in.stride() else None
+        if file is not None:
+            self._numbers[storage] = detached
+            self._mapped[storage], self._files[storage] = _span(real), file
+            return
+        copy = torch.empty_strided(stand_in.shape, stand_in.stride(), dtype=real.dtype)
+        self._numbers[storage] = copy.copy_(detached)
+
+    def before_writing(self, written: Iterable[Tensor]) -> None:
+        """Copy what is not copied yet and is about to change."""
+        spans = [_span(tensor) for tensor in written] if self._mapped else []
+        for storage, (start, stop) in list(self._mapped.items()):
+            if any(first < stop and start < end for first, end in spans):
+                self._numbers[storage] = self._numbers[storage].clone()
+                del self._mapped[storage], self._files[storage]
+
+    def is_mapped(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in memory that is mapped from a file, and this process's own."""
+        return self._file(tensor) is not None
+
+    def _file(self, tensor: Tensor) -> Span | None:
+        if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
+            return None
+        start, stop = _span(tensor)
+        if stop - start < LEAST_MAPPED_BYTES:
+            return None
+        known = (one for one in self._files.values() if one[0] <= start and stop <= one[1])
+        return next(known, None) or _file_around(start, stop)
+
+
+def stand_in_of(real: Tensor) -> Tensor:
+    """Return a tensor without memory that is laid out as a real one, if that has no gaps."""
+    size = tuple(real.shape)
+    dense = torch.empty_like(real, device="meta")  # keeps strides that have no gaps
+    strides = real.stride() if dense.stride() == real.stride() else None
+    if strides is None:
+        return torch.empty(size, dtype=real.dtype, device="meta")
+    return torch.empty_strided(size, strides, dtype=real.dtype, device="meta")
+
+
+def _file_around(start: int, stop: int) -> Span | None:
+    """Find the part of a file that is mapped around some addresses; see proc_pid_maps(5)."""
+    if sys.platform != "linux":
+        return None
+    for line in MAPS.read_text().splitlines():
+        span, access, _, _, inode, *path = line.split(maxsplit=5)
+        first, end = (int(address, 16) for address in span.split("-"))
+        if first <= start < end:
+            is_of_others = "w" in access and "s" in access  # who may write to it, too
+            is_file = inode != "0" and bool(path) and not is_of_others
+            return (first, end) if is_file and stop <= end else None
+    return None
+
+
+def _span(tensor: Tensor) -> Span:
+    """Return the addresses between which the elements of a tensor lie."""
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    last = sum((size - 1) * stride for size, stride in steps) if tensor.numel() else -1
+    start = tensor.data_ptr()
+    return start, start + (last + 1) * tensor.element_size()
+
+
+def bytes_of(tensor: Tensor) -> Tensor:
+    """Return the bytes of a tensor's numbers, in their order."""
+    flat = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    return flat.copy_(tensor.detach().reshape(-1)).view(torch.uint8)
+
+
+def _same_bytes(one: Tensor, other: Tensor) -> bool:
+    return torch.equal(bytes_of(one), bytes_of(other))

@@ -1,0 +1,345 @@
+"""Answers a constructor that asks recorded tensors for what their place or numbers tell.
+
+Many initialisers skip tensors that are on meta, and constructors read small tables of numbers.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeAlias, TypeGuard
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves
+
+from autopar.runtime.tensor.contents import put_into
+from autopar.runtime.weights.draws import rejecting_by
+from autopar.runtime.weights.recording.files import loading_maps
+from autopar.runtime.weights.recording.recorded_ops import CPU, UnrecordableError, plainly
+from autopar.runtime.weights.recording.recording import META, Recorder, Recording
+from autopar.runtime.weights.recording.threads import in_all_threads
+
+Arguments: TypeAlias = tuple[Any, ...]
+Keywords: TypeAlias = dict[str, Any]
+Answer: TypeAlias = Callable[[Recording, Any, Arguments, Keywords], Any]
+
+
+def _read(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Answer what depends on a tensor's numbers by what it holds."""
+    answer = func(*recording.real(args), **kwargs)
+    if hasattr(answer, "flags"):
+        answer.flags.writeable = False  # what is written to an array there would be lost
+        recording.lend(args[0], answer)
+    return answer
+
+
+def _indexed(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Have real indices and values recorded: torch would lay them on meta, unseen."""
+    rest = [recording.on_meta(_as_tensor(value, args[0].dtype)) for value in args[2:]]
+    index = args[1]
+    if isinstance(index, list) and not _is_plain(index, is_flat=True):
+        index = tuple(index)  # as torch takes it
+    return func(args[0], _as_tensors(recording, index), *rest, **kwargs)
+
+
+def _as_tensor(value: Any, dtype: torch.dtype) -> Any:
+    is_number = isinstance(value, (int, float, complex)) or hasattr(value, "__array__")
+    return torch.tensor(value, dtype=dtype) if is_number and not _is_tensor(value) else value
+
+
+def _as_tensors(recording: Recording, index: Any) -> Any:
+    """Return an index whose lists and arrays are tensors."""
+    if isinstance(index, tuple):
+        return tuple(_as_tensors(recording, one) for one in index)
+    if _is_tensor(index):
+        return recording.on_meta(index)
+    if hasattr(index, "__array__") or (isinstance(index, list) and index and _is_plain(index)):
+        return recording.on_meta(torch.tensor(index))
+    return index
+
+
+def _is_tensor(value: Any) -> TypeGuard[Tensor]:
+    return isinstance(value, Tensor)
+
+
+def _is_plain(item: Any, *, is_flat: bool = False) -> bool:
+    """Whether something is a number, or a list of such, or if that is flat, of numbers alone."""
+    if isinstance(item, list):
+        return all(not (is_flat and isinstance(one, list)) and _is_plain(one) for one in item)
+    return isinstance(item, (int, bool))
+
+
+def _moved(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Do `tensor.to(…)`: a recorded tensor is on the CPU, so going there changes nothing."""
+    del func
+    tensor, *given = args
+    kwargs = dict(kwargs)
+    other = given[0] if given and isinstance(given[0], Tensor) else kwargs.pop("other", None)
+    if other is not None:
+        given = [META if recording.is_bare(other) else CPU, other.dtype, *given[1:]]
+    places = [one for one in given if isinstance(one, (str, torch.device)) or _is_number(one)]
+    place = places[0] if places else kwargs.pop("device", None)
+    rest = [one for one in given if one is not None and not any(one is p for p in places)]
+    dtype = rest.pop(0) if rest and not isinstance(rest[0], bool) else kwargs.pop("dtype", None)
+    if place is not None and not _is_number(place) and torch.device(place).type == "meta":
+        with recording.asked(True):
+            return torch.ops.aten._to_copy.default(tensor, dtype=dtype, device=META)
+    _check_place(place)
+    return torch.Tensor.to(tensor, dtype or tensor.dtype, *rest, **kwargs)
+
+
+def _check_place(place: Any) -> None:
+    if place is not None and (_is_number(place) or torch.device(place).type != "cpu"):
+        raise UnrecordableError(f"a tensor is moved to {place}, which is the script's to do")
+
+
+def _is_number(one: Any) -> bool:
+    return isinstance(one, int) and not isinstance(one, bool)
+
+
+def _stayed(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Do `tensor.cpu()`."""
+    del recording, func
+    layout = kwargs.get("memory_format", torch.preserve_format)
+    return torch.Tensor.to(args[0], args[0].dtype, memory_format=layout)
+
+
+def _typed(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Do `tensor.type(…)`, whose legacy types have a device."""
+    del recording, func
+    with plainly():
+        plain = torch.empty(0, dtype=args[0].dtype)
+        as_told = plain.type(*args[1:], **kwargs)
+    return as_told if isinstance(as_told, str) else torch.Tensor.to(args[0], as_told.dtype)
+
+
+def _made_of_numbers(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Make a new tensor of plain numbers, of the type of another one."""
+    del recording
+    with plainly():
+        return func(torch.empty(0, dtype=args[0].dtype), *args[1:], **kwargs)
+
+
+def _is_alike(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Tell whether one tensor may take the place of another's data."""
+    if any(map(recording.is_recorded, args)):
+        return recording.is_bare(args[0]) is recording.is_bare(args[1])
+    return func(*args, **kwargs)
+
+
+def _assigned(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Do `tensor.data = other`."""
+    tensor, other = args
+    if recording.is_bare(tensor) is not recording.is_bare(other):
+        raise RuntimeError(_UNLIKE)
+    if tensor.is_meta is other.is_meta:
+        return func(*args, **kwargs)
+    return _become(recording, tensor, other)
+
+
+def _set(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Do `tensor.set_(other or storage, …)`."""
+    tensor, *rest = args
+    source = rest[0] if rest else next(iter(kwargs.values()), tensor)
+    device = source.device  # answered truly: this mode is off in here
+    if tensor.is_meta is (device.type == "meta"):
+        return func(*args, **kwargs)
+    if recording.is_bare(tensor):
+        raise UnrecordableError("a tensor without memory is given some by set_")
+    with plainly():
+        made = torch.empty(0, dtype=tensor.dtype, device=device).set_(*rest, **kwargs)
+    _become(recording, tensor, made)
+    return tensor
+
+
+def _become(recording: Recording, tensor: Tensor, other: Tensor) -> None:
+    """Have a real tensor become a recorded one, or the other way round."""
+    with plainly():
+        put_into(tensor, other)
+    recording.adopted.append(tensor)
+
+
+def _unchanged(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Do what moves a tensor to memory of another kind."""
+    del recording, func, kwargs
+    return args[0]
+
+
+def _located(recording: Recording, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+    """Say where a tensor's numbers lie."""
+    del func, kwargs
+    tensor = args[0]
+    offset_bytes = int(tensor.storage_offset()) * tensor.element_size()
+    return recording.address(tensor.untyped_storage(), offset_bytes)
+
+
+def _said(answer: Any) -> Answer:
+    return lambda *_: answer
+
+
+_UNLIKE = (  # as torch has it
+    "Attempted to call `variable.set_data(tensor)`, but `variable` and `tensor` have incompatible "
+    "tensor type."
+)
+_T: Any = torch.Tensor
+ABOUT_RECORDED: Mapping[Any, Answer] = {
+    _T.is_meta.__get__: _said(False),
+    _T.is_cpu.__get__: _said(True),
+    _T.device.__get__: _said(CPU),
+    _T.is_shared: _said(False),
+    _T.is_pinned: _said(False),
+    **dict.fromkeys(
+        (_T.tolist, _T.numpy, _T.__array__, _T.__dlpack__, _T.__format__, _T.__repr__), _read
+    ),
+    **dict.fromkeys((_T.__getitem__, _T.__setitem__), _indexed),
+    _T.cpu: _stayed,
+    _T.cuda: lambda *_: _check_place("cuda"),
+    **dict.fromkeys((_T.share_memory_, _T.pin_memory), _unchanged),
+    **dict.fromkeys((_T.new_tensor, _T.new), _made_of_numbers),
+    _T.to: _moved,
+    _T.type: _typed,
+    _T.data_ptr: _located,
+}
+ABOUT_ANY: Mapping[Any, Answer] = {
+    torch._has_compatible_shallow_copy_type: _is_alike,
+    _T.data.__set__: _assigned,
+    _T.set_: _set,
+}
+
+
+class _PretendedCpu(TorchFunctionMode):
+    """Answers questions about recorded tensors as real ones would."""
+
+    def __init__(self, recording: Recording) -> None:
+        self._recording = recording
+
+    def __torch_function__(
+        self,
+        func: Any,
+        types: Iterable[type],
+        args: Arguments = (),
+        kwargs: Keywords | None = None,
+    ) -> Any:
+        recording, keywords = self._recording, kwargs or {}
+        if recording.is_over:
+            return func(*args, **keywords)
+        first = args[0] if args else None
+        if isinstance(first, Tensor) and recording.is_recorded(first) and func in ABOUT_RECORDED:
+            return ABOUT_RECORDED[func](recording, func, args, keywords)
+        if func in ABOUT_ANY or getattr(func, "__name__", "").startswith("set_."):
+            return ABOUT_ANY.get(func, _set)(recording, func, args, keywords)
+        if func in (torch.tensor, torch.as_tensor, torch.asarray):
+            return self._made(func, args, keywords)
+        with recording.asked(self._is_on_meta(args, keywords)):
+            return func(*args, **keywords)
+
+    def _is_on_meta(self, args: Arguments, kwargs: Keywords) -> bool:
+        """Whether a call is for tensors on the meta device: it says so, or is given such alone."""
+        device = kwargs.get("device")
+        if device is not None:
+            return torch.device(device).type == "meta"
+        given = [one for one in tree_leaves(args) if _is_tensor(one)]
+        bare = any(map(self._recording.is_bare, given))
+        return bare and not any(map(self._recording.is_recorded, given))
+
+    def _made(self, func: Any, args: Arguments, kwargs: Keywords) -> Any:
+        """Make a tensor of numbers, which are real wherever they come from."""
+        data = args[0] if args else kwargs.get("data", kwargs.get("obj"))
+        if isinstance(data, Tensor) and func is not torch.tensor:
+            return func(*args, **kwargs)
+        held = [one for one in tree_leaves(data) if isinstance(one, Tensor)]
+        if any(map(self._recording.is_bare, held)):
+            return func(*args, **kwargs)
+        real = self._recording.real((args, kwargs))
+        with _disable_current_modes():
+            return func(*real[0], **real[1])
+
+
+@contextmanager
+def recorded(recording: Recording) -> Iterator[None]:
+    """Record what a constructor does in here."""
+
+    @contextmanager
+    def modes() -> Iterator[None]:
+        with Recorder(recording), _PretendedCpu(recording):
+            yield
+
+    def one_draw(original: Any, tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
+        if recording.is_recorded(tensor):
+            recording.initialise(original, tensor, *args, generator=generator)
+            return tensor
+        with recording.draws.one(generator):
+            filled: Tensor = original(tensor, *args, generator=generator)
+            return filled
+
+    recording.draws.begin()
+    with (
+        rejecting_by(one_draw),
+        _settled_states(recording),
+        _refused_storages(recording),
+        loading_maps(),
+        in_all_threads(modes),
+    ):
+        yield
+    recording.is_over = True
+
+
+@contextmanager
+def _settled_states(recording: Recording) -> Iterator[None]:
+    """Have the state of torch's generator be what it is in plain PyTorch where it is asked for."""
+
+    def settled(original: Callable[..., Any]) -> Callable[..., Any]:
+        def ask(*args: Any, **kwargs: Any) -> Any:
+            recording.settle()
+            return original(*args, **kwargs)
+
+        return ask
+
+    with ExitStack() as stack:
+        for holder in (torch, torch.random):
+            for name in ("get_rng_state", "initial_seed"):
+                asked = settled(getattr(holder, name))
+                stack.enter_context(patch.object(holder, name, asked))
+        yield
+
+
+@contextmanager
+def _refused_storages(recording: Recording) -> Iterator[None]:
+    """Refuse what goes to the memory of a recorded tensor itself, and answer where that is."""
+    kind: Any = torch.UntypedStorage
+
+    def refused(name: str) -> Callable[..., Any]:
+        original = getattr(kind, name)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            if any(isinstance(one, kind) and recording.holds(one) for one in args):
+                recording.failure = UnrecordableError(f"{name} of a tensor's storage")
+                raise recording.failure
+            with _disable_current_modes():  # it makes tensors for the while
+                return original(*args, **kwargs)
+
+        return call
+
+    data_ptr: Callable[[Any], int] = kind.data_ptr
+
+    def located(storage: torch.UntypedStorage) -> Any:
+        return recording.address(storage) if recording.holds(storage) else data_ptr(storage)
+
+    pickled: Callable[..., Any] = torch.Tensor._reduce_ex_internal
+
+    def refused_pickle(tensor: Tensor, protocol: Any) -> Any:
+        if recording.is_recorded(tensor):
+            recording.failure = UnrecordableError("a tensor is pickled")
+            raise recording.failure
+        return pickled(tensor, protocol)
+
+    with ExitStack() as stack:
+        for name in ("copy_", "fill_", "__setitem__", "clone", "resize_"):
+            stack.enter_context(patch.object(kind, name, refused(name)))
+        stack.enter_context(patch.object(kind, "data_ptr", located))
+        stack.enter_context(patch.object(torch.Tensor, "_reduce_ex_internal", refused_pickle))
+        yield

@@ -1,0 +1,294 @@
+"""Turns the recorded ops of a constructor into what its tensors hold, for real.
+
+Tensors are known by their storage: an op is recorded when it makes a storage or writes to one;
+views need no record. What a storage needs is found by walking the ops backwards.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+
+from autopar.runtime.weights.draws import REJECTING, Draw
+from autopar.runtime.weights.recording.constants import Constants
+
+CPU = torch.device("cpu")
+OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "bernoulli_"} | {
+    REJECTING
+}
+COPIES = {"clone", "_to_copy"}
+
+
+class UnrecordableError(Exception):
+    """A constructor that does what cannot be replayed tensor by tensor."""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A tensor of the recording: a storage and how it is looked at."""
+
+    storage: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def of(self, storage: torch.UntypedStorage) -> Tensor:
+        """Look at a real storage in the same way."""
+        empty = torch.empty(0, dtype=self.dtype, device=storage.device)
+        return empty.set_(storage, self.offset, self.size, self.stride)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RecordedOp:
+    """One op of the constructor; if it is random, where its generator stood."""
+
+    function: Callable[..., Any]
+    draw: Draw | None
+    arguments: tuple[Any, ...]  # Values stand for tensors
+    keywords: Mapping[str, Any]
+    makes: tuple[Value | None, ...]  # its outputs that are new storages
+    writes: frozenset[int]  # the storages that it changes or makes
+    reads: frozenset[int]  # the storages whose contents must be right before it
+    overwrites: frozenset[int]  # the storages that it changes without looking at them
+    default_dtype: torch.dtype
+
+    @property
+    def name(self) -> str:
+        """The name of its function, without that of an overload."""
+        return self.function.__name__.split(".")[0]
+
+    @property
+    def made(self) -> set[int]:
+        """The storages that it makes."""
+        return {value.storage for value in self.makes if value}
+
+
+@dataclass(frozen=True, slots=True)
+class Copied:
+    """A tensor that is a constant, cast from type to type: a slice of it can be read alone."""
+
+    constant: Tensor
+    dtypes: tuple[torch.dtype, ...]
+
+    def __getitem__(self, index: Any) -> Tensor:
+        part = self.constant[index]
+        for dtype in self.dtypes:
+            part = part.to(dtype)
+        return part
+
+
+class History:
+    """The ops of a constructor in their order, and the constants that they read."""
+
+    def __init__(self) -> None:
+        self.ops: list[RecordedOp] = []
+        self.constants = Constants()
+        self._touching: dict[int, list[int]] = defaultdict(list)  # ops, by the storages they write
+        self._states: dict[int, Tensor] = {}  # of the default generator, behind ops that drew
+
+    def add(self, op: RecordedOp) -> None:
+        """Write down one more op."""
+        for storage in op.writes:
+            self._touching[storage].append(len(self.ops))
+        self.ops.append(op)
+
+    def bare(self) -> frozenset[int]:
+        """Find the storages that are made without numbers and never get any, and copies of such."""
+        bare: frozenset[int] = frozenset()
+        for op in self.ops:
+            if "empty" in op.name or (op.name in COPIES and op.reads <= bare):
+                bare |= op.made
+            else:
+                bare -= op.writes
+        return bare
+
+    def replay(self, values: Iterable[Value], *, before: int | None = None) -> list[Tensor]:
+        """Compute what tensors hold, or held before an op, running only the ops that they need."""
+        values, storages = list(values), dict[int, torch.UntypedStorage]()
+        wanted = {value.storage for value in values}
+        selected = self._needed(wanted, len(self.ops) if before is None else before)
+        reads = wanted.union(*(self.ops[number].reads for number in selected))
+        with plainly(), torch.no_grad(), generator_kept():
+            for storage in reads:
+                if storage in self.constants:
+                    storages[storage] = _copied(self.constants[storage])
+            for number in selected:
+                self._run(number, storages)
+            return [value.of(storages[value.storage]) for value in values]
+
+    def ops_for(self, values: Iterable[Value]) -> list[RecordedOp]:
+        """Return the ops that make tensors what they are, in their order."""
+        needed = self._needed({value.storage for value in values}, len(self.ops))
+        return [self.ops[number] for number in needed]
+
+    def origin(self, draw: Draw) -> tuple[Draw, int]:
+        """Return the draw whose state is known, and how many later the given one is."""
+        steps = 0
+        while draw.behind is not None:
+            before = self.ops[draw.behind].draw
+            assert before is not None
+            draw, steps = before, steps + 1
+        return draw, steps
+
+    def copied(self, value: Value) -> Copied | None:
+        """Return a tensor as a constant that was copied and cast, None where it is more."""
+        dtypes: list[torch.dtype] = []
+        before = len(self.ops)
+        while True:
+            touching = [number for number in self._touching[value.storage] if number < before]
+            if not touching:
+                constant = self._looked_at(value)
+                return constant if constant is None else Copied(constant, tuple(dtypes[::-1]))
+            before = touching[-1]
+            source = _source(self.ops[before], value)
+            if source is None:
+                return None
+            dtypes.append(value.dtype)
+            value = source
+
+    def _looked_at(self, value: Value) -> Tensor | None:
+        if value.storage not in self.constants:
+            return None
+        real = self.constants[value.storage]
+        if value.dtype is not real.dtype:
+            return None
+        return real.as_strided(value.size, value.stride, real.storage_offset() + value.offset)
+
+    def _needed(self, storages: Iterable[int], before: int) -> list[int]:
+        """Find the ops that decide what storages hold, in their order."""
+        contents, existing = set(storages), set(storages)
+        waiting, needed = set[int](), list[int]()
+        for storage in contents:
+            waiting.update(number for number in self._touching[storage] if number < before)
+        while waiting:
+            number = max(waiting)
+            waiting.discard(number)
+            op = self.ops[number]
+            if not (op.writes & contents or op.made & existing):
+                continue
+            needed.append(number)
+            contents -= op.overwrites | op.made
+            existing -= op.made
+            contents |= op.reads
+            existing |= op.reads | op.overwrites
+            for storage in op.reads | op.overwrites:
+                waiting.update(other for other in self._touching[storage] if other < number)
+        return needed[::-1]
+
+    def _run(self, number: int, storages: dict[int, torch.UntypedStorage]) -> None:
+        op = self.ops[number]
+        if op.draw is not None:
+            self._set_generator(op.draw)
+        outputs = _called(op, lambda value: value.of(storages[value.storage]))
+        made = [out for out in tree_leaves(outputs) if isinstance(out, Tensor)]
+        for value, tensor in zip(op.makes, made, strict=True):
+            if value is not None:
+                storages[value.storage] = _laid_out_as(value, tensor).untyped_storage()
+
+    def _set_generator(self, draw: Draw) -> None:
+        """Have the default generator stand where it stood before a draw."""
+        generator = torch.default_generator
+        if draw.seed is not None:
+            generator.manual_seed(draw.seed)
+        elif draw.state is not None:
+            generator.set_state(draw.state)
+        elif draw.behind is not None:
+            generator.set_state(self.state_behind(draw.behind))
+
+    def state_behind(self, number: int) -> Tensor:
+        """Return the state of the default generator behind a random op, drawing all before it."""
+        chain: list[int] = []
+        last: int | None = number
+        while last is not None and last not in self._states:
+            chain.append(last)
+            draw = self.ops[last].draw
+            last = draw.behind if draw else None
+        with plainly(), torch.no_grad(), generator_kept():
+            for one in reversed(chain):
+                self._states[one] = self._state_after_drawing(one)
+        return self._states[number]
+
+    def _state_after_drawing(self, number: int) -> Tensor:
+        op = self.ops[number]
+        leaves = {leaf for leaf in tree_leaves(_given(op)) if isinstance(leaf, Value)}
+        read = [value for value in leaves if value.storage not in op.overwrites]
+        real = dict(zip(read, self.replay(read, before=number), strict=True))
+        if op.draw is not None:
+            self._set_generator(op.draw)
+        _called(op, lambda value: real[value] if value in real else _empty(value))
+        return torch.default_generator.get_state()
+
+
+@contextmanager
+def plainly() -> Iterator[None]:
+    """Have ops in here be seen by no mode, of the recording or of the user."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction():
+        yield
+
+
+@contextmanager
+def generator_kept() -> Iterator[None]:
+    """Leave torch's default generator as it was."""
+    state = torch.default_generator.get_state()
+    try:
+        yield
+    finally:
+        torch.default_generator.set_state(state)
+
+
+def on_cpu(kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return keywords of an op that runs for real."""
+    return {**kwargs, "device": CPU} if "device" in kwargs else dict(kwargs)
+
+
+def _given(op: RecordedOp) -> tuple[Any, ...]:
+    return op.arguments, dict(op.keywords)
+
+
+def _called(op: RecordedOp, real: Callable[[Value], Tensor]) -> Any:
+    args, kwargs = tree_map(lambda x: real(x) if isinstance(x, Value) else x, _given(op))
+    default = torch.get_default_dtype()
+    torch.set_default_dtype(op.default_dtype)
+    try:
+        return op.function(*args, **on_cpu(kwargs))
+    finally:
+        torch.set_default_dtype(default)
+
+
+def _source(op: RecordedOp, value: Value) -> Value | None:
+    """Return the tensor of which an op made, or wrote, a whole copy, None for other ops."""
+    source: Any = None
+    if op.name in COPIES and op.makes[0] == value:
+        source = op.arguments[0]
+    elif op.name == "copy_" and op.arguments[0] == value:
+        source = op.arguments[1]
+    is_whole = isinstance(source, Value) and source.size == value.size
+    return source if is_whole else None
+
+
+def _empty(value: Value) -> Tensor:
+    return torch.empty_strided(value.size, value.stride, dtype=value.dtype)
+
+
+def _copied(constant: Tensor) -> torch.UntypedStorage:
+    fresh = torch.empty_strided(constant.shape, constant.stride(), dtype=constant.dtype)
+    return fresh.copy_(constant).untyped_storage()
+
+
+def _laid_out_as(value: Value, tensor: Tensor) -> Tensor:
+    """Copy a tensor whose strides are not those of its recording."""
+    if tuple(tensor.shape) != value.size or tensor.dtype is not value.dtype:
+        raise UnrecordableError("an op makes another tensor than the meta device says")
+    if tensor.stride() == value.stride and tensor.storage_offset() == value.offset:
+        return tensor
+    fresh = torch.empty_strided(value.size, value.stride, dtype=value.dtype)
+    return fresh.copy_(tensor)
