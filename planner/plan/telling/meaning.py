@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from autopar.planner.findings.drawn_once import drawn_once
 from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.findings.statistics import norm_of_rows
@@ -14,7 +15,7 @@ from autopar.planner.rules.table import kind_of
 
 def meaning_notes(plan: Plan) -> tuple[str, ...]:
     """Return what a person has to know of what a plan means, a few sentences each."""
-    notes = (parts_apart(plan), statistics_apart(plan), shares_nothing(plan))
+    notes = (parts_apart(plan), statistics_apart(plan), draws_apart(plan), shares_nothing(plan))
     return tuple(note for note in notes if note)
 
 
@@ -44,6 +45,18 @@ def statistics_apart(plan: Plan) -> str:
     return (
         f"{named(norm)} takes the statistics of each of {count} microbatches by itself, as was "
         "asked for, so this is not the training of one device."
+    )
+
+
+def draws_apart(plan: Plan) -> str:
+    """Return which numbers each part of a batch draws for itself; "" if one device does, too."""
+    arranged = plan.arrangement
+    drawn = drawn_once(plan.graph) if arranged.data * arranged.microbatches > 1 else None
+    if drawn is None:
+        return ""
+    return (
+        f"{named(drawn)} draws numbers for all rows together. One device draws them once in a "
+        "step; here each microbatch of each data rank draws its own."
     )
 
 
