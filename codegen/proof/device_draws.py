@@ -36,7 +36,7 @@ _ATEN = torch.ops.aten
 _attention = functional.scaled_dot_product_attention
 
 
-class DeviceDrawing(Drawing):
+class DeviceDrawing(Drawing):  # type: ignore[no-untyped-call]
     """Records every op that draws numbers on the pretended device."""
 
     def __init__(self, device: PretendedDevice) -> None:

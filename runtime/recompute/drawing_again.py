@@ -53,7 +53,7 @@ class DrawnNumbers:
                 set_generator_states(next(self._to_come))
 
         for mode, after_draw in ((first, note), (again, skip)):
-            mode.__class__ = _followed(type(mode))
+            mode.__class__ = _followed(type(mode))  # type: ignore[arg-type]  # mypy: no Hashable
             mode.__dict__["after_draw"] = after_draw
 
 

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -58,7 +58,7 @@ def states(mode: Any, call: str, device: PretendedDevice) -> list[tuple[str, str
         with DeviceDrawing(device) as drawing:
             out = called(layer, x, call)
             device.draw()
-            out.sum().backward()
+            out.sum().backward()  # type: ignore[no-untyped-call]
     return [(draw.op, draw.state, draw.is_again) for draw in drawing.draws([layer])]
 
 

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
+import torch.nn.functional as F  # noqa: N812
 from torch import Tensor, nn
 
 from autopar.runtime.recompute.running_again import ATTENTION, MATMULS, recompute
@@ -40,9 +40,7 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor | None = None, extras: Any = None) -> Tensor:
         x = extras["x"][0] if x is None else x
-        q, k, v = (
-            one.view(4, 16, 2, 32).transpose(1, 2) for one in self.qkv(x).chunk(3, dim=-1)
-        )
+        q, k, v = (one.view(4, 16, 2, 32).transpose(1, 2) for one in self.qkv(x).chunk(3, dim=-1))
         y = F.scaled_dot_product_attention(q, k, v, dropout_p=0.2, is_causal=True)
         y = self.out(y.transpose(1, 2).reshape(4, 16, 64))
         out: Tensor = x + F.dropout(y, 0.2)
@@ -54,7 +52,7 @@ def gradients(layer: nn.Module, x: Tensor, call: str, between: int = 3) -> list[
     torch.manual_seed(1)
     out = called(layer, called(layer, x, call), call)
     torch.rand(between, device=x.device)
-    out.square().sum().backward()
+    out.square().sum().backward()  # type: ignore[no-untyped-call]
     found = [parameter.grad for parameter in (x, *layer.parameters())]
     return [gradient for gradient in found if gradient is not None]
 
