@@ -73,15 +73,15 @@ class _Widened(_NormBase):
 def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
     def widened(
         input: Tensor,  # noqa: A002  as torch calls it
-        mean: Tensor | None,
-        variance: Tensor | None,
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
         weight: Tensor | None = None,
         bias: Tensor | None = None,
         *args: Any,
         **kwargs: Any,
     ) -> Tensor:
         weight, bias = (None if one is None else one.float() for one in (weight, bias))
-        return function(input, mean, variance, weight, bias, *args, **kwargs)
+        return function(input, running_mean, running_var, weight, bias, *args, **kwargs)
 
     return widened
 
