@@ -60,15 +60,19 @@ def trace(
     *,
     precision: Precision = Precision.FP32,
     batch_size: int = TRACED_BATCH,
+    like: Graph | None = None,
 ) -> Graph:
-    """Trace one training step, from the batch to the loss, for every batch size at once."""
+    """Trace one training step, from the batch to the loss, for every batch size at once.
+
+    A model that has been traced on another batch has the buffers in 16 bits that it had then.
+    """
     if not precision.is_half:
         return _traced(model_file, batch_size, _WAYS)
+    in_half = partial(_traced, model_file, batch_size, _HALF_WAYS)
     try:
-        return traced_with_few(
-            partial(_traced, model_file, batch_size, _HALF_WAYS),
-            wide=partial(_wide_buffers, model_file, batch_size),
-        )
+        if like is not None:
+            return in_half([one.name for one in like.buffers if one.narrowed])
+        return traced_with_few(in_half, wide=partial(_wide_buffers, model_file, batch_size))
     except ModelMovedError:
         raise
     except (InputError, TraceError) as error:
@@ -123,7 +127,7 @@ def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision
     if rows is None or graph.fixed_batch in (None, rows):
         return graph
     try:
-        return trace(model_file, precision=precision, batch_size=rows)
+        return trace(model_file, precision=precision, batch_size=rows, like=graph)
     except (InputError, TraceError):  # the number itself stands in the model's code
         return graph
 

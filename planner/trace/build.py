@@ -102,10 +102,9 @@ def build(
     keys = _accepted(model, raw, has_loss=model_file.loss is not None, path=model_file.path)
     if dtype is not None and own is torch.float32 and not _has_float64(raw):
         own = dtype
-        if dtype.itemsize > torch.float32.itemsize:
-            model = model.to(dtype)
-        else:
-            cast_tensors(model.parameters(), dtype)
+        is_half = dtype.itemsize < torch.float32.itemsize
+        cast_tensors(model.parameters(), dtype)
+        cast_tensors(() if is_half else model.buffers(), dtype)
     wide = wide_buffers(model)
     cast_tensors((wide[name] for name in narrowed), own)
     batch = {key: _placed(value, device, own) for key, value in raw.items()}

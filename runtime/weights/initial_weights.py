@@ -25,6 +25,7 @@ from autopar.runtime.tensor.shards import (
     places,
 )
 from autopar.runtime.weights.filling import fill
+from autopar.runtime.weights.float64 import in_float64
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.pretended_cpu import recorded
 from autopar.runtime.weights.recorded_ops import META, Recording
@@ -91,7 +92,7 @@ def record(
     With float64 the model is in that: plans are compared to the last digits.
     """
     model, recipe = _record(factory, seed)
-    return (model.to(dtype) if dtype is torch.float64 else model), recipe
+    return (in_float64(model) if dtype is torch.float64 else model), recipe
 
 
 def _record(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recipe]:

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Block, Held, assembled
+from autopar.codegen.proof.held import Block, Held, assembled
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan

@@ -16,9 +16,11 @@ from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.codegen.proof.dryrun.watching import Recording, Report, recording
 from autopar.codegen.proof.script_rank import imported
+from autopar.runtime.data.batches import Batch
 
 Entered = TypeVar("Entered")
 
@@ -72,8 +74,19 @@ def run_first_step(
             raise _SeenError
 
         script.load_weights, script.train_step = load, step
+        script.new_batch = _with_values(script.new_batch)
         with suppress(_SeenError):
             script.main([])
+
+
+def _with_values(new_batch: Callable[..., Batch]) -> Callable[..., Batch]:
+    """Have an example batch hold numbers, which the model file may read as it makes them."""
+
+    def made(*args: Any, **kwargs: Any) -> Batch:
+        with _disable_current_modes():
+            return new_batch(*args, **kwargs)
+
+    return made
 
 
 if __name__ == "__main__":

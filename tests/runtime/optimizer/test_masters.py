@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 from torch.optim import AdamW, Optimizer
 
-from autopar.codegen.proof.comparison import Block, Held, assembled
+from autopar.codegen.proof.held import Block, Held, assembled
 from autopar.runtime.data_parallel.wrapping import wrap
 from autopar.runtime.keeping.holdings import weights_held
 from autopar.runtime.optimizer.building import build_optimizer

@@ -113,5 +113,6 @@ def test_gradients_on_a_gpu_are_those_without_recomputation(
     found = gradients(again, x.clone().requires_grad_(), call)
     assert torch.equal(torch.rand(2, device="cuda"), after)
     assert len(found) == 5
+    rounding = 1e-4 if dtype is torch.float32 else 2e-2  # kernels add up in any order
     for one, other in zip(found, expected, strict=True):
-        torch.testing.assert_close(one, other)  # kernels may add up in another order
+        torch.testing.assert_close(one, other, rtol=rounding, atol=rounding)
