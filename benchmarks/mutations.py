@@ -10,7 +10,8 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
-from tests.codegen.mutations import HARMLESS, MUTATIONS, PLANS, Edit, verdict
+from tests.codegen.edits import Edit
+from tests.codegen.mutations import HARMLESS, MUTATIONS, PLANS, verdict
 
 RESULTS = Path(__file__).parent / "results" / "mutations.md"
 LONGEST = 150  # characters of a verdict

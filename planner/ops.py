@@ -107,13 +107,17 @@ class Parameter:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Buffer:
-    """A buffer of the model; `updated` where the forward writes to it (running statistics)."""
+    """A buffer of the model; `updated` where the forward writes to it (running statistics).
+
+    `narrowed`: a plan in 16 bits holds it in 16 bits, though the model was built with it in fp32.
+    """
 
     name: str
     shape: tuple[Extent, ...]
     dtype: str
     persistent: bool
     updated: bool
+    narrowed: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

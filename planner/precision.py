@@ -18,6 +18,11 @@ class Precision(StrEnum):
     FP16 = "fp16"  # the same in fp16, with a loss that is scaled
 
     @property
+    def torch_name(self) -> str:
+        """What torch calls it."""
+        return {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16"}[self.value]
+
+    @property
     def is_half(self) -> bool:
         """Whether weights and activations take 16 bits."""
         return self is not Precision.FP32

@@ -15,6 +15,8 @@ import typer
 from autopar.codegen.emit import FILE_NAME, script_text
 from autopar.codegen.proof.comparison import Comparison
 from autopar.codegen.proof.given_script import GivenScript, carried_over, read_script_of
+from autopar.codegen.proof.half_comparison import TIMES, InHalf
+from autopar.codegen.proof.held import Difference
 from autopar.codegen.proof.verification import check_fits, step_flops, verify
 from autopar.codegen.subject import subject_of, with_model
 from autopar.commands.emit import MODEL, PLAN
@@ -43,6 +45,10 @@ def verify_plan(
     model: MODEL = None,
     arg: ARG = None,
     steps: Annotated[int, whole("--steps", least=1, text="Steps to train.")] = 5,
+    half_steps: Annotated[
+        int,
+        whole("--half-steps", least=0, text="Steps in the plan's bf16 or fp16, at most."),
+    ] = 30,
     tolerance: Annotated[
         float,
         difference("--tolerance", text="Largest difference to accept."),
@@ -51,11 +57,14 @@ def verify_plan(
 ) -> None:
     """Train a few steps by the script on CPU processes and in one process, and compare.
 
-    The script is run as it lies there, changed by hand or not, and one process trains on the whole
-    global batch. Both compute in float64: without random numbers, and in one step more with them,
-    where the draws are compared. Exits with 1 where anything differs, with 7 where the script
-    fails. With --arg the model is a smaller one of the same file, planned with few rows under the
-    plan's own degrees, schedule and splits; changes by hand are carried over.
+    The script is run as it lies there, changed by hand or not. One process trains the model that
+    build_model() returns in plain PyTorch, on the whole global batch. Both compute in float64:
+    without random numbers, and in one step more with them, where the draws are compared. A plan in
+    bf16 or fp16 is trained in that, too, beside plain PyTorch with fp32 masters: both must begin
+    with the same numbers, and the script may be twice as far from fp32 after --half-steps. Exits
+    with 1 where anything differs, with 7 where the script fails. With --arg the model is a smaller
+    one of the same file, planned with few rows under the plan's own degrees, schedule and splits;
+    changes by hand are carried over.
 
     Example: autopar verify out/plan.json --arg layers=2 --arg dim=96 --arg seq_len=64 --steps 3
     """
@@ -74,7 +83,7 @@ def verify_plan(
             )
         ranks = found.arrangement.ranks
         with progress(f"training {steps} steps on {ranks} processes and on one"):
-            comparison = verify(found, folder, given, steps=steps)
+            comparison = verify(found, folder, given, steps=steps, half_steps=half_steps)
     equal = comparison.is_within(tolerance)
     if as_json:
         verdict = {"tolerance": tolerance, "is_equal": equal}
@@ -135,17 +144,40 @@ def _tell_edits(given: GivenScript) -> None:
 def _tell(comparison: Comparison, tolerance: float) -> None:
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
+        ("weights and buffers at the start", comparison.initial),
         ("loss", comparison.loss),
         ("norm of all gradients", comparison.norm),
         ("gradients of the first step", comparison.gradient),
         ("parameters after the last", comparison.parameter),
     )
     for what, found in rows:
-        verdict = "equal" if found.largest <= tolerance else "DIFFERS"
+        is_equal = found.largest <= (0 if found is comparison.initial else tolerance)
+        verdict = "equal" if is_equal else "DIFFERS"
         table.add_row(what, f"{found.largest:.1e}", found.name, verdict)
     table.add_row("draws and clipping", "", "", "DIFFERS" if comparison.faults else "equal")
     results().print(table)
     for fault in comparison.faults:
         results().print(f"- {fault}", soft_wrap=True)
+    if comparison.half is not None:
+        _tell_half(comparison.half)
+    for note in comparison.notes:
+        tell_note(note)
     losses = ", ".join(f"{loss:.6f}" for loss in comparison.losses)
     results().print(f"losses of one process: {losses}\ntolerance: {tolerance:g}")
+
+
+def _tell_half(half: InHalf) -> None:
+    table = plain_table("", f"in {half.dtype}", "times as far from fp32", "of", "", left=1)
+    verdict = "DIFFERS" if half.faults else "equal"
+    table.add_row("weights and buffers at the start", "", half.initial.name, verdict)
+    rows = (
+        (f"losses of {half.steps} steps", Difference(largest=half.loss, name="")),
+        ("weights and buffers after them", half.weights),
+    )
+    for what, found in rows:
+        verdict = "as near" if found.largest <= TIMES else "DIFFERS"
+        table.add_row(what, f"{found.largest:.2f}", found.name, verdict)
+    results().print(table)
+    for fault in half.faults:
+        results().print(f"- in {half.dtype}, {fault}", soft_wrap=True)
+    results().print(f"as plain PyTorch in {half.dtype} with fp32 masters; up to {TIMES:g} times")

@@ -14,14 +14,20 @@ from autopar.planner.layers import Layers
 from autopar.planner.plan.declared.constraints import USUAL_MEMORY
 from autopar.planner.plan.fleet.curve import Fewer
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.meaning import shares_nothing, statistics_apart
+from autopar.planner.plan.telling.meaning import (
+    draws_apart,
+    held_in_half,
+    shares_nothing,
+    statistics_apart,
+)
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
 
 def note_plan(plan: Plan) -> None:
     """Say what the plan means where that may surprise, and where memory leaves no room."""
-    for note in (statistics_apart(plan), shares_nothing(plan)):
+    notes = (statistics_apart, draws_apart, held_in_half, shares_nothing)
+    for note in (one(plan) for one in notes):
         if note:
             tell_note(note)
     rank, memory = plan.fullest

@@ -89,6 +89,11 @@ def draw_faults(
     return tuple(_joined(faults))
 
 
+def drawn_otherwise_again(ranks: Sequence[Sequence[Draw]]) -> tuple[str, ...]:
+    """Return which layers draw other numbers where they run again, a sentence each."""
+    return tuple(_joined(_not_again(ranks)))
+
+
 def _sites(ranks: Sequence[Sequence[Draw]]) -> dict[Site, _Drawn]:
     sites: dict[Site, _Drawn] = defaultdict(_Drawn)
     for rank, draws in enumerate(ranks):

@@ -82,11 +82,12 @@ class Drawing(TorchDispatchMode):
         seed, before = generator.initial_seed(), _state_of(generator)
         made = func(*args, **kwargs)
         if _state_of(generator) != before:
-            self._note(func, _settings(func, args, kwargs), made, before, seed != self.unseeded)
+            is_seeded = seed != self.unseeded
+            self._note(func, settings_of(func, args, kwargs), made, before, is_seeded=is_seeded)
         return made
 
     def _note(
-        self, func: Any, settings: tuple[float, ...], made: Any, state: str, is_seeded: bool
+        self, func: Any, settings: tuple[float, ...], made: Any, state: str, *, is_seeded: bool
     ) -> None:
         module, place = _origin()
         draw = Draw(
@@ -118,7 +119,7 @@ def _named(seen: _Seen, names: Mapping[int, str]) -> Draw:
     )
 
 
-def _settings(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
+def settings_of(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> tuple[float, ...]:
     """Return the numbers that an op is called with, those that it has by default included."""
     rest = func._schema.arguments[len(args) :]
     given = (*args, *(kwargs.get(one.name, one.default_value) for one in rest))

@@ -1,7 +1,7 @@
 """Runs a script as one rank, and keeps what can be compared.
 
-`torchrun … -m autopar.codegen.proof.script_rank SCRIPT FOLDER SECONDS ARGUMENTS…` leaves a file of
-each rank in the folder. A rank whose script stands still for SECONDS says where, and ends.
+`torchrun … -m autopar.codegen.proof.script_rank SCRIPT JOB` leaves files of each rank in the folder
+that the job names. A rank whose script stands still for so many seconds says where, and ends.
 """
 
 from __future__ import annotations
@@ -14,7 +14,10 @@ import pickle
 import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
+from multiprocessing import get_context
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,16 +25,21 @@ from unittest.mock import patch
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
-from autopar.codegen.proof.comparison import Block, RankTrained
+from autopar.codegen.proof.comparison import RankTrained
 from autopar.codegen.proof.draws import Drawing
 from autopar.codegen.proof.exactness import Exactly, Widely
-from autopar.codegen.proof.reference import all_steps, clipped_share, trained_tensors
+from autopar.codegen.proof.half_comparison import RankInHalf
+from autopar.codegen.proof.held import Block
+from autopar.codegen.proof.plain import held_tensors, trained_tensors
+from autopar.codegen.proof.reference import all_steps, clipped_share, wide_copy
 from autopar.runtime import optimizer
+from autopar.runtime.keeping.holdings import named_tensors, weights_held
 from autopar.runtime.optimizer import gradients
 from autopar.runtime.optimizer.held_gradients import held_gradients
 from autopar.runtime.optimizer.pieces import local_tensor
-from autopar.runtime.tensor.chunks import boxes, chunks_by_name
+from autopar.runtime.tensor.chunks import boxes, chunks_by_name, whole
 
 NAME = "emitted_script"
 _UNSEEDED = 2**52  # and the rank: no two processes begin alike, but for what a script seeds
@@ -46,6 +54,7 @@ class Watched:
         self.limits: dict[int, float] = {}
         self.norms: list[float] = []
         self.parts: Sequence[nn.Module] = ()
+        self.initial: list[Block] = []
         self.gradients: list[Block] = []
         self.parameters: list[Block] = []
 
@@ -58,7 +67,6 @@ class Watched:
         if self.step <= self.steps:
             self.norms.append(float(norm))
             self.limits[self.step] = limit
-        self.parts = parts
         if not self.gradients:
             self.gradients = [block for part in parts for block in _gradients(part)]
         return norm
@@ -66,14 +74,17 @@ class Watched:
     def stepped(self, step: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
         """Return a step that is exact, but for the last one, whose draws are recorded."""
 
-        def watched(*args: Any, **kwargs: Any) -> Tensor:
+        def watched(model: Any, *args: Any, **kwargs: Any) -> Tensor:
             self.step += 1
+            if self.step == 1:
+                self.parts = parts_of(model)
+                self.initial = [block for part in self.parts for block in _initial(part)]
             if self.step <= self.steps:
                 with Exactly(dtype):
-                    return step(*args, **kwargs)
+                    return step(model, *args, **kwargs)
             self.parameters = [block for part in self.parts for block in _parameters(part)]
             with self.drawing, Widely(dtype):
-                return step(*args, **kwargs)
+                return step(model, *args, **kwargs)
 
         return watched
 
@@ -107,11 +118,51 @@ def run_script(path: str, arguments: Sequence[str], *, limit: float | None = 1.0
     return RankTrained(
         losses=tuple(losses[:steps]),
         norms=tuple(watched.norms),
+        initial=tuple(watched.initial),
         gradients=tuple(watched.gradients),
         parameters=tuple(watched.parameters),
         draws=watched.drawing.draws(parts),
         faults=watched.faults(limit),
     )
+
+
+def run_as_it_is(path: str, arguments: Sequence[str]) -> RankInHalf:
+    """Run a script's main here as people run it, but without random numbers in its steps."""
+    script: Any = imported(Path(path))
+    step, found = script.train_step, RankInHalf()
+    dtype = getattr(torch, dict(pairwise(arguments)).get("--dtype", script.DTYPE))
+    optimizers: list[Optimizer] = []
+
+    def watched(model: Any, optimizer: Optimizer, *args: Any, **kwargs: Any) -> Tensor:
+        if not optimizers:
+            optimizers.append(optimizer)
+            found.initial = _weights(parts_of(model), optimizer)
+            found.types = dict(_types_of_buffers(parts_of(model)))
+        with Exactly(dtype):
+            loss: Tensor = step(model, optimizer, *args, **kwargs)
+            return loss
+
+    script.train_step = watched
+    parts, losses = script.main(arguments)
+    found.losses, found.final = tuple(losses), _weights(parts, optimizers[0])
+    return found
+
+
+def parts_of(model: Any) -> Sequence[nn.Module]:
+    """Return what a rank holds of the model: all of it, or the stages of a pipeline."""
+    return [model] if isinstance(model, nn.Module) else model.parts
+
+
+def _weights(parts: Sequence[nn.Module], optimizer: Optimizer) -> list[Block]:
+    """Return what is held of parameters, in fp32 where the optimizer has that, and of buffers."""
+    held = weights_held(parts, optimizer)
+    return [Block(one.key, one.chunks, wide_copy(one.tensor)) for one in held]
+
+
+def _types_of_buffers(parts: Sequence[nn.Module]) -> Iterator[tuple[str, str]]:
+    for one in named_tensors(parts):
+        if not one.is_parameter:
+            yield one.names[0], str(one.place.tensor.dtype).removeprefix("torch.")
 
 
 def _exactly(function: Callable[..., Tensor], dtype: torch.dtype) -> Callable[..., Tensor]:
@@ -135,10 +186,17 @@ def imported(path: Path) -> ModuleType:
     return module
 
 
+def _initial(part: nn.Module) -> Iterator[Block]:
+    chunks = chunks_by_name(part)
+    for name, tensor in held_tensors(part).items():
+        held = chunks.get(name) or whole(tuple(tensor.shape))
+        yield Block(name, held, wide_copy(local_tensor(tensor)))
+
+
 def _parameters(part: nn.Module) -> Iterator[Block]:
     chunks = chunks_by_name(part)
     for name, tensor in trained_tensors(part):
-        yield Block(name, chunks[name], _kept(local_tensor(tensor)))
+        yield Block(name, chunks[name], wide_copy(local_tensor(tensor)))
 
 
 def _gradients(part: nn.Module) -> Iterator[Block]:
@@ -149,33 +207,56 @@ def _gradients(part: nn.Module) -> Iterator[Block]:
     for one in held_gradients([part]):
         for name in names[id(one.parameter)]:
             if one.span is None:
-                yield Block(name, chunks[name], _kept(one.held))
+                yield Block(name, chunks[name], wide_copy(one.held))
                 continue
             first = 0
             for box in boxes(tuple(one.parameter.shape), one.span.start, one.span.stop):
                 held = chunks[name].within_box(box)
                 last = first + math.prod(held.local_shape)
-                yield Block(name, held, _kept(one.held[first:last].view(held.local_shape)))
+                values = one.held[first:last].view(held.local_shape)
+                yield Block(name, held, wide_copy(values))
                 first = last
 
 
-def _kept(tensor: Tensor) -> Tensor:
-    return tensor.detach().cpu().double().clone()
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Job:
+    """What each rank of a script is to run, one training after the other."""
+
+    folder: Path  # for what a rank leaves
+    patience_seconds: float  # that a script may stand still
+    clip_norm: float | None
+    exact: Sequence[str]  # arguments of the training in float64
+    in_half: Sequence[str] = ()  # of the one in the script's own 16 bits, if there is one
+
+    def left(self, kind: str, rank: int) -> Path:
+        """Return where a rank leaves what it has of a training."""
+        return self.folder / f"{kind}-{rank}.pickle"
 
 
-def rank_file(folder: Path, rank: int) -> Path:
-    """Return where a rank leaves what it has."""
-    return folder / f"rank-{rank}.pickle"
+def main(script: str, job_file: str) -> None:
+    """Run a script as the rank that torchrun made this process, each training in a fresh fork."""
+    job: Job = pickle.loads(Path(job_file).read_bytes())
+    exact = partial(run_script, script, job.exact, limit=job.clip_norm)
+    _run_apart(exact, job, "exact")
+    if job.in_half:
+        _run_apart(partial(run_as_it_is, script, job.in_half), job, "half")
 
 
-def main(arguments: Sequence[str]) -> None:
-    """Run a script as the rank that torchrun made this process."""
-    script, folder, seconds, limit, *own = arguments
-    faulthandler.dump_traceback_later(float(seconds), exit=True)
-    trained = run_script(script, own, limit=float(limit))
-    faulthandler.cancel_dump_traceback_later()
-    rank_file(Path(folder), int(os.environ["RANK"])).write_bytes(pickle.dumps(trained))
+def _run_apart(run: Callable[[], Any], job: Job, kind: str) -> None:
+    """Run in a process of its own: no training finds what another has left of the model file."""
+
+    def leave() -> None:
+        faulthandler.dump_traceback_later(job.patience_seconds, exit=True)
+        found = run()
+        faulthandler.cancel_dump_traceback_later()
+        job.left(kind, int(os.environ["RANK"])).write_bytes(pickle.dumps(found))
+
+    process = get_context("fork").Process(target=leave)
+    process.start()
+    process.join()
+    if process.exitcode:
+        sys.exit(process.exitcode if process.exitcode > 0 else 1)
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    main(*sys.argv[1:])

@@ -1,68 +1,120 @@
-"""Runs a script on CPU processes by torchrun, and one process beside it, and compares."""
+"""Runs a script on CPU processes by torchrun, and plain PyTorch in one process, and compares."""
 
 from __future__ import annotations
 
 import os
 import pickle
-import re
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
-from autopar.codegen.proof.comparison import Comparison, RankTrained, compared
+from autopar.codegen.proof.comparison import Comparison, compared
+from autopar.codegen.proof.device_draws import device_draw_faults
 from autopar.codegen.proof.draw_audit import Axes
+from autopar.codegen.proof.failure import failure_of
 from autopar.codegen.proof.given_script import GivenScript
-from autopar.codegen.proof.reference import task_of, train_alone
-from autopar.codegen.proof.script_rank import rank_file
+from autopar.codegen.proof.half_comparison import compared_in_half
+from autopar.codegen.proof.plain import Task, task_of
+from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
+from autopar.codegen.proof.reference import train_alone
+from autopar.codegen.proof.script_rank import Job
 from autopar.codegen.subject import model_spec
 from autopar.planner.cluster.units import bytes_text
-from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.planner.errors import InputError
 from autopar.planner.plan.plan import Plan
 
-LAST_LINES = 15  # of what a failed script printed
-_KILLED = re.compile(r"exitcode\s*: -9\b")  # of what torchrun says failed first
-_REFUSED = re.compile(r"^error: (.*)\n  fix: (.*)$", re.MULTILINE)  # as runtime.refusal has it
-_HUNG = re.compile(r"Timeout \(\d+:\d\d:\d\d")  # as faulthandler begins
-_TRACEBACK = "Traceback (most recent call last)"
+_RUNNING_AGAIN = ("recompute(", "checkpoint(")  # what a script calls for that
+MANY_FLOPS = 10**12  # of all steps in 16 bits: minutes
 LEAST_PATIENCE, SLOWER = 90.0, 5.0  # seconds, and times what one process takes, for each rank
 PROCESS_BYTES = 300 * 2**20  # of Python with torch, without any model
-STATE_BYTES = 32  # of a parameter in float64: itself, its gradient, the two moments of AdamW
+# Of a parameter in float64: itself, its gradient, AdamW's two moments, and what is kept to compare:
+# itself at the start and at the end, its gradient, and in fp32 the same of two trainings more.
+STATE_BYTES = 72
 
 
-class ScriptFailedError(AutoparError):
-    """A script that ended with an error."""
+def verify(
+    plan: Plan, folder: Path, script: GivenScript, *, steps: int, half_steps: int = 0
+) -> Comparison:
+    """Return how far a script is from one process of plain PyTorch.
 
-    exit_code = ExitCode.TRAINING_FAILED
-
-
-def verify(plan: Plan, folder: Path, script: GivenScript, *, steps: int) -> Comparison:
-    """Return how far a script is from one process, in float64: exactly, and in what it draws.
-
+    Both compute in float64: exactly, and in what they draw. A plan in 16 bits is compared in these,
+    too, for `half_steps`. Where layers run again, their draws are looked at on a pretended device.
     A relative path of the model file is seen from here, or else from `folder`.
     """
     task = replace(
         task_of(plan, model_spec(plan, folder), steps=steps),
         seed=script.seed,
-        clips=bool(script.clip_norm),
+        clip_norm=script.clip_norm,
         usual=script.usual,
     )
+    half_steps = steps_in_half(plan, half_steps, steps)
     begun = time.monotonic()
     expected = train_alone(task)
-    arranged = plan.arrangement
-    patience = LEAST_PATIENCE + SLOWER * arranged.ranks * (time.monotonic() - begun)
-    ranks = _trained_by_script(script, arranged.ranks, steps=steps, patience=patience)
-    axes = Axes(
-        pipeline=arranged.pipeline,
-        data=arranged.data,
-        tensor=arranged.tensor,
-        microbatches=arranged.microbatches,
+    half, notes = _trained_in_half(plan, task, half_steps)
+    ranks = plan.arrangement.ranks
+    patience = LEAST_PATIENCE + SLOWER * ranks * (time.monotonic() - begun)
+    kinds = {"exact": _words(steps, "float64")}
+    if half is not None:
+        kinds["half"] = _words(half_steps, half[0].dtype)
+    found = _trained_by_script(script, ranks, kinds, patience=patience)
+    comparison = compared(found["exact"], expected, axes_of(plan))
+    if half is not None:
+        comparison = replace(comparison, half=compared_in_half(found["half"], *half))
+    faults, more = _draws_again(plan, script) if expected.draws else ((), ())
+    return replace(comparison, faults=(*comparison.faults, *faults), notes=(*notes, *more))
+
+
+def steps_in_half(plan: Plan, asked: int, steps: int) -> int:
+    """Return how many steps are compared in 16 bits: fewer than asked for where they are long."""
+    if not plan.arrangement.precision.is_half:
+        return 0
+    return min(asked, max(steps, MANY_FLOPS // step_flops(plan)))
+
+
+def axes_of(plan: Plan) -> Axes:
+    """Return the axes of a plan's ranks."""
+    own = plan.arrangement
+    return Axes(
+        pipeline=own.pipeline, data=own.data, tensor=own.tensor, microbatches=own.microbatches
     )
-    return compared(ranks, expected, axes)
+
+
+def _words(steps: int, dtype: str) -> list[str]:
+    return ["--steps", str(steps), "--dtype", dtype, "--log-every", "1"]
+
+
+def _trained_in_half(
+    plan: Plan, task: Task, steps: int
+) -> tuple[tuple[PlainHalf, PlainHalf] | None, tuple[str, ...]]:
+    """Train in the plan's own 16 bits by plain PyTorch, if this CPU can; else tell why not."""
+    if not steps:
+        return None, ()
+    precision = plan.arrangement.precision
+    try:
+        return train_in_half(replace(task, steps=steps, dtype=precision.torch_name)), ()
+    except (RuntimeError, NotImplementedError) as error:
+        why = str(error).partition("\n")[0]
+        return None, (f"nothing is compared in {precision}: plain PyTorch on a CPU says {why}",)
+
+
+def _draws_again(plan: Plan, script: GivenScript) -> tuple[tuple[str, ...], tuple[str, ...]]:
+    """Return what layers that run again draw otherwise on a device, or why that is not known."""
+    text = script.path.read_text(encoding="utf-8")
+    if not any(word in text for word in _RUNNING_AGAIN):
+        return (), ()
+    arranged = plan.arrangement
+    first_of_stages = range(0, arranged.ranks, arranged.ranks // arranged.pipeline)
+    try:
+        return device_draw_faults(script.path, first_of_stages, arranged.ranks), ()
+    except RuntimeError as error:
+        why = str(error).strip().splitlines()[-2:]
+        told = f"what layers draw where they run again is not compared: {' '.join(why)}"
+        return (), (told,)
 
 
 def check_fits(plan: Plan, memory_bytes: int) -> None:
@@ -90,61 +142,32 @@ def step_flops(plan: Plan) -> int:
 
 
 def _trained_by_script(
-    script: GivenScript, ranks: int, *, steps: int, patience: float
-) -> list[RankTrained]:
+    script: GivenScript, ranks: int, kinds: Mapping[str, Sequence[str]], *, patience: float
+) -> dict[str, list[Any]]:
+    """Return what each rank has of each kind of training."""
     with TemporaryDirectory(prefix="autopar-verify-") as name:
-        place = Path(name)
-        own = ["--steps", str(steps), "--dtype", "float64", "--log-every", "1"]
-        limit = str(script.clip_norm or 0.0)
-        _run(ranks, script.path, [str(place), f"{patience:.0f}", limit, *own])
-        return [pickle.loads(rank_file(place, rank).read_bytes()) for rank in range(ranks)]
+        job = Job(
+            folder=Path(name),
+            patience_seconds=patience,
+            clip_norm=script.clip_norm,
+            exact=kinds["exact"],
+            in_half=kinds.get("half", ()),
+        )
+        _run(ranks, script.path, job)
+        return {
+            kind: [pickle.loads(job.left(kind, rank).read_bytes()) for rank in range(ranks)]
+            for kind in kinds
+        }
 
 
-def _run(ranks: int, script: Path, arguments: Sequence[str]) -> None:
+def _run(ranks: int, script: Path, job: Job) -> None:
     """Run script_rank by torchrun, on CPUs."""
+    job_file = job.folder / "job.pickle"
+    job_file.write_bytes(pickle.dumps(job))
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
-    module = ["-m", "autopar.codegen.proof.script_rank", str(script)]
-    command = [sys.executable, *torchrun, *module, *arguments]
+    module = ["-m", "autopar.codegen.proof.script_rank", str(script), str(job_file)]
+    command = [sys.executable, *torchrun, *module]
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.returncode:
         raise failure_of(done.stderr, ranks, script)
-
-
-def failure_of(printed: str, ranks: int, script: Path | None = None) -> ScriptFailedError:
-    """Return what failed, by what torchrun and the ranks have printed."""
-    if _KILLED.search(printed.partition("Root Cause")[2]):
-        return ScriptFailedError(
-            f"one of {ranks} processes was killed, as happens when memory runs out",
-            fix="verify a smaller model of the same file (autopar verify PLAN --arg layers=…), or "
-            "end what else takes memory",
-        )
-    if hung := _HUNG.search(printed):
-        inside = re.compile(rf'File "{re.escape(str(script))}", line (\d+) in (\w+)')
-        at = inside.search(printed, hung.end())
-        return ScriptFailedError(
-            f"the script stands still on {ranks} processes"
-            + (f": one of them waits in {at[2]}, line {at[1]}" if at else ""),
-            fix="look for a collective that only some of the ranks call, or for a stage that gives "
-            "other tensors than the next one takes",
-        )
-    if refusal := _REFUSED.search(printed):
-        return ScriptFailedError(f"the script refuses to run: {refusal[1]}", fix=refusal[2])
-    told = "\n".join(first_traceback(printed.strip().splitlines())[-LAST_LINES:])
-    return ScriptFailedError(f"the script failed on {ranks} processes:\n{told}")
-
-
-def first_traceback(lines: Sequence[str]) -> Sequence[str]:
-    """Return the first traceback of the rank that printed one first, or all lines.
-
-    Lines of other ranks may stand between its own; what it raised later is set off by an empty one.
-    """
-    at = next((i for i, line in enumerate(lines) if _TRACEBACK in line), None)
-    if at is None:
-        return lines
-    rank = lines[at].partition(_TRACEBACK)[0]
-    if not rank:  # before the ranks have met nothing tells their lines apart
-        frames = list(takewhile(lambda line: line.startswith(" "), lines[at + 1 :]))
-        return lines[at : at + len(frames) + 2]
-    own = (line for line in lines[at:] if line.startswith(rank.strip()))
-    return list(takewhile(lambda line: line.strip() != rank.strip(), own))

@@ -14,6 +14,7 @@ from autopar.planner.findings.steady_buffers import steady_buffers
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind
 from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.meaning import narrowed_buffers
 from autopar.planner.programs.layouts.cuts import Parts, parts_of
 
 
@@ -81,6 +82,14 @@ def once(plan: Plan) -> Source:
     found = steady_buffers(plan.graph) if plan.arrangement.microbatches > 1 else ()
     known = [one.name for one in plan.graph.buffers]
     return assigned("ONCE", numbered_tuple(outermost(found, known))) if found else Source()
+
+
+def half_buffers(plan: Plan) -> Source:
+    """Return the list of buffers that a plan in 16 bits has in 16 bits, though not so built."""
+    found = dict.fromkeys((one.name for one in narrowed_buffers(plan)), True)
+    names = patterns(found, [one.name for one in plan.graph.buffers])
+    meaning = "buffers in 16 bits too, for the model computes with them as they are"
+    return assigned("HALF_BUFFERS", tuple_of(*map(literal, names)), meaning) if found else Source()
 
 
 def _splits(plan: Plan, axes: Axes) -> Iterator[tuple[str, ParameterSplit]]:

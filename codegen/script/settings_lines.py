@@ -23,7 +23,7 @@ _DTYPE_WORDS = {
     Precision.BF16: _HALF_WORDS,
     Precision.FP16: _HALF_WORDS,
 }
-DTYPES = {Precision.FP32: "float32", Precision.BF16: "bfloat16", Precision.FP16: "float16"}
+
 _FEW = 8  # data ranks, each of whose rows a line has room for
 _ZERO_WORDS = {
     Zero.NONE: "every data rank holds whole parameters, gradients and optimizer states",
@@ -66,7 +66,7 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     yield Setting("CLIP_NORM", literal(CLIP_NORM), clipped)
     yield Setting("SEED", literal(0), "of weights, order of the data and dropout; --seed")
     precision = plan.arrangement.precision
-    yield Setting("DTYPE", literal(DTYPES[precision]), _DTYPE_WORDS[precision])
+    yield Setting("DTYPE", literal(precision.torch_name), _DTYPE_WORDS[precision])
     if scales_loss(plan):
         yield Setting("LOSS_SCALE", literal(2.0**15), "at first; halves when a gradient overflows")
         yield Setting("CALM_STEPS", literal(2000), "without overflow, and LOSS_SCALE doubles")

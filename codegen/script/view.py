@@ -27,7 +27,12 @@ from autopar.codegen.script.model_calls import (
     model_source,
 )
 from autopar.codegen.script.name_patterns import patterns
-from autopar.codegen.script.parameter_tables import once, parameter_tables, unread
+from autopar.codegen.script.parameter_tables import (
+    half_buffers,
+    once,
+    parameter_tables,
+    unread,
+)
 from autopar.codegen.script.prose import docstring
 from autopar.codegen.script.script_view import ScriptView
 from autopar.codegen.script.settings_lines import (
@@ -63,6 +68,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
     splits_loss, evaluates = opened.loss is not None, subject.file.build_eval_dataset is not None
     weighs = opened.valid_targets is not None and not opened.weighs_terms
     writing, unlearned, steady = writing_layers(plan, subject), unread(plan), once(plan)
+    narrowed = half_buffers(plan)
     return ScriptView(
         docstring=docstring(
             plan, destination.name, *(evaluation_notes(subject) if evaluates else ())
@@ -88,6 +94,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
             layer_lists(plan, subject, writing=writing),
             unlearned,
             steady,
+            narrowed,
             stages.stages,
             stages.ties,
         ),
@@ -248,6 +255,8 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield f"units=submodules({part}, LAYERS)"
     if arranged.compressed_gradients and arranged.data > 1:
         yield "compress=COMPRESS"
+    if half_buffers(plan):
+        yield "half_buffers=HALF_BUFFERS"
     if synchronises_batch_norms(plan):
         yield "sync_batch_norm=SYNC_BATCH_NORM"
 

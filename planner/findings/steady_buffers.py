@@ -8,9 +8,10 @@ from autopar.planner.ops import Op, Origin
 
 
 def steady_buffers(graph: Graph) -> tuple[str, ...]:
-    """Return the buffers that the forward writes without regard to rows, and reads.
+    """Return the buffers that the forward writes without regard to rows.
 
-    Each microbatch would write them again: a count of steps would run ahead.
+    Each microbatch would write them again: a count of steps would run ahead. The count of a batch
+    norm is none of them: its statistics are those of each microbatch.
     """
     of_parts = all_of_parts(graph)
     steady = {buffer.name for buffer in graph.buffers}
@@ -18,15 +19,10 @@ def steady_buffers(graph: Graph) -> tuple[str, ...]:
     for op in graph.ops:
         own = written_buffers(op, graph)
         written |= own
-        if any(of_parts[name] is not Follows.ALIKE for name in op.inputs):
+        is_of_norm = op.call in graph.calls and graph.calls[op.call].is_batch_norm
+        if is_of_norm or any(of_parts[name] is not Follows.ALIKE for name in op.inputs):
             steady -= own
-    read = {
-        graph.tensors[name].storage
-        for op in graph.ops
-        for name in op.inputs
-        if graph.tensors[name].storage not in written_buffers(op, graph)
-    }
-    return tuple(one.name for one in graph.buffers if one.name in steady & written & read)
+    return tuple(one.name for one in graph.buffers if one.name in steady & written)
 
 
 def written_buffers(op: Op, graph: Graph) -> set[str]:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch import Tensor
 
 from autopar.planner.errors import AutoparError, InputError, TraceError
 from autopar.planner.graph import Graph
@@ -17,6 +19,8 @@ from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
 from autopar.planner.trace.expected_rows import with_expected_rows
 from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
+from autopar.planner.trace.held_types import wide_buffers
+from autopar.planner.trace.narrowing import traced_with_few
 from autopar.planner.trace.surroundings.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.symbols import RowsInNumberError
 from autopar.planner.trace.values import CannotReplayError
@@ -56,12 +60,19 @@ def trace(
     *,
     precision: Precision = Precision.FP32,
     batch_size: int = TRACED_BATCH,
+    like: Graph | None = None,
 ) -> Graph:
-    """Trace one training step, from the batch to the loss, for every batch size at once."""
+    """Trace one training step, from the batch to the loss, for every batch size at once.
+
+    A model that has been traced on another batch has the buffers in 16 bits that it had then.
+    """
     if not precision.is_half:
         return _traced(model_file, batch_size, _WAYS)
+    in_half = partial(_traced, model_file, batch_size, _HALF_WAYS)
     try:
-        return _traced(model_file, batch_size, _HALF_WAYS)
+        if like is not None:
+            return in_half([one.name for one in like.buffers if one.narrowed])
+        return traced_with_few(in_half, wide=partial(_wide_buffers, model_file, batch_size))
     except ModelMovedError:
         raise
     except (InputError, TraceError) as error:
@@ -71,7 +82,17 @@ def trace(
         return graph
 
 
-def _traced(model_file: ModelFile, batch_size: int, ways: Sequence[_Way]) -> Graph:
+def _wide_buffers(model_file: ModelFile, batch_size: int) -> Mapping[str, Tensor]:
+    for device in ("meta", "cpu"):
+        with suppress(InputError, TraceError):
+            subject = build(model_file, device=device, dtype=None, batch_size=batch_size)
+            return wide_buffers(subject.model)
+    return {}
+
+
+def _traced(
+    model_file: ModelFile, batch_size: int, ways: Sequence[_Way], narrowed: Collection[str] = ()
+) -> Graph:
     failures: list[AutoparError] = []
     size_bytes = 0
     for way in ways:
@@ -80,7 +101,11 @@ def _traced(model_file: ModelFile, batch_size: int, ways: Sequence[_Way]) -> Gra
         for is_noticed in (False, True):
             try:
                 subject = build(
-                    model_file, device=way.device, dtype=way.dtype, batch_size=batch_size
+                    model_file,
+                    device=way.device,
+                    dtype=way.dtype,
+                    batch_size=batch_size,
+                    narrowed=narrowed,
                 )
                 size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
                 graph = _graph(subject, is_noticed=is_noticed, is_half=way.dtype is torch.bfloat16)
@@ -102,7 +127,7 @@ def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision
     if rows is None or graph.fixed_batch in (None, rows):
         return graph
     try:
-        return trace(model_file, precision=precision, batch_size=rows)
+        return trace(model_file, precision=precision, batch_size=rows, like=graph)
     except (InputError, TraceError):  # the number itself stands in the model's code
         return graph
 

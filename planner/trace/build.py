@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
 from keyword import iskeyword
@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.without_memory import with_memory, without_memory
+from autopar.planner.trace.held_types import cast_tensors, wide_buffers
 from autopar.planner.trace.model_checks import check_model, own_dtype
 
 # Prime and above two: a size that equals the batch by chance is unlikely, and torch
@@ -74,6 +75,7 @@ class Subject:
     batch_size: int
     path: Path
     model_dtype: torch.dtype
+    narrowed: frozenset[str] = frozenset()  # buffers that were cast to it, in 16 bits
 
     @property
     def model(self) -> nn.Module:
@@ -82,19 +84,30 @@ class Subject:
 
 
 def build(
-    model_file: ModelFile, *, device: str, dtype: torch.dtype | None, batch_size: int
+    model_file: ModelFile,
+    *,
+    device: str,
+    dtype: torch.dtype | None,
+    batch_size: int,
+    narrowed: Collection[str] = (),
 ) -> Subject:
     """Build the model on a device ("meta" takes no memory) and check it and its batch.
 
     With a dtype, everything of the model's own floating type is cast to it, unless the batch holds
-    float64: among float64 weights it would not be seen that the two do not match.
+    float64: among float64 weights it would not be seen that the two do not match. With one of 16
+    bits parameters are cast, as scripts do, and of buffers those that `narrowed` names.
     """
     model = _model(model_file, device)
     own = own_dtype(model)
     raw = _batch(model_file, batch_size)
     keys = _accepted(model, raw, has_loss=model_file.loss is not None, path=model_file.path)
     if dtype is not None and own is torch.float32 and not _has_float64(raw):
-        model, own = model.to(dtype), dtype
+        own = dtype
+        is_half = dtype.itemsize < torch.float32.itemsize
+        cast_tensors(model.parameters(), dtype)
+        cast_tensors(() if is_half else model.buffers(), dtype)
+    wide = wide_buffers(model)
+    cast_tensors((wide[name] for name in narrowed), own)
     batch = {key: _placed(value, device, own) for key, value in raw.items()}
     return Subject(
         step=Step(model, model_file.loss, keys, path=model_file.path),
@@ -102,6 +115,7 @@ def build(
         batch_size=batch_size,
         path=model_file.path,
         model_dtype=own,
+        narrowed=frozenset(narrowed),
     )
 
 

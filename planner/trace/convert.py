@@ -69,7 +69,7 @@ class _Converter:
         self.autocast_at = ""
         self.was_noticed = exported.was_noticed
         self.loss_at = defined_at(exported.subject.step.loss)
-        self.names = ModelNames(exported.subject.model)
+        self.names = ModelNames(exported.subject.model, exported.subject.narrowed)
         self.symbols = Symbols(fixed_batch=exported.fixed_batch)
         self.ledger = Ledger(self.symbols, exported.subject.model_dtype)
         self.values = Values(exported, self.names, self.ledger)

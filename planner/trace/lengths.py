@@ -42,6 +42,7 @@ def with_other_lengths(
                 replace(file, example_batch=partial(_resized, file, sizes)),
                 precision=precision,
                 batch_size=graph.fixed_batch or TRACED_BATCH,
+                like=graph,
             )
         except (InputError, TraceError):
             continue

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
@@ -18,8 +18,8 @@ TypeOf = Callable[[torch.dtype], str]
 class ModelNames:
     """Looks up canonical names; the exporter may report any alias of a tied weight."""
 
-    def __init__(self, model: nn.Module) -> None:
-        self._model = model
+    def __init__(self, model: nn.Module, narrowed: Collection[str] = ()) -> None:
+        self._model, self._narrowed = model, narrowed
         self._parameters = dict(model.named_parameters(remove_duplicate=False))
         self._buffers = dict(model.named_buffers(remove_duplicate=False))
         self._first: dict[int, str] = {}
@@ -75,6 +75,7 @@ class ModelNames:
                 dtype=dtype(buffer.dtype),
                 persistent=name in persistent,
                 updated=name in written,
+                narrowed=name in self._narrowed,
             )
             for name, buffer in self._buffers.items()
             if self._first[id(buffer)] == name

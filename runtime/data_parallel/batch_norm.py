@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 from torch.nn.modules._functions import SyncBatchNorm as CudaSyncBatchNorm
-from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
 from autopar.runtime.model.own_forward import class_with_forward
@@ -30,23 +31,24 @@ def synchronise_batch_norms(module: nn.Module, axis: Axis) -> None:
             child.__dict__["axis"] = axis
 
 
-def widen_batch_norms(module: nn.Module) -> None:
-    """Have batch norms with weights in 16 bits compute with them in fp32, as their statistics are.
+def widen_norms(module: nn.Module) -> None:
+    """Have norms with running statistics compute with their 16-bit weights in fp32, as those are.
 
     That is what kernels take beside input in 16 bits: CPUs nothing else, cudnn nothing as fast.
     """
     for child in module.modules():
-        if isinstance(child, _BatchNorm) and not isinstance(child, (_Synchronised, _Widened)):
+        keeps = isinstance(child, _BatchNorm) or getattr(child, "track_running_stats", False)
+        if isinstance(child, _NormBase) and keeps and not isinstance(child, _ALREADY):
             kind = class_with_forward(child)
             child.__class__ = type(f"Widened{kind.__name__}", (_Widened, kind), {})
 
 
 class _Asked(TorchFunctionMode):
-    """Lets a norm's own forward run, and does otherwise what that asks `functional.batch_norm`."""
+    """Lets a norm's own forward run, and does otherwise what that asks of a function of torch's."""
 
-    def __init__(self, normalised: Callable[..., Tensor]) -> None:
+    def __init__(self, asked: Mapping[Callable[..., Any], Callable[..., Tensor]]) -> None:
         super().__init__()
-        self.normalised = normalised
+        self.asked = asked
 
     def __torch_function__(
         self,
@@ -55,30 +57,37 @@ class _Asked(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:
-        is_asked = func is functional.batch_norm
-        return (self.normalised if is_asked else func)(*args, **(kwargs or {}))
+        asked: Callable[..., Any] = self.asked.get(func, func)
+        return asked(*args, **(kwargs or {}))
 
 
-class _Widened(_BatchNorm):
-    """A batch norm whose weights are in fp32 while it computes."""
+class _Widened(_NormBase):
+    """A norm whose weights are in fp32 while it computes."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Do what the norm's class does."""
-        with _Asked(_widened):
+        with _Asked(_WIDENED):
             return super().forward(*args, **kwargs)
 
 
-def _widened(
-    input: Tensor,  # noqa: A002  as torch calls it
-    mean: Tensor | None,
-    variance: Tensor | None,
-    weight: Tensor | None = None,
-    bias: Tensor | None = None,
-    *args: Any,
-    **kwargs: Any,
-) -> Tensor:
-    weight, bias = (None if one is None else one.float() for one in (weight, bias))
-    return functional.batch_norm(input, mean, variance, weight, bias, *args, **kwargs)
+def _widened(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def widened(
+        input: Tensor,  # noqa: A002  as torch calls it
+        running_mean: Tensor | None,
+        running_var: Tensor | None,
+        weight: Tensor | None = None,
+        bias: Tensor | None = None,
+        *args: Any,
+        **kwargs: Any,
+    ) -> Tensor:
+        weight, bias = (None if one is None else one.float() for one in (weight, bias))
+        return function(input, running_mean, running_var, weight, bias, *args, **kwargs)
+
+    return widened
+
+
+_FUNCTIONS = (functional.batch_norm, functional.instance_norm)
+_WIDENED = MappingProxyType({function: _widened(function) for function in _FUNCTIONS})
 
 
 class _Synchronised(_BatchNorm):
@@ -88,7 +97,7 @@ class _Synchronised(_BatchNorm):
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Do what the norm's class does, in training by the statistics of the whole axis."""
-        with _Asked(self._normalised):
+        with _Asked({functional.batch_norm: self._normalised}):
             return super().forward(*args, **kwargs)
 
     def _normalised(
@@ -114,6 +123,9 @@ class _Synchronised(_BatchNorm):
             output = _Normalise.apply(input, weight, bias, *arguments)  # type: ignore[no-untyped-call]
         assert isinstance(output, Tensor)
         return output
+
+
+_ALREADY = (_Synchronised, _Widened)
 
 
 def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:

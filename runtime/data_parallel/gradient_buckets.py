@@ -29,7 +29,9 @@ class GradientBuckets:
         *,
         bucket_bytes: int,
         apart: Sequence[Collection[str]] = (),
+        half: torch.dtype | None = None,
     ) -> None:
+        self.half = half  # the type that the parameters have while the module computes
         self.sync = True  # False while microbatches only accumulate
         self.finishes_with_backward = True  # a pipeline stage ends the reduction itself
         self.buckets: tuple[Bucket, ...] = ()
@@ -41,17 +43,21 @@ class GradientBuckets:
         self._finish_is_queued = False
         self._is_attached = False
         # Until the first forward, parameters may still be replaced (built on the meta device).
-        self._first_forward = module.register_forward_pre_hook(lambda made, _: self.attach(made))
+        self._first_forward = module.register_forward_pre_hook(lambda made, _: self._begin(made))
+
+    def _begin(self, module: nn.Module) -> None:
+        self._first_forward.remove()
+        self.attach(module)
+        self.narrow()  # if no optimizer was built, which does so
 
     def attach(self, module: nn.Module) -> None:
         """Watch the parameters that the module has now; the first call counts."""
         if self._is_attached:
             return
         self._is_attached = True
-        self._first_forward.remove()
         self.trainable = {n: p for n, p in module.named_parameters() if p.requires_grad}
         for parameter in self.trainable.values():
-            if parameter.dtype in HALF_DTYPES:
+            if self.half is not None or parameter.dtype in HALF_DTYPES:
                 parameter.grad_dtype = torch.float32
         if self.averaging.ranks == 1:
             return
@@ -67,6 +73,19 @@ class GradientBuckets:
             for place in range(len(bucket.parameters)):
                 self._watch(bucket, place)
         self._reset()
+
+    def narrow(self) -> dict[int, Tensor]:
+        """Give the watched parameters the 16 bits to compute in.
+
+        Return what they held in fp32, by their ids: the optimizer goes on from that.
+        """
+        if self.half is None:
+            return {}
+        wide = [one for one in self.trainable.values() if one.dtype != self.half]
+        held = {id(parameter): parameter.detach() for parameter in wide}
+        for parameter in wide:
+            parameter.data = parameter.data.to(self.half)
+        return held
 
     @property
     def buffers(self) -> tuple[Tensor, ...]:

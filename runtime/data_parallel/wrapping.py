@@ -5,19 +5,19 @@ from __future__ import annotations
 import warnings
 from collections import Counter
 from collections.abc import Collection, Sequence
-from typing import Any, TypeGuard
+from typing import TypeGuard
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.nn.modules.batchnorm import _BatchNorm
 
 from autopar.runtime.data_parallel.averaging import Averaging
-from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_batch_norms
+from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_norms
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel.direct_calls import run_hooks
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
+from autopar.runtime.data_parallel.half_precision import compute_in, narrow_frozen
 from autopar.runtime.data_parallel.marks import carried_marks
 from autopar.runtime.ranks.mesh import ALONE, Mesh
 
@@ -32,6 +32,7 @@ def wrap(
     units: Sequence[nn.Module] = (),
     compute_dtype: torch.dtype | None = None,
     compress: bool = False,
+    half_buffers: Collection[str] = (),
     sync_batch_norm: bool = False,
 ) -> nn.Module:
     """Give a module data parallelism in place and return it; names stay as they are.
@@ -48,7 +49,9 @@ def wrap(
     would cost its latency.
 
     compute_dtype bf16 or fp16: parameters and activations in 16 bits, gradients and the optimizer's
-    copy in fp32. compress: gradients travel in 16 bits.
+    copy in fp32. Parameters that learn stay in fp32 until `build_optimizer` has taken that. Buffers
+    keep their types, but for those that `half_buffers` names. compress: gradients travel in 16
+    bits.
     """
     half = compute_dtype if compute_dtype in HALF_DTYPES else None
     if compute_dtype is torch.float32:
@@ -57,22 +60,28 @@ def wrap(
     if sync_batch_norm:
         synchronise_batch_norms(module, mesh.data)
     if half is not None:
-        _cast_buffers(module, half)
-        widen_batch_norms(module)
+        compute_in(module, half, buffers=half_buffers, takes_received=mesh.pipeline.size > 1)
+        widen_norms(module)
     if zero >= 2 and mesh.data.size > 1:
         _lay_in_order(module)
         # Planning has found who writes into what layers return, and has these return no views.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view")
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=wire_dtype or _wide(half))
+        policy = MixedPrecisionPolicy(
+            param_dtype=half,
+            reduce_dtype=wire_dtype or (None if half is None else torch.float32),
+            cast_forward_inputs=False,  # a layer may be given fp32: angles of a rotary embedding
+        )
         with carried_marks(module):
             _shard(module, mesh, units, policy=policy, frees_after_forward=zero == 3)
         object.__setattr__(module, "gathers_once", zero == 2)
         return module
     if half is not None:
-        _compute_in(module, half)
+        narrow_frozen(module, half)
     if half is not None or mesh.data.size > 1:
         averaging = _averaging(mesh, zero=zero, wire_dtype=wire_dtype)
-        buckets = GradientBuckets(module, averaging, bucket_bytes=bucket_bytes, apart=apart)
+        buckets = GradientBuckets(
+            module, averaging, bucket_bytes=bucket_bytes, apart=apart, half=half
+        )
         object.__setattr__(module, "gradient_buckets", buckets)
     return module
 
@@ -161,35 +170,3 @@ def _widen(module: nn.Module) -> None:
     own = {parameter.dtype for parameter in module.parameters() if parameter.is_floating_point()}
     if own and own.issubset(HALF_DTYPES):
         module.to(torch.float32)
-
-
-def _compute_in(module: nn.Module, half: torch.dtype) -> None:
-    """Hold the parameters in 16 bits and take floating inputs in them."""
-    for parameter in module.parameters():
-        if parameter.is_floating_point():
-            parameter.data = parameter.data.to(half)
-
-    def cast_inputs(_: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        return tuple(_cast(arg, half) for arg in args), {
-            name: _cast(arg, half) for name, arg in kwargs.items()
-        }
-
-    module.register_forward_pre_hook(cast_inputs, with_kwargs=True)
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    return value.to(dtype) if isinstance(value, Tensor) and value.is_floating_point() else value
-
-
-def _cast_buffers(module: nn.Module, half: torch.dtype) -> None:
-    """Hold buffers (rotary tables, masks) in 16 bits too, save running statistics."""
-    for child in module.modules():
-        if not isinstance(child, _BatchNorm):
-            for name, buffer in child._buffers.items():
-                if buffer is not None and buffer.is_floating_point():
-                    child._buffers[name] = buffer.to(half)
-
-
-def _wide(half: torch.dtype | None) -> torch.dtype | None:
-    """Return the dtype in which gradients are summed: fp32 where parameters compute in 16 bits."""
-    return None if half is None else torch.float32

@@ -25,7 +25,7 @@ from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.chunks import whole
-from autopar.runtime.weights.initial_weights import Recipe
+from autopar.runtime.weights.beginning import Begun
 
 CONFIG = "config.json"
 
@@ -34,7 +34,7 @@ CONFIG = "config.json"
 def export(
     parts: Sequence[nn.Module],
     optimizer: Optimizer,
-    recipe: Recipe,
+    begun: Begun,
     to: Destination | None,
     mesh: Mesh,
 ) -> None:
@@ -42,14 +42,15 @@ def export(
 
     The first rank writes. It is sent one tensor at a time, so no rank ever holds the whole model.
     Types are those that the model was built in, of fp32 copies where the training has them: a
-    person who built a model in fp32 and trains it in 16 bits gets what the optimizer has.
+    person who built a model in fp32 and trains it in 16 bits gets what the optimizer has. Weights
+    that are frozen, of which the training has 16 bits, are what they began with.
     """
     if to is None:
         return
-    exported = exported_of(parts, recipe.dtypes, mesh)
+    exported = exported_of(parts, begun.recipe.dtypes, mesh)
     holdings = [one for one in weights_held(parts, optimizer) if one.key in exported]
     owned = owners(holdings, mesh)
-    whole_model = _Whole(owned, Here(holdings), exported, recipe, mesh)
+    whole_model = _Whole(owned, Here(holdings), exported, begun, mesh)
     entries = whole_model.entries
     try:
         if mesh.rank == 0:
@@ -58,6 +59,8 @@ def export(
             if to.is_folder and is_config_free:
                 _write_config(to.path / CONFIG, parts[0])
             say(f"the trained weights are {told(to, entries)}")
+            if whole_model.rounded:
+                say(_note_rounded(whole_model.rounded))
         else:
             for one in entries:
                 whole_model.gathered(one)
@@ -76,12 +79,13 @@ class _Whole:
         owned: Sequence[Owned],
         here: Here,
         exported: Mapping[str, Exported],
-        recipe: Recipe,
+        begun: Begun,
         mesh: Mesh,
     ) -> None:
+        self.rounded: list[str] = []  # names of what no one knows more exactly any more
         self._owned = {key: list(own) for key, own in groupby(owned, key=lambda one: one.key)}
         self._here, self._exported = here, exported
-        self._recipe, self._mesh = recipe, mesh
+        self._begun, self._mesh = begun, mesh
 
     @property
     def entries(self) -> list[Entry]:
@@ -124,16 +128,24 @@ class _Whole:
     def _as_built(self, full: Tensor, entry: Entry) -> Tensor:
         """Return a tensor in the type that the constructor gave it.
 
-        A constant table of which a training in 16 bits has a rounded copy is made anew.
+        What the training has rounded to 16 bits and not changed is as it was in the beginning.
         """
-        if full.dtype in HALF_DTYPES and entry.dtype is torch.float32:
-            made = self._recipe.make(entry.name)
-            if made.shape == full.shape and torch.equal(made.to(full.dtype), full):
-                return made
+        if full.dtype in HALF_DTYPES and entry.dtype.itemsize > full.dtype.itemsize:
+            for made in self._begun.values((entry.name, *self._exported[entry.name].aliases)):
+                if made.shape == full.shape and torch.equal(made.to(full.dtype), full):
+                    return made.to(entry.dtype)
+            self.rounded.append(entry.name)
         return full.to(entry.dtype)
 
     def _dtype(self, one: Owned) -> torch.dtype:
         return export_dtype(one.dtype, self._exported[one.key].dtype)
+
+
+def _note_rounded(names: Sequence[str]) -> str:
+    return (
+        f"note: {len(names)} frozen weights ({', '.join(names[:4])}{', …' * (len(names) > 4)}) are "
+        "exported as the training has them, in 16 bits: give the --weights that they came from"
+    )
 
 
 def _write_config(path: Location, root: nn.Module) -> None:

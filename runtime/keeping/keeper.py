@@ -45,6 +45,7 @@ from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.model_source import note_device
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import give_up
+from autopar.runtime.weights.beginning import Begun
 from autopar.runtime.weights.initial_weights import Recipe
 
 FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
@@ -177,7 +178,8 @@ class Keeper:
         if self._export is not None and (told := self._broken()) is not None:
             self._refuse_broken(self._last_step, told)
             self._export = None
-        export(self._parts, self._optimizer, self._recipe, self._export, self._mesh)
+        begun = Begun(self._recipe, self._options.weights)
+        export(self._parts, self._optimizer, begun, self._export, self._mesh)
         self._metrics.add(event=Event.FINISHED, step=self._last_step)
 
     def _go_on(

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, AdamW, Optimizer
 
@@ -38,9 +38,11 @@ def build_optimizer(
     """Build an optimizer so that it steps what this rank holds of the modules.
 
     Where parameters are 16-bit, sharded, or their states are to be sharded (zero 1), the optimizer
-    is given pieces in their place: fp32 masters and flat slices of plain tensors. Gradients reach
-    the pieces before a step and new values leave them after it; schedulers and param_groups are
-    the user's own, and so are learning rates where no `lr` takes the place of all.
+    is given pieces in their place: fp32 masters and flat slices of plain tensors. Masters hold what
+    the constructor or the file has: parameters are rounded to 16 bits here, after the factory has
+    seen them in fp32. Gradients reach the pieces before a step and new values leave them after it;
+    schedulers and param_groups are the user's own, and so are learning rates where no `lr` takes
+    the place of all.
     """
     parameters = {id(one): one for part in model_parts for one in part.parameters()}
     trainable = [parameter for parameter in parameters.values() if parameter.requires_grad]
@@ -66,6 +68,7 @@ def _use_pieces(
 ) -> None:
     """Have the optimizer step pieces where it cannot step the parameters themselves."""
     shards_states = zero == 1 and mesh.shard.size > 1
+    masters = {} if shards_states else _narrowed(model_parts)
     if not shards_states and all(_is_plain(parameter) for parameter in trainable):
         return
     if type(optimizer).__name__ in NEED_WHOLE_PARAMETERS and (
@@ -78,7 +81,18 @@ def _use_pieces(
     if shards_states:
         _step_shards(optimizer, trainable, _flat_shards(model_parts))
     else:
-        _exchange(optimizer, trainable, local_pieces(trainable))
+        _exchange(optimizer, trainable, local_pieces(trainable, masters))
+
+
+def _narrowed(model_parts: Sequence[nn.Module]) -> dict[int, Tensor]:
+    """Give parameters the 16 bits to compute in; return what they held in fp32, by their ids."""
+    masters: dict[int, Tensor] = {}
+    for part in model_parts:
+        buckets = buckets_of(part)
+        if buckets is not None and buckets.half is not None:
+            buckets.attach(part)
+            masters |= buckets.narrow()
+    return masters
 
 
 def _flat_shards(model_parts: Sequence[nn.Module]) -> tuple[FlatShard, ...]:

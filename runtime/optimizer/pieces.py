@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
@@ -87,19 +88,27 @@ def state_of(piece: Piece, value: Any) -> Any:
     return value
 
 
-def local_pieces(parameters: Iterable[nn.Parameter]) -> tuple[LocalPiece, ...]:
-    """Return a piece per parameter: its local shard, as an fp32 master where it is 16-bit."""
+def local_pieces(
+    parameters: Iterable[nn.Parameter], masters: Mapping[int, Tensor]
+) -> tuple[LocalPiece, ...]:
+    """Return a piece per parameter: its local shard, or the fp32 master that its id has."""
     pieces = []
     for parameter in parameters:
         place = local_tensor(parameter.detach())
         if place.numel():
-            pieces.append(LocalPiece(parameter=parameter, target=target_of(place)))
+            master = masters.get(id(parameter))
+            target = target_of(place, place) if master is None else nn.Parameter(master)
+            pieces.append(LocalPiece(parameter=parameter, target=target))
     return tuple(pieces)
 
 
-def target_of(place: Tensor) -> nn.Parameter:
-    """Return a parameter in the memory of a tensor, or an fp32 copy of it where it is 16-bit."""
-    return nn.Parameter(place.float() if place.dtype in HALF_DTYPES else place)
+def target_of(place: Tensor, held: Tensor) -> nn.Parameter:
+    """Return a parameter in the memory of a tensor, or where it is 16-bit an fp32 one of its own.
+
+    `held` are the numbers of the latter, which may be more exact than those of the tensor.
+    """
+    is_half = place.dtype in HALF_DTYPES
+    return nn.Parameter(held.to(torch.float32, copy=True) if is_half else place)
 
 
 def local_tensor(tensor: Tensor) -> Tensor:

@@ -48,7 +48,7 @@ def shard_parameters_flat(buckets: GradientBuckets) -> tuple[FlatShard, ...]:
     The cut goes through parameters, so every rank holds the same share of the states to the
     element; optimizers that work element by element do not notice.
     """
-    return tuple(_flat_shard(bucket) for bucket in buckets.buckets)
+    return tuple(_flat_shard(bucket, buckets.half) for bucket in buckets.buckets)
 
 
 def gather_parameters(shards: Iterable[FlatShard]) -> None:
@@ -64,22 +64,22 @@ def forget_gradients(shards: Iterable[FlatShard]) -> None:
         shard.bucket.forget()
 
 
-def _flat_shard(bucket: Bucket) -> FlatShard:
+def _flat_shard(bucket: Bucket, half: torch.dtype | None) -> FlatShard:
+    """Lay the parameters of a bucket end to end, in 16 bits where the module computes in these."""
     first = bucket.parameters[0]
-    buffer = torch.zeros(bucket.elements, dtype=first.dtype, device=first.device)
-    for parameter, view in zip(bucket.parameters, laid_out(buffer, bucket.parameters), strict=True):
-        view.copy_(parameter.detach())
-        parameter.data = view
+    buffer = torch.zeros(bucket.elements, dtype=half or first.dtype, device=first.device)
+    spans = {span.place: span for span in bucket.spans}
     pieces = []
-    for span in bucket.spans:
-        place = span.of(buffer)
-        pieces.append(
-            FlatPiece(
-                parameter=bucket.parameters[span.place],
-                target=target_of(place),
-                place=place,
-                bucket=bucket,
-                span=span,
+    views = laid_out(buffer, bucket.parameters)
+    for number, (parameter, view) in enumerate(zip(bucket.parameters, views, strict=True)):
+        held = parameter.detach()
+        view.copy_(held)
+        parameter.data = view
+        if number in spans:
+            span = spans[number]
+            place = span.of(buffer)
+            target = target_of(place, held.reshape(-1)[span.start : span.stop])
+            pieces.append(
+                FlatPiece(parameter=parameter, target=target, place=place, bucket=bucket, span=span)
             )
-        )
     return FlatShard(bucket=bucket, buffer=buffer, pieces=tuple(pieces))

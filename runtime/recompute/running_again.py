@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from contextlib import AbstractContextManager, contextmanager
-from functools import partial, wraps
+from functools import partial, reduce, wraps
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -17,12 +17,13 @@ from torch.utils.checkpoint import (
 )
 
 from autopar.runtime.model.own_forward import OUTERMOST, class_with_forward
+from autopar.runtime.recompute.drawing_again import DrawnNumbers
 from autopar.runtime.recompute.given_objects import run_alike
 from autopar.runtime.recompute.written_buffers import WrittenBuffers
 from autopar.runtime.tensor.lengths import remembered
 
 Mode: TypeAlias = Literal["none", "selective", "full"]
-Policy: TypeAlias = Callable[..., CheckpointPolicy]
+IsKept: TypeAlias = Callable[[Any], bool]
 
 MATMULS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 ATTENTION = (
@@ -45,8 +46,8 @@ def recompute(
     if mode == "none":
         return
     module.__class__ = class_with_forward(module)
-    policy = partial(_policy, frozenset(keep)) if mode == "selective" else None
-    contexts = partial(_contexts, WrittenBuffers(module), policy)
+    is_kept = partial(_is_kept, frozenset(keep)) if mode == "selective" else None
+    contexts = partial(_contexts, WrittenBuffers(module), is_kept)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         # Of the class that the instance has by then: batch norms may take a synchronised one.
@@ -57,7 +58,14 @@ def recompute(
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         run, args, kwargs = run_alike(forward, args, kwargs)
-        return checkpoint(run, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+        return checkpoint(
+            run,
+            *args,
+            use_reentrant=False,
+            preserve_rng_state=False,  # `contexts` do that, for keywords and kept ops too
+            context_fn=contexts,
+            **kwargs,
+        )
 
     module.forward = recomputed
     module.__dict__[OUTERMOST] = True
@@ -69,15 +77,17 @@ def recomputes(module: nn.Module) -> bool:
 
 
 def _contexts(
-    buffers: WrittenBuffers, policy: Policy | None
+    buffers: WrittenBuffers, is_kept: IsKept | None
 ) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
     """Return what surrounds the forward, and what surrounds it when it runs again."""
+    numbers = DrawnNumbers()
     first, again = buffers.contexts()
-    again = _both(remembered()(), again)
-    if policy is None:
-        return first, _both(_Stopping(), again)
-    keeping, kept = create_selective_checkpoint_contexts(policy)  # type: ignore[no-untyped-call]
-    return _both(first, keeping), _both(_Stopping(), _both(again, kept))
+    again = reduce(_both, (_Stopping(), numbers.again(), remembered()(), again))
+    if is_kept is None:
+        return first, again
+    keeping, kept = create_selective_checkpoint_contexts(partial(_policy, is_kept))  # type: ignore[no-untyped-call]
+    numbers.follow(keeping, kept, is_kept)
+    return _both(first, keeping), _both(again, kept)
 
 
 @contextmanager
@@ -108,10 +118,12 @@ def _is_stop(error: BaseException | None) -> bool:
     return error is not None
 
 
-def _policy(keep: frozenset[str], _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+def _policy(is_kept: IsKept, _: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
     """Say for one op of the forward whether its result is kept."""
     del args, kwargs
+    return CheckpointPolicy.MUST_SAVE if is_kept(op) else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def _is_kept(keep: Collection[str], op: Any) -> bool:
     namespace, _, name = op.name().partition("::")
-    if namespace == "aten" and name.partition(".")[0] in keep:
-        return CheckpointPolicy.MUST_SAVE
-    return CheckpointPolicy.PREFER_RECOMPUTE
+    return namespace == "aten" and name.partition(".")[0] in keep

@@ -29,6 +29,7 @@ from autopar.runtime.tensor.shards import (
     places,
 )
 from autopar.runtime.weights.filling import Source, fill
+from autopar.runtime.weights.float64 import in_float64
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.recording.digests import digest_of, digest_of_value
 from autopar.runtime.weights.recording.left_over import make_real, new_objects_apart
@@ -104,7 +105,7 @@ def record(
     """
     with unset_fake_temporarily():  # of a dry run: the constructor may read numbers
         model, recipe = _record(factory, seed)
-    return (model.to(dtype) if dtype is torch.float64 else model), recipe
+    return (in_float64(model) if dtype is torch.float64 else model), recipe
 
 
 def _record(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recipe]:

@@ -38,7 +38,7 @@ def load_safetensors(
     """
     aliases, left = group_aliases(places(model)), list[str]()
     with ExitStack() as files:
-        stored = dict(_open(folder, files))
+        stored = dict(opened(folder, files))
         spared = [_is_spared(model, group, may_lack) for group in aliases]
         _check_all_there(
             model,
@@ -100,7 +100,7 @@ def note_unused(folder: Location, names: Collection[str], mesh: Mesh) -> None:
     if mesh.rank != 0:
         return
     with ExitStack() as files:
-        stored = sorted(dict(_open(folder, files)))
+        stored = sorted(dict(opened(folder, files)))
     unused = [name for name in stored if name not in names]
     if unused:
         print(
@@ -111,7 +111,7 @@ def note_unused(folder: Location, names: Collection[str], mesh: Mesh) -> None:
         )
 
 
-def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
+def opened(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
     """Find which file holds which tensor."""
     from safetensors import SafetensorError
 

@@ -7,10 +7,12 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, RankTrained, assembled, compared
-from autopar.codegen.proof.draw_audit import Axes
-from autopar.codegen.proof.reference import Trained, task_of
+from autopar.codegen.proof.comparison import Comparison, RankTrained, compared
+from autopar.codegen.proof.held import assembled
+from autopar.codegen.proof.plain import task_of
+from autopar.codegen.proof.reference import Trained
 from autopar.codegen.proof.script_rank import run_script
+from autopar.codegen.proof.verification import axes_of
 from autopar.planner.plan.plan import Plan
 from tests.codegen.normed_apart import parts_normed, train_normed_apart
 from tests.runtime.processes import run_on_ranks
@@ -24,14 +26,6 @@ def compare(
     (expected,) = run_on_ranks(train_normed_apart, 1, task, parts_normed(plan))
     return compared(
         ranks_by_script(plan, steps=steps, data=data, dtype=dtype), expected, axes_of(plan)
-    )
-
-
-def axes_of(plan: Plan) -> Axes:
-    """Return the axes of a plan's ranks."""
-    own = plan.arrangement
-    return Axes(
-        pipeline=own.pipeline, data=own.data, tensor=own.tensor, microbatches=own.microbatches
     )
 
 
@@ -57,5 +51,6 @@ def together(ranks: Sequence[RankTrained]) -> Trained:
         losses=ranks[0].losses,
         norms=ranks[0].norms,
         gradients=assembled(rank.gradients for rank in ranks),
+        initial=assembled(rank.initial for rank in ranks),
         parameters=assembled(rank.parameters for rank in ranks),
     )

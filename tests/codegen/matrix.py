@@ -9,8 +9,11 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, Difference, RankTrained, compared
-from autopar.codegen.proof.reference import Task, Trained, task_of
+from autopar.codegen.proof.comparison import Comparison, RankTrained, compared
+from autopar.codegen.proof.held import Difference
+from autopar.codegen.proof.plain import Task, task_of
+from autopar.codegen.proof.reference import Trained
+from autopar.codegen.proof.verification import axes_of as axes_of_ranks
 from autopar.planner.axes.infer import infer_axes
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster
@@ -21,7 +24,6 @@ from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.search.search import search
 from autopar.planner.precision import Precision
-from tests.codegen.equality import axes_of as axes_of_ranks
 from tests.codegen.matrix_cells import GLOBAL_BATCH, KINDS, SUBJECTS, Kind, axes_of
 from tests.codegen.normed_apart import parts_normed
 from tests.codegen.padding import run_padded_script, train_padded_alone

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import redirect_stdout
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import cache
 from io import StringIO
 from pathlib import Path
@@ -13,20 +13,33 @@ from types import MappingProxyType
 from typing import Any
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Comparison, RankTrained, compared
-from autopar.codegen.proof.reference import Trained, task_of, train_alone
-from autopar.codegen.proof.script_rank import run_script
+from autopar.codegen.proof.comparison import Comparison, compared
+from autopar.codegen.proof.device_draws import device_draw_faults
+from autopar.codegen.proof.half_comparison import compared_in_half
+from autopar.codegen.proof.plain import task_of
+from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
+from autopar.codegen.proof.reference import Trained, train_alone
+from autopar.codegen.proof.script_rank import run_as_it_is, run_script
+from autopar.codegen.proof.verification import axes_of
 from autopar.planner.costs.prediction import Recompute, Zero
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.declared.constraints import RecomputePin
 from autopar.planner.plan.plan import Plan
-from tests.codegen.equality import axes_of
-from tests.codegen.plans import pinned_plan
+from autopar.planner.precision import Precision
+from autopar.planner.trace import trace
+from tests.codegen import remembering_edits
+from tests.codegen.edits import Edit
+from tests.codegen.plans import pinned_plan, plan_for
 from tests.runtime.processes import RankError, run_on_ranks
 
 STEPS, TOLERANCE = 2, 1e-9
+HALF_STEPS = 8
 SECONDS = 150.0  # for a script that hangs
 _SMALL = ("layers=2", "seq_len=32")
+REMEMBERING = Path(__file__).parent / "plain_models" / "remembering.py"
 _AGAIN = (RecomputePin(modules="h.*", mode=Recompute.FULL),)
+
+_AGAIN_IN_PART = (RecomputePin(modules="h.*", mode=Recompute.SELECTIVE),)
 
 PLANS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
     {
@@ -38,17 +51,13 @@ PLANS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
         "pp": {"pipeline": 2, "microbatch": 2},
         "ZeRO-1": {"data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)},
         "dp, batch norm": {"data": 2},
+        "in bf16": {
+            "degrees": (1, 2, 1), "microbatch": 2, "precision": Precision.BF16,
+            "recompute": _AGAIN_IN_PART,
+        },
+        "runs again": {"data": 2, "microbatch": 2, "recompute": _AGAIN_IN_PART},
     }
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Edit:
-    """A piece of a script, and what comes in its place."""
-
-    name: str
-    old: str
-    new: str = ""
 
 
 _SEEDING = "    seed_all(options.seed, mesh)  # dropout differs from data rank to data rank\n"
@@ -56,6 +65,21 @@ _CLIP = "    norm = clip_by_global_norm([model], clip, mesh, split=SPLITS)\n"
 _CLIP_WHOLE = "    norm = clip_by_global_norm([model], clip, mesh)\n"
 _STEP = "    optimizer.step()\n"
 _LOG = "            losses.append(progress.log(step, loss, norm))\n"
+_SELECTIVE = 'recompute(layer, "selective")'
+# torch's own checkpoint keeps the generators of positional tensors' devices alone.
+_BY_KEYWORDS = """import functools
+        again = functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False)
+        layer.forward = functools.partial(
+            lambda run, x: again(lambda y: run(y), y=x), layer.forward
+        )"""
+_IN_PART = """import functools
+        from torch.utils import checkpoint
+
+        kept = [torch.ops.aten._scaled_dot_product_efficient_attention.default]
+        contexts = functools.partial(checkpoint.create_selective_checkpoint_contexts, kept)
+        layer.forward = functools.partial(
+            checkpoint.checkpoint, layer.forward, use_reentrant=False, context_fn=contexts
+        )"""
 _SCALED = "scale_loss(loss_of(model, batch), scale)"
 
 # What any of these does to a training, verification has to find.
@@ -158,6 +182,11 @@ MUTATIONS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
                  "sync_batch_norm=False"),
             Edit("norms as in evaluation", "    wrap(\n", "    model.eval()\n    wrap(\n"),
         ),
+        "in bf16": remembering_edits.FAULTS,
+        "runs again": (
+            Edit("other masks by keywords where a layer runs again", _SELECTIVE, _BY_KEYWORDS),
+            Edit("other masks behind a kept attention", _SELECTIVE, _IN_PART),
+        ),
     }
 )  # fmt: skip
 
@@ -186,13 +215,21 @@ HARMLESS: Mapping[str, tuple[Edit, ...]] = MappingProxyType(
                  "    import time\n\n    begun = time.perf_counter()\n"
                  "    losses: list[float] = []\n    del begun\n"),
         ),
+        "in bf16": remembering_edits.HARMLESS,
+        "runs again": (
+            Edit("layers that run again whole", _SELECTIVE, 'recompute(layer, "full")'),
+        ),
     }
 )  # fmt: skip
 
 
 @cache
 def plan_of(kind: str) -> Plan:
-    """Return one of the five plans."""
+    """Return one of the seven plans."""
+    if kind == "in bf16":
+        file = load_model_file(str(REMEMBERING))
+        graph = trace(file, precision=Precision.BF16)
+        return plan_for(file, graph, (), **PLANS[kind])
     if kind == "dp, batch norm":
         return pinned_plan("resnet.py", **PLANS[kind])
     return pinned_plan("gpt2.py", _SMALL, **PLANS[kind])
@@ -206,20 +243,35 @@ def verdict(kind: str, edit: Edit) -> str:
         text = path.read_text(encoding="utf-8")
         assert edit.old in text, f"{edit.name}: the script of {kind} has no {edit.old!r}"
         path.write_text(_edited(text, edit), encoding="utf-8")
-        arguments = ["--steps", str(STEPS), "--dtype", "float64", "--log-every", "1"]
         try:
-            ranks = run_on_ranks(
-                run_quietly, plan.arrangement.ranks, str(path), arguments, timeout_seconds=SECONDS
-            )
+            return _verdict(kind, path, compared(_ranks(plan, path), alone, axes_of(plan)))
         except RankError as error:
             return _failure(str(error))
-    return told(compared(ranks, alone, axes_of(plan)))
 
 
-def run_quietly(path: str, arguments: Sequence[str]) -> RankTrained:
+def _verdict(kind: str, path: Path, comparison: Comparison) -> str:
+    """Return what is told of a comparison, then of one in 16 bits, then of draws on a device."""
+    plan = plan_of(kind)
+    if comparison.is_within(TOLERANCE) and plan.arrangement.precision.is_half:
+        half = compared_in_half(_ranks(plan, path, "bfloat16", HALF_STEPS), *_in_half(kind))
+        comparison = replace(comparison, half=half)
+    if comparison.is_within(TOLERANCE) and "recompute" in PLANS[kind]:
+        faults = device_draw_faults(path, [0], plan.arrangement.ranks)
+        comparison = replace(comparison, faults=faults)
+    return told(comparison)
+
+
+def _ranks(plan: Plan, path: Path, dtype: str = "float64", steps: int = STEPS) -> list[Any]:
+    words = ["--steps", str(steps), "--dtype", dtype, "--log-every", "1"]
+    run = run_script if dtype == "float64" else run_as_it_is
+    ranks = plan.arrangement.ranks
+    return run_on_ranks(run_quietly, ranks, run, str(path), words, timeout_seconds=SECONDS)
+
+
+def run_quietly(run: Callable[..., Any], path: str, arguments: Sequence[str]) -> Any:
     """Run a script whose log nobody reads."""
     with redirect_stdout(StringIO()):
-        return run_script(path, arguments)
+        return run(path, arguments)
 
 
 def _edited(text: str, edit: Edit) -> str:
@@ -233,12 +285,17 @@ def _edited(text: str, edit: Edit) -> str:
 def told(comparison: Comparison) -> str:
     """Return the verdict of a comparison, with the first thing that differs."""
     if comparison.faults:
-        return f"draws or clips otherwise: {comparison.faults[0]}"
+        return f"begins, draws or clips otherwise: {comparison.faults[0]}"
     for what in ("loss", "norm", "gradient", "parameter"):
         found = getattr(comparison, what)
         if not found.largest <= TOLERANCE:
             return f"{what} differs by {found.largest:.1e}: {found.name}"
-    return "equal"
+    half = comparison.half
+    if half is None or half.is_as_near:
+        return "equal"
+    if half.faults:
+        return f"in bf16, {half.faults[0]}"
+    return f"in bf16, {half.loss:.1f} and {half.weights.largest:.1f} times as far from fp32"
 
 
 def _failure(said: str) -> str:
@@ -246,6 +303,14 @@ def _failure(said: str) -> str:
         return "stands still"
     errors = [line for line in said.splitlines() if "Error" in line and not line.startswith(" ")]
     return f"fails: {errors[-1] if errors else said.splitlines()[0]}"
+
+
+@cache
+def _in_half(kind: str) -> tuple[PlainHalf, PlainHalf]:
+    plan = plan_of(kind)
+    task = task_of(plan, plan.model.spec, steps=HALF_STEPS, dtype="bfloat16")
+    (found,) = run_on_ranks(train_in_half, 1, task)
+    return found
 
 
 @cache

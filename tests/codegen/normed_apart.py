@@ -13,7 +13,8 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from autopar.codegen.proof.reference import Task, Trained, train_alone
+from autopar.codegen.proof.plain import Task
+from autopar.codegen.proof.reference import Trained, train_alone
 from autopar.codegen.script.settings_lines import has_batch_norm
 from autopar.planner.plan.plan import Plan
 

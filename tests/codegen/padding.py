@@ -12,8 +12,10 @@ from unittest.mock import patch
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
+from autopar.codegen.proof import plain_rows
 from autopar.codegen.proof.comparison import RankTrained
-from autopar.codegen.proof.reference import Task, Trained
+from autopar.codegen.proof.plain import Task
+from autopar.codegen.proof.reference import Trained
 from autopar.codegen.proof.script_rank import run_script
 from autopar.runtime.data import batches
 from autopar.runtime.data.dataset_rows import Place
@@ -40,16 +42,18 @@ class PaddedTargets(Dataset[dict[str, Tensor]]):
         return len(self.dataset)  # type: ignore[arg-type]
 
     def __getitem__(self, place: Place) -> dict[str, Tensor]:
-        row, index = self.dataset[place], place.row
-        labels = row["labels"].clone()
-        if labels.ndim == 0:
-            gone = index % 5 == 0
-            return row | {"labels": labels.fill_(IGNORED) if gone else labels}
-        kept = len(labels) - (
-            index % 2 if self.padding is Padding.LAST else index * 7 % len(labels)
-        )
-        labels[kept:] = IGNORED
-        return row | {"labels": labels}
+        return with_padding(self.dataset[place], place.row, self.padding)
+
+
+def with_padding(row: dict[str, Tensor], index: int, padding: Padding) -> dict[str, Tensor]:
+    """Return a row with the end of its labels left out, or all of them."""
+    labels = row["labels"].clone()
+    if labels.ndim == 0:
+        gone = index % 5 == 0
+        return row | {"labels": labels.fill_(IGNORED) if gone else labels}
+    kept = len(labels) - (index % 2 if padding is Padding.LAST else index * 7 % len(labels))
+    labels[kept:] = IGNORED
+    return row | {"labels": labels}
 
 
 @contextmanager
@@ -60,7 +64,16 @@ def padded(padding: Padding) -> Iterator[None]:
         rows = dataset if padding is Padding.NONE else PaddedTargets(dataset, padding)
         return DataLoader(rows, **options)
 
-    with patch.object(batches, "DataLoader", loader):
+    plain = plain_rows._row
+
+    def row_of(dataset: Any, example: Any, place: tuple[int, int], seed: int) -> Any:
+        row = dict(plain(dataset, example, place, seed))
+        return row if padding is Padding.NONE else with_padding(row, place[1], padding)
+
+    with (
+        patch.object(batches, "DataLoader", loader),
+        patch.object(plain_rows, "_row", row_of),
+    ):
         yield
 
 

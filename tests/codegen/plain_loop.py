@@ -19,12 +19,13 @@ from torch.utils.data import default_collate
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.plain import trained_tensors
 from autopar.codegen.proof.reference import Trained, all_steps, clipped_share
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.chosen import CLIP_NORM, USUAL
 from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.weights.initial_weights import build
+from autopar.runtime.weights.plain_model import plain_model
 from tests.codegen.equality import together
 from tests.codegen.printed import run_twice
 from tests.field.cells import Subject
@@ -41,7 +42,7 @@ class Plain:
 
     losses: tuple[float, ...]
     norms: tuple[float, ...]  # before each step clips the gradients
-    trained: Mapping[str, Tensor]  # parameters, and statistics that batch norms keep
+    trained: Mapping[str, Tensor]  # parameters and buffers
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,7 +83,7 @@ def train_plainly(subject: Subject, dtype: torch.dtype, *, rows: int) -> Plain:
     """
     file = load_model_file(str(subject.path), subject.arguments)
     assert file.build_dataset is not None
-    model = build(file.build_model, seed=0).to(dtype)  # the weights that scripts begin with
+    model = plain_model(file.build_model, seed=0).to(dtype)  # the weights that scripts begin with
     dataset = file.build_dataset()
     numbers = torch.Generator().manual_seed(mixed_seed(0, 0))
     order = torch.randperm(len(dataset), generator=numbers).tolist()
@@ -105,9 +106,7 @@ def train_plainly(subject: Subject, dtype: torch.dtype, *, rows: int) -> Plain:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    named = model.named_parameters(remove_duplicate=False)
-    kept = [(name, one) for name, one in model.named_buffers() if "running_" in name]
-    trained = {name: one.detach() for name, one in (*named, *kept)}
+    trained = {name: one.detach() for name, one in trained_tensors(model)}
     return Plain(losses=tuple(losses), norms=tuple(norms), trained=trained)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -14,18 +15,21 @@ from safetensors.torch import load_file, save_model
 from torch import Tensor, nn
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import Block, Held, assembled
+from autopar.codegen.proof.held import Block, Held, assembled
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.plan import Plan
+from autopar.planner.precision import Precision
 from autopar.runtime.keeping import model_files
 from autopar.runtime.optimizer.pieces import local_tensor
 from autopar.runtime.tensor.chunks import chunks_by_name
 from autopar.runtime.weights.initial_weights import build
+from autopar.runtime.weights.plain_model import plain_model
 from tests.cells import cells
 from tests.codegen import matrix
 from tests.codegen.kinds import plan_of
 from tests.codegen.matrix_cells import SUBJECTS
+from tests.codegen.plain_cells import KINDS as PLAIN_KINDS
 from tests.field import trial
 from tests.field.cells import KINDS as FIELD_KINDS
 from tests.field.cells import SUBJECTS as FIELD_SUBJECTS
@@ -39,6 +43,7 @@ FAMILIES = (
     "GPT-2", "Llama", "Gemma2", "Falcon (multi-query)", "Mixtral", "Mamba", "BERT", "T5",
     "Whisper", "ViT", "ResNet",
 )  # fmt: skip
+LORA = PLAIN_KINDS["LoRA"]
 OF_FAMILIES = list(product(FAMILIES, ("dp 2", "tp 2", "pp 2", "zero-3 2")))
 
 
@@ -121,6 +126,30 @@ def test_of_a_training_in_16_bits_the_exact_weights_are_exported(tmp_path: Path)
     assert {value.dtype for value in found.values()} == {torch.float32}
     assert not differing({name: value.bfloat16() for name, value in found.items()}, held)
     assert any(not torch.equal(value, value.bfloat16().float()) for value in found.values())
+
+
+@pytest.mark.parametrize("kind", cells(("dp 2", "tp 2", "pp 2", "zero-3 2"), ("tp 2", "pp 2")))
+@pytest.mark.parametrize("source", ["a file", "the constructor"])
+def test_after_a_step_of_nothing_in_16_bits_the_export_is_what_it_began_with(
+    kind: str, source: str, tmp_path: Path
+) -> None:
+    """Weights that are frozen, of which the training has 16 bits, among them."""
+    given, found = tmp_path / "given.safetensors", tmp_path / "found.safetensors"
+    plan = trial.plan_of(LORA, replace(FIELD_KINDS[kind], precision=Precision.BF16))
+    build_model = load_model_file(str(LORA.path), ()).build_model
+    model, still = plain_model(build_model, seed=0), ["--steps", "1", "--lr", "0"]
+    if source == "a file":
+        redrawn(model)
+        save_model(model, str(given))
+        still += ["--weights", str(given)]
+    script = write_script(plan, tmp_path)
+    words = [*still, "--data", "synthetic", "--export", str(found)]
+    run_on_ranks(train_script, plan.arrangement.ranks, str(script), words)
+    assert any(not one.requires_grad for one in model.parameters())
+    exported = load_file(found)
+    assert exported.keys() == saved_names(model)
+    for name, value in model.state_dict().items():
+        assert name not in exported or torch.equal(exported[name], value), name
 
 
 def redrawn(model: nn.Module) -> nn.Module:

@@ -1,17 +1,23 @@
-"""Scripts in fp16 train as one process does in fp32, as far as fp16 goes."""
+"""Scripts in bf16 and fp16 train as one process does in fp32, as far as 16 bits go."""
 
 from __future__ import annotations
 
+from contextlib import redirect_stdout
 from functools import cache
+from io import StringIO
 from pathlib import Path
 
 import pytest
 import torch
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.comparison import RankTrained, assembled
-from autopar.codegen.proof.reference import Task, Trained, task_of, train_alone
-from autopar.codegen.proof.script_rank import run_script
+from autopar.codegen.proof.comparison import RankTrained
+from autopar.codegen.proof.half_comparison import RankInHalf, compared_in_half
+from autopar.codegen.proof.held import assembled
+from autopar.codegen.proof.plain import Task, task_of
+from autopar.codegen.proof.plain_half import PlainHalf, train_in_half
+from autopar.codegen.proof.reference import Trained, train_alone
+from autopar.codegen.proof.script_rank import run_as_it_is, run_script
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from tests.cells import cells
@@ -27,6 +33,30 @@ MORE = ("ddp", "zero2", "gpipe", "interleaved", "zero_bubble", "all_zero1", "all
 
 def half_plan(kind: str) -> Plan:
     return pinned_plan("gpt2.py", ("layers=4",), precision=Precision.FP16, **KINDS[kind])
+
+
+def half_by_script(path: str, arguments: list[str]) -> RankInHalf:
+    with redirect_stdout(StringIO()):
+        return run_as_it_is(path, arguments)
+
+
+@cache
+def alone_in_half(task: Task) -> tuple[PlainHalf, PlainHalf]:
+    (trained,) = run_on_ranks(train_in_half, 1, task)
+    return trained
+
+
+@pytest.mark.parametrize("kind", cells((*FEW, *MORE), ("zero1", "zero3", "tp", "pp")))
+def test_scripts_in_bf16_begin_alike_and_stay_as_near_to_fp32_as_plain_pytorch(
+    kind: str, tmp_path: Path
+) -> None:
+    plan = pinned_plan("gpt2.py", ("layers=4",), precision=Precision.BF16, **KINDS[kind])
+    task = task_of(plan, plan.model.spec, steps=STEPS, dtype="bfloat16")
+    path, ranks = str(write_script(plan, tmp_path)), plan.arrangement.ranks
+    words = ["--steps", str(STEPS), "--log-every", "1"]
+    found = run_on_ranks(half_by_script, ranks, path, words, timeout_seconds=120.0)
+    compared = compared_in_half(found, *alone_in_half(task))
+    assert compared.is_as_near, compared
 
 
 @cache

@@ -12,13 +12,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.plain import trained_tensors
 from autopar.codegen.proof.reference import all_steps, clipped_share
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile, load_model_file
 from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.weights.initial_weights import build
+from autopar.runtime.weights.plain_model import plain_model
 from tests.cells import cells
 from tests.codegen import unlike_rows
 from tests.codegen.equality import trained_by_script
@@ -59,7 +60,7 @@ class Plain:
 @cache
 def train_plainly(kind: str) -> Plain:
     """Train as people do on one device: the whole global batch at once, padded to its longest."""
-    model = build(partial(unlike_rows.build_model, kind), seed=0).double()  # weights of scripts
+    model = plain_model(partial(unlike_rows.build_model, kind), seed=0).double()
     optimizer, scheduler = usual_optimizer(model, all_steps(STEPS))
     rows, collate = unlike_rows.build_dataset(kind), unlike_rows.build_collate(kind)
     numbers = torch.Generator().manual_seed(mixed_seed(0, 0))
@@ -78,8 +79,8 @@ def train_plainly(kind: str) -> Plain:
         optimizer.step()
         scheduler.step()
         optimizer.zero_grad()
-    named = model.named_parameters(remove_duplicate=False)
-    return Plain(losses=losses, norms=norms, parameters={n: p.detach() for n, p in named})
+    trained = {name: one.detach() for name, one in trained_tensors(model)}
+    return Plain(losses=losses, norms=norms, parameters=trained)
 
 
 @cache
@@ -107,5 +108,5 @@ def test_rows_of_three_lengths_train_as_in_a_plain_loop(kind: str, way: str) -> 
     assert found.parameters.keys() == plain.parameters.keys()
     for name, value in plain.parameters.items():
         torch.testing.assert_close(
-            found.parameters[name], value, atol=TOLERANCE, rtol=0.0, msg=name
+            found.parameters[name], value.double(), atol=TOLERANCE, rtol=0.0, msg=name
         )

@@ -80,7 +80,7 @@ def test_a_script_trains_as_a_plain_loop_or_tells_what_else(kind: str, way: str)
     assert found.exact.parameters.keys() == exact.trained.keys()
     for name, value in exact.trained.items():
         own = found.exact.parameters[name]
-        torch.testing.assert_close(own, value, atol=FLOAT64, rtol=0.0, msg=name)
+        torch.testing.assert_close(own, value.double(), atol=FLOAT64, rtol=0.0, msg=name)
 
     if expected != EQUAL:  # the note is needed
         one_device = train_plainly(KINDS[kind], torch.float32, rows=EQUAL.rows)

@@ -12,13 +12,9 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.dryrun.running import dry_run
+from autopar.codegen.proof.failure import ScriptFailedError, failure_of, first_traceback
 from autopar.codegen.proof.given_script import read_script_of
-from autopar.codegen.proof.verification import (
-    ScriptFailedError,
-    failure_of,
-    first_traceback,
-    verify,
-)
+from autopar.codegen.proof.verification import verify
 from autopar.codegen.standalone import write_standalone
 from autopar.planner.plan.plan import Plan
 from tests.cells import cells

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.codegen.proof.reference import all_steps, task_of, train_alone
+from autopar.codegen.proof.plain import task_of
+from autopar.codegen.proof.reference import all_steps, train_alone
 from autopar.planner.plan.files.document import write_plan
 from autopar.runtime.keeping.finding import verify_checkpoint
 from autopar.runtime.keeping.step_folders import checkpoints_in
@@ -48,7 +49,7 @@ def test_losses_of_two_nodes_are_those_of_one_process(kind: str, tmp_path: Path)
     torchrun = ("-m", "torch.distributed.run", *PLACE, "--nproc-per-node", "1", str(script))
     losses = losses_of(done_on_both(tmp_path, *torchrun, "--json", *own)[0])[:STEPS]
     task = task_of(plan, plan.model.spec, steps=STEPS, uses_dataset=False)
-    (alone,) = run_on_ranks(train_alone, 1, replace(task, clips=False))
+    (alone,) = run_on_ranks(train_alone, 1, replace(task, clip_norm=None))
     assert losses == pytest.approx(alone.losses, rel=1e-9)
     assert len(set(losses)) == STEPS
 

@@ -9,12 +9,13 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.comparison import compared
-from autopar.codegen.proof.reference import task_of
+from autopar.codegen.proof.plain import task_of
+from autopar.codegen.proof.verification import axes_of
 from autopar.codegen.script.settings_lines import lines, planned
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.plan.files.consistency import faults_of
 from autopar.planner.plan.plan import Plan
-from tests.codegen.equality import axes_of, compare
+from tests.codegen.equality import compare
 from tests.codegen.padding import Padding, run_padded_script, train_padded_alone
 from tests.codegen.plans import pinned_plan
 from tests.runtime.processes import run_on_ranks

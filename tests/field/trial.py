@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.codegen.proof.reference import Trained, task_of, train_alone
+from autopar.codegen.proof.plain import task_of
+from autopar.codegen.proof.reference import Trained, train_alone
 from autopar.planner.axes.infer import Axes, infer_axes
 from autopar.planner.cluster.choose import choose_cluster
 from autopar.planner.cluster.cluster import Cluster

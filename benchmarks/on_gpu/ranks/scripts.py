@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Mapping
 from concurrent.futures import Executor, Future, ProcessPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -15,8 +15,10 @@ from uuid import uuid4
 from autopar.codegen.emit import write_script
 from autopar.codegen.proof.comparison import Comparison, RankTrained, compared
 from autopar.codegen.proof.draw_audit import Axes
-from autopar.codegen.proof.reference import Task, Trained, task_of, train_alone
+from autopar.codegen.proof.plain import Task, task_of
+from autopar.codegen.proof.reference import Trained, train_alone
 from autopar.codegen.proof.script_rank import run_script
+from autopar.codegen.proof.verification import axes_of
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.precision import Precision
@@ -118,13 +120,10 @@ def written(case: Case, folder: str) -> Written:
     """Plan a case, and write its script."""
     file, arguments = case.model
     plan = pinned_plan(file, arguments, device="h100-sxm", precision=case.precision, **case.pins)
-    own = plan.arrangement
     return Written(
         script=str(write_script(plan, Path(folder))),
         task=task_of(plan, plan.model.spec, steps=STEPS, uses_dataset=False),
-        axes=Axes(
-            pipeline=own.pipeline, data=own.data, tensor=own.tensor, microbatches=own.microbatches
-        ),
+        axes=axes_of(plan),
     )
 
 
@@ -191,4 +190,4 @@ def trained_late(path: str, arguments: list[str], device: str, store: str) -> Ra
 def trained_alone(task: Task, device: str) -> Trained:
     """Train in one process, on the device."""
     with joined_alone(device):
-        return train_alone(task)
+        return train_alone(replace(task, device=device))

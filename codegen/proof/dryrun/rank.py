@@ -7,15 +7,22 @@ AUTOPAR_DRYRUN="rank/world" names.
 from __future__ import annotations
 
 import sys
-from contextlib import ExitStack, suppress
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, ExitStack, suppress
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from torch import nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import _disable_current_modes
 
 from autopar.codegen.proof.dryrun.watching import Recording, Report, recording
 from autopar.codegen.proof.script_rank import imported
+from autopar.runtime.data.batches import Batch
+
+Entered = TypeVar("Entered")
 
 
 class _SeenError(Exception):
@@ -23,29 +30,63 @@ class _SeenError(Exception):
 
 
 def report_of(path: Path) -> Report:
-    """Run a script's `main`, and report on its first step as if it were the second.
+    """Run a script's `main`, and report on its first step as if it were the second."""
+    found: list[Report] = []
 
-    Tensors have no values from where the weights are loaded; what is built before has no memory.
+    def watched(step: Step, record: Recording) -> None:
+        with record.second_step(step.parts, step.optimizer):
+            step.take()
+        found.append(record.report())
+
+    run_first_step(path, recording(), watched)
+    return found[0]
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """The first step of a script, about to be taken."""
+
+    take: Callable[[], Any]
+    parts: Sequence[nn.Module]
+    optimizer: Optimizer
+
+
+def run_first_step(
+    path: Path, watching: AbstractContextManager[Entered], run: Callable[[Step, Entered], None]
+) -> None:
+    """Run a script's `main` up to its first step, which `run` is given.
+
+    Tensors have no values in `watching`, which begins where the weights are loaded; what is built
+    before has no memory.
     """
     script: Any = imported(path)
     load_weights, train_step = script.load_weights, script.train_step
-    watched: list[Recording] = []
+    entered: list[Entered] = []
     with ExitStack() as stack:
 
         def load(*args: Any, **kwargs: Any) -> None:
-            watched.append(stack.enter_context(recording()))
+            entered.append(stack.enter_context(watching))
             load_weights(*args, **kwargs)
 
         def step(model: Any, optimizer: Optimizer, *args: Any) -> None:
             parts = [model] if isinstance(model, nn.Module) else model.parts
-            with watched[0].second_step(parts, optimizer):
-                train_step(model, optimizer, *args)
+            run(Step(partial(train_step, model, optimizer, *args), parts, optimizer), entered[0])
             raise _SeenError
 
         script.load_weights, script.train_step = load, step
+        script.new_batch = _with_values(script.new_batch)
         with suppress(_SeenError):
             script.main([])
-    return watched[0].report()
+
+
+def _with_values(new_batch: Callable[..., Batch]) -> Callable[..., Batch]:
+    """Have an example batch hold numbers, which the model file may read as it makes them."""
+
+    def made(*args: Any, **kwargs: Any) -> Batch:
+        with _disable_current_modes():
+            return new_batch(*args, **kwargs)
+
+    return made
 
 
 if __name__ == "__main__":

@@ -19,7 +19,7 @@ from typing import Any, TypeAlias
 
 from autopar.codegen.emit import script_text
 from autopar.codegen.proof.dryrun.numbers import PICKED
-from autopar.codegen.proof.verification import LAST_LINES, ScriptFailedError
+from autopar.codegen.proof.failure import LAST_LINES, ScriptFailedError
 from autopar.codegen.subject import subject_of
 from autopar.planner.costs.prediction import Arrangement, MemoryPrediction
 from autopar.planner.costs.schedules.table import ScheduleKind, in_flight_microbatches

@@ -89,6 +89,7 @@ class BufferRow(NamedTuple):
     dtype: str
     persistent: bool
     updated: bool
+    narrowed: bool = True  # in files that do not tell: all buffers were
 
 
 class CallRow(NamedTuple):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import re
+
+from autopar.planner.findings.drawn_once import drawn_once
 from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.findings.statistics import norm_of_rows
 from autopar.planner.graph import Graph
-from autopar.planner.ops import Op
+from autopar.planner.ops import MODEL_DTYPE, Buffer, Op
 from autopar.planner.plan.plan import Plan
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
@@ -14,7 +17,13 @@ from autopar.planner.rules.table import kind_of
 
 def meaning_notes(plan: Plan) -> tuple[str, ...]:
     """Return what a person has to know of what a plan means, a few sentences each."""
-    notes = (parts_apart(plan), statistics_apart(plan), shares_nothing(plan))
+    notes = (
+        parts_apart(plan),
+        statistics_apart(plan),
+        draws_apart(plan),
+        held_in_half(plan),
+        shares_nothing(plan),
+    )
     return tuple(note for note in notes if note)
 
 
@@ -44,6 +53,43 @@ def statistics_apart(plan: Plan) -> str:
     return (
         f"{named(norm)} takes the statistics of each of {count} microbatches by itself, as was "
         "asked for, so this is not the training of one device."
+    )
+
+
+def draws_apart(plan: Plan) -> str:
+    """Return which numbers each part of a batch draws for itself; "" if one device does, too."""
+    arranged = plan.arrangement
+    drawn = drawn_once(plan.graph) if arranged.data * arranged.microbatches > 1 else None
+    if drawn is None:
+        return ""
+    return (
+        f"{named(drawn)} draws numbers for all rows together. One device draws them once in a "
+        "step; here each microbatch of each data rank draws its own."
+    )
+
+
+def narrowed_buffers(plan: Plan) -> tuple[Buffer, ...]:
+    """Return the buffers that a plan in 16 bits has in 16 bits, though the model has not."""
+    if not plan.arrangement.precision.is_half:
+        return ()
+    return tuple(one for one in plan.graph.buffers if one.narrowed and one.dtype == MODEL_DTYPE)
+
+
+def held_in_half(plan: Plan) -> str:
+    """Return which fp32 buffers have 16 bits, and what that does; "" if none has."""
+    found, precision = narrowed_buffers(plan), plan.arrangement.precision
+    if not found:
+        return ""
+    names, written = (
+        " and ".join(dict.fromkeys(re.sub(r"\b\d+\b", "*", one.name) for one in some))
+        for some in (found, [one for one in found if one.updated])
+    )
+    lost = f" The forward writes to {written}, where small changes are lost." if written else ""
+    return (
+        f"the model computes with {names} (fp32) and activations in {precision} as they are. That "
+        f"makes fp32, which torch does not multiply by weights in {precision}, so the plan holds "
+        f"them in {precision}, as model.to(torch.{precision.torch_name}) does.{lost} A buffer is "
+        "held in fp32 where the model casts it as it reads it: x + self.table.to(x.dtype)."
     )
 
 

@@ -1,4 +1,4 @@
-"""Buffers that a step writes whatever its rows are, and reads, are told from all others."""
+"""Buffers that a step writes whatever its rows are are told from all others."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def build_model():
         ("self.step = self.step * 0.9 + self.kept", ("step",)),
         ("torch.mul(self.step, 0.5, out=self.step)", ("step",)),
         ("self.step.copy_(self.linear.weight.detach().amax(0))", ("step",)),
-        ("self.unread += 1", ()),
+        ("self.unread += 1", ("unread",)),  # who exports it reads it
         ("self.mean.copy_(x.mean(0))", ()),
         ("self.mean.mul_(0.9).add_(x.detach().amax(0))", ()),
         ("self.step += 1; self.mean.lerp_(x.mean(0), 0.1)", ("step",)),

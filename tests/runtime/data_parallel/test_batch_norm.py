@@ -6,7 +6,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional
 
-from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_batch_norms
+from autopar.runtime.data_parallel.batch_norm import synchronise_batch_norms, widen_norms
 from autopar.runtime.ranks.mesh import start
 from tests.runtime.processes import run_on_ranks
 
@@ -127,7 +127,7 @@ def test_weights_in_16_bits_compute_in_fp32_as_the_statistics_do(
     whole, half = (kind(3, affine=affine, momentum=momentum) for _ in range(2))
     for parameter in half.parameters():
         parameter.data = parameter.data.bfloat16()
-    widen_batch_norms(half)
+    widen_norms(half)
     x = (images() - 100).bfloat16().requires_grad_()
     found = half(x)
     assert found.dtype is torch.bfloat16
@@ -139,5 +139,5 @@ def test_weights_in_16_bits_compute_in_fp32_as_the_statistics_do(
 
 def test_widened_batch_norms_evaluate_by_the_running_statistics() -> None:
     model, widened = build(True, 0.1).float().eval(), build(True, 0.1).float().eval()
-    widen_batch_norms(widened)
+    widen_norms(widened)
     torch.testing.assert_close(widened(images().float()), model(images().float()))

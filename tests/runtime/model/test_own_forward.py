@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.data_parallel.batch_norm import widen_batch_norms
+from autopar.runtime.data_parallel.batch_norm import widen_norms
 from autopar.runtime.model.apart import keep_apart
 from autopar.runtime.model.own_forward import class_with_forward
 from autopar.runtime.model.parts import take_class
@@ -69,7 +69,7 @@ def test_batch_norms_keep_theirs_when_they_are_widened() -> None:
         parameter.data = parameter.data.half()
     own = norm.forward
     norm.__dict__["forward"] = lambda x: own(x) + 1
-    widen_batch_norms(norm)
+    widen_norms(norm)
     found = norm(torch.randn(8, 4).half())
     assert abs(found.mean().item() - 1) < 1e-2
 
@@ -79,7 +79,7 @@ def test_batch_norms_that_run_again_are_widened_beneath() -> None:
     for parameter in norm.parameters():
         parameter.data = parameter.data.bfloat16()
     recompute(norm, "full")
-    widen_batch_norms(norm)
+    widen_norms(norm)
     norm(x).sum().backward()
     assert norm.weight.grad is not None
     assert torch.as_tensor(norm.num_batches_tracked).item() == 1

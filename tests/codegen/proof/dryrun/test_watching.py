@@ -83,6 +83,32 @@ def dry_run(rank: int, data: int, *, zero: int, mode: Mode = "none", half: bool 
     return report
 
 
+STATES = ("parameters", "optimizer", "gradients")
+
+
+@pytest.mark.parametrize("frozen", [0, LAYERS - 1])
+@pytest.mark.parametrize("zero", [0, 1])
+def test_a_training_in_16_bits_begins_within_what_its_states_take(zero: int, frozen: int) -> None:
+    with patch.dict(os.environ, AUTOPAR_DRYRUN="0/8"):
+        mesh = start(pipeline=1, data=8, tensor=1)
+    with torch.device("meta"):
+        model = Stage(is_first=True, is_last=True)
+    model.layers[:frozen].requires_grad_(False)
+    layers = list(model.layers)
+    wrap(model, mesh, zero=zero, bucket_bytes=LAYER, units=layers, compute_dtype=torch.bfloat16)
+    with recording() as record:
+        with record.measured([model], []):
+            model.to_empty(device="cpu")
+            optimizer = build_optimizer([model], AdamW, zero=zero, mesh=mesh)
+        beginning = record.report().peak_bytes
+        with record.second_step([model], optimizer):
+            model(x=torch.zeros(ROWS, WIDTH)).backward()
+            optimizer.step()
+    found = record.report().peak_bytes_by_category
+    stop(mesh)
+    assert beginning <= sum(found[one] for one in STATES)
+
+
 def test_data_parallel_memory_is_what_a_person_adds_up() -> None:
     report = dry_run(3, 1024, zero=0)
     found = report.peak_bytes_by_category

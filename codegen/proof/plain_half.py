@@ -1,0 +1,139 @@
+"""Trains a model file in 16 bits by plain PyTorch, with fp32 masters, as a script in 16 bits does.
+
+Beside it stands the same training in fp32: it tells how far one misses what it computes with.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from itertools import islice
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.plain import (
+    HALVES,
+    Task,
+    batches_of,
+    build_alone,
+    cast_model,
+    loss_of,
+    optimizer_of,
+    scheduler_of,
+)
+from autopar.planner.model.model_file import ModelFile, load_model_file
+
+FIRST_SCALE = 2.0**15  # of a loss in fp16, whose gradients would be too small
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainHalf:
+    """What one process held and saw, all by the first name of each parameter and buffer."""
+
+    initial: Mapping[str, Tensor]
+    types: Mapping[str, str]  # of the buffers
+    losses: tuple[float, ...]
+    final: Mapping[str, Tensor]
+    dtype: str
+    frozen: frozenset[str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Both:
+    """The model that the optimizer steps, in fp32, and the one that computes."""
+
+    masters: nn.Module
+    computing: nn.Module
+
+    def held(self) -> dict[str, Tensor]:
+        """Copy the parameters in fp32, of frozen ones what is computed with, and the buffers."""
+        computing = dict(self.computing.named_parameters())
+        parameters = {
+            name: one if one.requires_grad else computing[name]
+            for name, one in self.masters.named_parameters()
+        }
+        every = {**parameters, **dict(self.computing.named_buffers())}
+        return {name: one.detach().clone() for name, one in every.items()}
+
+    @property
+    def pairs(self) -> Iterable[tuple[nn.Parameter, nn.Parameter]]:
+        """The parameters of both."""
+        return zip(self.masters.parameters(), self.computing.parameters(), strict=True)
+
+
+def train_in_half(task: Task) -> tuple[PlainHalf, PlainHalf]:
+    """Train in the type of a task, which has 16 bits, and in fp32."""
+    return _trained(task), _trained(replace(task, dtype="float32"))
+
+
+def _trained(task: Task) -> PlainHalf:
+    file = load_model_file(task.spec, task.arguments)
+    both = _built(file, task)
+    initial = both.held()
+    types = {name: _name(one.dtype) for name, one in both.computing.named_buffers()}
+    losses = _losses(file, both, task)
+    named = both.masters.named_parameters()
+    return PlainHalf(
+        initial=initial,
+        types=types,
+        losses=losses,
+        final=both.held(),
+        dtype=task.dtype,
+        frozen=frozenset(name for name, one in named if not one.requires_grad),
+    )
+
+
+def _built(file: ModelFile, task: Task) -> _Both:
+    dtype: torch.dtype = getattr(torch, task.dtype)
+    masters = build_alone(file, task)
+    for parameter in masters.parameters():
+        if parameter.dtype in HALVES:
+            parameter.data = parameter.data.float()
+    if dtype not in HALVES:
+        return _Both(masters, masters)
+    return _Both(masters, cast_model(build_alone(file, task), task))
+
+
+def _losses(file: ModelFile, both: _Both, task: Task) -> tuple[float, ...]:
+    """Train, and return the loss of each step."""
+    dtype: torch.dtype = getattr(torch, task.dtype)
+    batches = batches_of(file, task)
+    optimizer = optimizer_of(file, both.masters, task)
+    scheduler = scheduler_of(file, optimizer, task, steps=task.steps)
+    scale, losses = FIRST_SCALE if dtype is torch.float16 else 1.0, []
+    for batch in islice(batches, task.steps):
+        with Exactly(dtype):
+            loss = loss_of(both.computing, file, batch, task)
+            (loss.float() * scale).backward()  # type: ignore[no-untyped-call]
+        losses.append(loss.item())
+        if _stepped(both, optimizer, task, scale):
+            if scheduler is not None:
+                scheduler.step()
+        else:
+            scale /= 2
+    return tuple(losses)
+
+
+def _stepped(both: _Both, optimizer: Optimizer, task: Task, scale: float) -> bool:
+    """Step the masters and round them into the model that computes, unless gradients overflow."""
+    for master, parameter in both.pairs:
+        gradient, parameter.grad = parameter.grad, None
+        master.grad = None if gradient is None else gradient.float() / scale
+    gradients = [one.grad for one in both.masters.parameters() if one.grad is not None]
+    fits = all(bool(gradient.isfinite().all()) for gradient in gradients)
+    if fits:
+        if task.clip_norm:
+            nn.utils.clip_grad_norm_(both.masters.parameters(), task.clip_norm)
+        optimizer.step()
+        with torch.no_grad():
+            for master, parameter in both.pairs:
+                parameter.copy_(master)
+    optimizer.zero_grad()
+    return fits
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
