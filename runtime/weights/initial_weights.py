@@ -25,6 +25,7 @@ from autopar.runtime.tensor.shards import (
     places,
 )
 from autopar.runtime.weights.filling import fill
+from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.pretended_cpu import recorded
 from autopar.runtime.weights.recorded_ops import META, Recording
 
@@ -127,8 +128,7 @@ def _built_for_real(
     factory: Callable[[], nn.Module], seed: int, error: Exception
 ) -> tuple[nn.Module, Recipe]:
     """Build the whole model in memory, where its constructor cannot be recorded."""
-    with seeded(seed):
-        model = factory()
+    model = plain_model(factory, seed=seed)
     warnings.warn(
         f"the model is built in full on every process, because its constructor cannot be "
         f"recorded: {error}",

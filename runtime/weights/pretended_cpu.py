@@ -6,13 +6,12 @@ Many initialisers skip tensors that are on meta, and constructors read small tab
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
 from torch import Tensor
-from torch.nn import init
 from torch.overrides import TorchFunctionMode
 
+from autopar.runtime.weights.draws import rejecting_by
 from autopar.runtime.weights.recorded_ops import CPU, Recording, is_recorded
 
 ANSWERS = {
@@ -22,7 +21,6 @@ ANSWERS = {
 }
 READERS = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.__array__}
 INDEXERS = {torch.Tensor.__getitem__, torch.Tensor.__setitem__}
-REJECTING = "_no_grad_trunc_normal_"  # draws until all numbers fit, so it reads what it drew
 
 
 class _PretendedCpu(TorchFunctionMode):
@@ -70,18 +68,14 @@ def _is_plain(item: Any) -> bool:
 @contextmanager
 def recorded(recording: Recording) -> Iterator[None]:
     """Record what a constructor does in here."""
-    original = getattr(init, REJECTING, None)  # absent: older versions draw without reading
 
-    def rejecting(tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:  # noqa: ARG001
+    def one_draw(original: Any, tensor: Tensor, *args: Any, generator: Any = None) -> Tensor:
         if not is_recorded(tensor):
-            filled: Tensor = original(tensor, *args)  # type: ignore[misc]
+            filled: Tensor = original(tensor, *args, generator=generator)
             return filled
-        recording.write_down_initialiser(original, tensor, *args)
+        recording.write_down_initialiser(original, tensor, *args, generator=generator)
         return tensor
 
-    with recording, _PretendedCpu(recording):
-        if original is None:
-            yield
-        else:
-            with patch.object(init, REJECTING, rejecting):
-                yield
+    recording.draws.begin()
+    with recording, _PretendedCpu(recording), rejecting_by(one_draw):
+        yield

@@ -10,16 +10,15 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_flatten, tree_map, tree_unflatten
 
-from autopar.runtime.ranks.randomness import mixed_seed
+from autopar.runtime.weights.draws import REJECTING, Draw, Draws, is_random
 
 META = torch.device("meta")
 CPU = torch.device("cpu")
 OVERWRITES = {"normal_", "uniform_", "fill_", "zero_", "copy_", "random_", "bernoulli_"} | {
-    "_no_grad_trunc_normal_"
+    REJECTING
 }
 COPIES = {"clone", "_to_copy"}
 
@@ -46,11 +45,10 @@ class Value:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class RecordedOp:
-    """One op of the constructor; its number seeds it if it is random."""
+    """One op of the constructor; if it is random, what it draws."""
 
-    number: int
     function: Callable[..., Any]
-    is_random: bool
+    draw: Draw | None
     arguments: tuple[Any, ...]  # Values stand for tensors
     keywords: Mapping[str, Any]
     makes: tuple[Value | None, ...]  # its outputs that are new storages
@@ -65,7 +63,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __init__(self, seed: int) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.seed = seed
+        self.draws = Draws(seed)
         self.ops: list[RecordedOp] = []
         self.constants: dict[int, Tensor] = {}
         self.failure: Exception | None = None  # which the constructor may have caught
@@ -98,18 +96,33 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if "device" in kwargs or (not given and _takes_a_device(func)):
             kwargs = {**kwargs, "device": META}
         written = list(_written(func, args, kwargs))
+        draw = self._drawn(func, args, kwargs) if is_random(func) else None
+        if "generator" in kwargs:
+            kwargs = {**kwargs, "generator": None}  # its state is in what was drawn
         try:
             outputs = func(*args, **kwargs)
         except NotImplementedError:  # torch knows its results by computing them alone
             if written:
                 raise
             outputs = tree_map(_stand_in, func(*self.real(args), **_on_cpu(self.real(kwargs))))
-        self._write_down(func, args, kwargs, outputs=outputs, written=written)
+        self._write_down(func, args, kwargs, outputs=outputs, written=written, draw=draw)
         return outputs
 
-    def write_down_initialiser(self, function: Any, tensor: Tensor, *args: Any) -> None:
+    def write_down_initialiser(
+        self, function: Any, tensor: Tensor, *args: Any, generator: Any = None
+    ) -> None:
         """Record a function that fills a tensor at random, without running it."""
-        self._write_down(function, (tensor, *args), {}, outputs=tensor, written=[tensor])
+        draw = self._drawn(function, (tensor, *args), {"generator": generator})
+        self._write_down(function, (tensor, *args), {}, outputs=tensor, written=[tensor], draw=draw)
+
+    def _drawn(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Draw:
+        """Note what a random op draws; one that goes on from a state moves that as it would."""
+        with self.draws.one(kwargs.get("generator")) as draw:
+            if draw.state is not None:
+                real = self.real(args), _on_cpu(self.real(kwargs))
+                with _disable_current_modes():
+                    func(*real[0], **real[1])
+            return draw
 
     def value(self, tensor: Tensor) -> Value:
         """Name a tensor of the constructor, a real one as a constant."""
@@ -121,7 +134,7 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def replay(self, values: Iterable[Value]) -> list[Tensor]:
         """Compute what tensors of the constructor hold, running only the ops that they need."""
         values = list(values)
-        return replay(self.ops, self.constants, values, self.seed)
+        return replay(self.ops, self.constants, values)
 
     def bare(self) -> frozenset[int]:
         """Return the storages that were never given numbers: what they hold is left to chance."""
@@ -153,7 +166,14 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_unflatten([next(real) if isinstance(x, Tensor) else x for x in leaves], spec)
 
     def _write_down(
-        self, func: Any, args: Any, kwargs: Any, *, outputs: Any, written: list[Tensor]
+        self,
+        func: Any,
+        args: Any,
+        kwargs: Any,
+        *,
+        outputs: Any,
+        written: list[Tensor],
+        draw: Draw | None,
     ) -> None:
         made = [out for out in tree_flatten(outputs)[0] if isinstance(out, Tensor)]
         fresh = [out.untyped_storage()._cdata not in self._storages for out in made]
@@ -172,9 +192,8 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         makes = tuple(self.value(t) if new else None for t, new in zip(made, fresh, strict=True))
         self.ops.append(
             RecordedOp(
-                number=len(self.ops),
                 function=func,
-                is_random=_is_random(func),
+                draw=draw,
                 arguments=named[0],
                 keywords=named[1],
                 makes=makes,
@@ -215,9 +234,9 @@ def bare_storages(ops: Iterable[RecordedOp]) -> frozenset[int]:
 
 
 def replay(
-    ops: list[RecordedOp], constants: Mapping[int, Tensor], values: list[Value], seed: int
+    ops: list[RecordedOp], constants: Mapping[int, Tensor], values: list[Value]
 ) -> list[Tensor]:
-    """Run the ops that the values need, on the CPU, each random one with its own seed."""
+    """Run the ops that the values need, on the CPU, each random one from its own state."""
     storages = {}
     wanted = {value.storage for value in values}
     selected = list(needed_ops(ops, wanted))
@@ -225,18 +244,17 @@ def replay(
         storages[address] = constants[address].clone().untyped_storage()
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
         for op in selected:
-            _run(op, storages, seed)
+            _run(op, storages)
     return [value.of(storages[value.storage]) for value in values]
 
 
-def _run(op: RecordedOp, storages: dict[int, torch.UntypedStorage], seed: int) -> None:
+def _run(op: RecordedOp, storages: dict[int, torch.UntypedStorage]) -> None:
     def real(leaf: Any) -> Any:
         return leaf.of(storages[leaf.storage]) if isinstance(leaf, Value) else leaf
 
     args, kwargs = tree_map(real, (op.arguments, dict(op.keywords)))
-    if op.is_random:
-        torch.manual_seed(mixed_seed(seed, op.number))
-        kwargs.pop("generator", None)  # the op's number is its seed, whatever the user passed
+    if op.draw is not None:
+        op.draw.set(torch.default_generator)
     default = torch.get_default_dtype()
     torch.set_default_dtype(op.default_dtype)
     try:
@@ -276,13 +294,6 @@ def _asks_for_values(func: Any) -> bool:
     """Tell .item() and equal() from ops that make tensors."""
     returns = func._schema.returns
     return bool(returns) and not any("Tensor" in str(value.type) for value in returns)
-
-
-def _is_random(func: Any) -> bool:
-    """Tell ops that draw numbers; an initialiser recorded as a whole may do so, too."""
-    if not isinstance(func, OpOverload):
-        return True
-    return torch.Tag.nondeterministic_seeded in func.tags
 
 
 def _takes_a_device(func: Any) -> bool:
