@@ -43,7 +43,9 @@ def script_text(plan: Plan, subject: Subject, place: Path) -> str:
     return script
 
 
-def refuse_overwriting(path: Path) -> None:
+def refuse_overwriting(
+    path: Path, *, fix: str = "choose another name with -o, or overwrite it with --force"
+) -> None:
     """Refuse to write over what is not a script of ours as it was written."""
     check_writable(path)
     if not path.exists():
@@ -56,7 +58,7 @@ def refuse_overwriting(path: Path) -> None:
         raise InputError(
             "a file that autopar did not write, or that was changed since, is in the way",
             where=str(path),
-            fix="choose another name with -o, or overwrite it with --force",
+            fix=fix,
         )
 
 

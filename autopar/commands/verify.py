@@ -12,9 +12,11 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import FILE_NAME, script_text
+from autopar.codegen.emit import FILE_NAME, refuse_overwriting, script_text
 from autopar.codegen.proof.comparison import Comparison
 from autopar.codegen.proof.given_script import GivenScript, carried_over, read_script_of
+from autopar.codegen.proof.plain_loop import FILE_NAME as PLAIN_NAME
+from autopar.codegen.proof.plain_loop import plain_loop
 from autopar.codegen.proof.verification import check_fits, step_flops, verify
 from autopar.codegen.subject import subject_of, with_model
 from autopar.commands.emit import MODEL, PLAN
@@ -23,7 +25,8 @@ from autopar.console import progress, results, tell_note
 from autopar.notes.row_notes import note_parts_apart
 from autopar.number_options import difference, whole
 from autopar.pages.tables import plain_table
-from autopar.planner.errors import ExitCode
+from autopar.planner.destination import refuse_replacing, write_whole
+from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
@@ -47,6 +50,10 @@ def verify_plan(
         float,
         difference("--tolerance", text="Largest difference to accept."),
     ] = TOLERANCE,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help=f"Train nothing; write {PLAIN_NAME}, a loop for one device."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Train a few steps by the script on CPU processes and in one process, and compare.
@@ -57,11 +64,17 @@ def verify_plan(
     fails. With --arg the model is a smaller one of the same file, planned with few rows under the
     plan's own degrees, schedule and splits; changes by hand are carried over.
 
+    With --plain a loop of plain PyTorch is written beside the script: one process, the same weights
+    and rows, for you to run and compare.
+
     Example: autopar verify out/plan.json --arg layers=2 --arg dim=96 --arg seq_len=64 --steps 3
     """
     folder = plan if plan.is_dir() else plan.parent
     found = with_model(read_plan(plan), folder, model)
     given = read_script_of(found, folder / FILE_NAME if script is None else script, folder)
+    if plain:
+        _write_plain(found, folder, given, is_smaller=bool(arg))
+        return
     with TemporaryDirectory(prefix="autopar-smaller-") as name:
         if arg:
             large, found = found, _smaller(found, folder, arg)
@@ -87,6 +100,17 @@ def verify_plan(
     if not equal:
         note_parts_apart(found)
         raise typer.Exit(int(ExitCode.NEGATIVE))
+
+
+def _write_plain(plan: Plan, folder: Path, given: GivenScript, *, is_smaller: bool) -> None:
+    """Write the loop of plain PyTorch beside the script."""
+    if is_smaller:
+        raise InputError("--plain and --arg do not go together", fix="plan the smaller model first")
+    path, subject = given.path.with_name(PLAIN_NAME), subject_of(plan, folder)
+    refuse_overwriting(path, fix="move it away")
+    refuse_replacing(path, subject.file.path)
+    write_whole(path, plain_loop(plan, subject, given, path), what="the loop")
+    results().print(f"Written: {path}", soft_wrap=True)
 
 
 def _carried_over(

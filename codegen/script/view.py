@@ -56,7 +56,6 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         _imported(opened),
         destination,
         is_half=plan.arrangement.precision.is_half,
-        has_metrics=subject.file.metrics is not None,
     )
     parameters = parameter_tables(plan, subject.axes)
     stages = _stages(plan, subject)
