@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -31,9 +30,8 @@ from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.smaller_plan import smaller_plan
+from autopar.verifying import MANY_FLOPS, TOLERANCE, memory_bytes
 
-TOLERANCE = 1e-9  # in float64, after several steps of AdamW
-MANY_FLOPS = 2e12  # a step of more takes minutes
 _MOST_TOLD = 4
 
 
@@ -79,7 +77,7 @@ def verify_plan(
         if arg:
             large, found = found, _smaller(found, folder, arg)
             given = _carried_over(given, large, found, folder, Path(name))
-        check_fits(found, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        check_fits(found, memory_bytes())
         if step_flops(found) > MANY_FLOPS:
             tell_note(
                 f"a step computes about {step_flops(found) / 1e12:,.0f} TFLOP, on CPUs and in "
@@ -96,7 +94,7 @@ def verify_plan(
         print(json.dumps({**asdict(comparison), **verdict, **subject, **edits}))
     else:
         _tell_edits(given)
-        _tell(comparison, tolerance)
+        tell_comparison(comparison, tolerance)
     if not equal:
         note_parts_apart(found)
         raise typer.Exit(int(ExitCode.NEGATIVE))
@@ -156,7 +154,8 @@ def _tell_edits(given: GivenScript) -> None:
     results().print("\n".join(lines) + "\n", soft_wrap=True)
 
 
-def _tell(comparison: Comparison, tolerance: float) -> None:
+def tell_comparison(comparison: Comparison, tolerance: float) -> None:
+    """Print what of a script is equal to one process, and what is not."""
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
         ("loss", comparison.loss),

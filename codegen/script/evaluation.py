@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.codegen.python_text import Group, Source, call
+from autopar.codegen.python_text import WIDTH, Group, Source, call
 from autopar.codegen.script.settings_lines import sums_rows
 from autopar.codegen.subject import Subject
 from autopar.planner.findings.meeting_rows import meeting_rows
@@ -17,6 +17,27 @@ def evaluation(plan: Plan, subject: Subject) -> Source:
         "Evaluation", *_model(plan, subject), _rows(plan, subject), *_weighing(plan, subject)
     )
     return Source(made.laid_out(before=17, indent=4))
+
+
+def first_step(plan: Plan, subject: Subject) -> Source:
+    """Return the call that compares the loss of the first microbatch with plain PyTorch's."""
+    arguments = ["data", *_model(plan, subject), "plainly", "options", "mesh"]
+    if subject.opened.weighs_terms:
+        arguments.append("terms=valid_targets")
+    if subject.opened.own_rows:
+        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS", "rows=MICROBATCH"]
+    made = call("first_step_checked", *arguments)
+    items = ", ".join(arguments)
+    if len(items) + 12 <= WIDTH < len(made.flat) + 15:  # on one line, with brackets around it
+        return Source(f"{made.opening}\n            {items}\n        {made.closing}")
+    return Source(made.laid_out(before=15, indent=8))
+
+
+def plainly(subject: Subject) -> Source:
+    """Return the call that holds what one device computes a loss with."""
+    return Source(
+        call("Plainly", "new_model", "new_batch", *(["new_loss"] * bool(subject.file.loss))).flat
+    )
 
 
 def evaluation_notes(subject: Subject) -> Iterator[str]:

@@ -18,7 +18,12 @@ from autopar.codegen.python_text import (
     table,
     tuple_of,
 )
-from autopar.codegen.script.evaluation import evaluation, evaluation_notes
+from autopar.codegen.script.evaluation import (
+    evaluation,
+    evaluation_notes,
+    first_step,
+    plainly,
+)
 from autopar.codegen.script.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.script.model_calls import (
     ModelCalls,
@@ -107,6 +112,8 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_dataset=plan.model.has_dataset,
         reading=_reading(plan, subject),
         evaluation=evaluation(plan, subject) if evaluates else Source(),
+        plainly=plainly(subject),
+        first_step=first_step(plan, subject),
         measures=subject.file.metrics is not None,
         gathers_rows=bool(opened.own_rows),
         usual=Source("\n".join(usual_makers(plan))),
