@@ -153,6 +153,30 @@ def loss(outputs, batch):
         + _OWN,
         is_whole=True,
     ),
+    "attention of one matrix": idiom(
+        """
+class Attending(Block):
+    def __init__(self, width=WIDTH, heads=4):
+        super().__init__(width)
+        self.heads = heads
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+
+    def forward(self, x):
+        b, t, c = x.shape
+        q, k, v = self.qkv(self.norm(x)).split(c, dim=2)
+        q, k, v = (y.view(b, t, self.heads, c // self.heads).transpose(1, 2) for y in (q, k, v))
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        x = x + self.out(y.transpose(1, 2).reshape(b, t, c))
+        return super().forward(x)
+
+
+class Own(Model):
+    def __init__(self):
+        super().__init__()
+        self.blocks = nn.ModuleList(Attending() for _ in range(2))
+"""
+        + _OWN
+    ),
     "a triangle of a mask": _own("""
     def __init__(self):
         super().__init__()

@@ -204,7 +204,7 @@ class Adapted(nn.Module):
 def build_model():
     model = seeded(Model).requires_grad_(False)
     for block in model.blocks:
-        block.attention.qkv = Adapted(block.attention.qkv)
+        block.up = Adapted(block.up)
     return model
 """),
     "a pretrained model of a library": idiom("""
