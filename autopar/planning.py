@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from autopar.codegen.emit import emit
+from autopar.codegen.emit import emit_with_notes
 from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.console import tell_note
 from autopar.machine_options import Machines, clusters_of
@@ -173,14 +173,17 @@ def scripted(
     """
     found = plans(request)
     try:
-        return found, emit(found.plan, destination=destination)
+        text, notes = emit_with_notes(found.plan, destination=destination)
     except LostLayersError as lost:
         why = "its code has to stand in its caller's"
         rest = without_recompute(request.constraints, lost.paths, origin=why)
         if rest is None:
             raise
         tell_note(f"planned again without recomputing {', '.join(lost.paths)}: {why}")
-    return scripted(replace(request, constraints=rest), destination, plans=plans)
+        return scripted(replace(request, constraints=rest), destination, plans=plans)
+    for note in notes:
+        tell_note(note)
+    return found, text
 
 
 def _check_degrees(

@@ -6,6 +6,7 @@ from pathlib import Path
 
 from autopar.codegen.script.check import check_script
 from autopar.codegen.script.checksum import is_unchanged, with_checksum
+from autopar.codegen.script.evaluation import absent_notes
 from autopar.codegen.script.render import render
 from autopar.codegen.script.view import script_view
 from autopar.codegen.subject import Subject, subject_of
@@ -22,10 +23,17 @@ def emit(plan: Plan, *, destination: Path, folder: Path | None = None) -> str:
 
     A relative path of the model file is seen from here, or else from `folder`, where the plan lies.
     """
+    return emit_with_notes(plan, destination=destination, folder=folder)[0]
+
+
+def emit_with_notes(
+    plan: Plan, *, destination: Path, folder: Path | None = None
+) -> tuple[str, tuple[str, ...]]:
+    """Return the script of a plan, and what a person should know of it before it runs."""
     place = destination.resolve()
     subject = subject_of(plan, place.parent if folder is None else folder)
     refuse_replacing(place, subject.file.path)
-    return script_text(plan, subject, place)
+    return script_text(plan, subject, place), tuple(absent_notes(subject))
 
 
 def script_text(plan: Plan, subject: Subject, place: Path) -> str:
@@ -35,7 +43,9 @@ def script_text(plan: Plan, subject: Subject, place: Path) -> str:
     return script
 
 
-def refuse_overwriting(path: Path) -> None:
+def refuse_overwriting(
+    path: Path, *, fix: str = "choose another name with -o, or overwrite it with --force"
+) -> None:
     """Refuse to write over what is not a script of ours as it was written."""
     check_writable(path)
     if not path.exists():
@@ -48,7 +58,7 @@ def refuse_overwriting(path: Path) -> None:
         raise InputError(
             "a file that autopar did not write, or that was changed since, is in the way",
             where=str(path),
-            fix="choose another name with -o, or overwrite it with --force",
+            fix=fix,
         )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from types import MappingProxyType
 
 _FROM: Mapping[str, str] = MappingProxyType(
@@ -19,7 +19,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "weighed_ahead weighed_terms_ahead"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
-        "autopar.runtime.evaluation": "Evaluation read_evaluation",
+        "autopar.runtime.evaluation": "Evaluation Plainly first_step_checked read_evaluation",
         "autopar.runtime.keeping": "Keeper",
         "autopar.runtime.model": (
             "Crossing StagePart freeze keep_apart named names_of numbered submodules take_classes"
@@ -39,11 +39,27 @@ _FROM: Mapping[str, str] = MappingProxyType(
     }
 )
 _PLAIN = ("argparse", "copy", "importlib", "sys", "torch")
-KNOWN: Mapping[str, str] = MappingProxyType(
-    {name: f"import {name}" for name in _PLAIN}
-    | {
-        name: f"from {module} import {name}"
-        for module, names in _FROM.items()
-        for name in names.split()
+# Of the loop of plain PyTorch that `autopar verify --plain` writes, beside those.
+_FROM_ALONE: Mapping[str, str] = MappingProxyType(
+    {
+        "itertools": "count",
+        "unittest.mock": "patch",
+        "torch.optim": "AdamW",
+        "torch.optim.lr_scheduler": "LambdaLR",
+        "torch.utils._python_dispatch": "TorchDispatchMode",
     }
+)
+_PLAIN_ALONE = ("hashlib", "math", "random")
+
+
+def _statements(plain: Iterable[str], members: Mapping[str, str]) -> Mapping[str, str]:
+    whole = {name: f"import {name}" for name in plain}
+    listed = ((module, name) for module, names in members.items() for name in names.split())
+    return MappingProxyType(whole | {name: f"from {one} import {name}" for one, name in listed})
+
+
+KNOWN = _statements(_PLAIN, _FROM)
+KNOWN_ALONE = MappingProxyType(
+    {name: statement for name, statement in KNOWN.items() if "autopar" not in statement}
+    | {**_statements(_PLAIN_ALONE, _FROM_ALONE)}
 )

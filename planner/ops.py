@@ -49,6 +49,21 @@ class Mapped(tuple[Value, ...]):
     __slots__ = ()
 
 
+class Fields(tuple[Value, ...]):
+    """An object at the border of a call (a dataclass, the outputs of a library's model).
+
+    It is the pairs of an attribute's name and its value.
+    """
+
+    __slots__ = ()
+
+
+class NamedFields(Fields):
+    """A namedtuple at the border of a call, as the pairs of its names and values."""
+
+    __slots__ = ()
+
+
 class Origin(StrEnum):
     """Where a tensor comes from."""
 
@@ -136,7 +151,7 @@ class Call:
     own, so it is called as it is and never opened.
     Arguments that are neither tensors nor plain stand as text such as "<DynamicCache>", modules of
     the model as "<module h.0.position>". Lists are
-    `Listed`, for callers concatenate them, and dicts `Mapped`; other mappings are pairs.
+    `Listed`, for callers concatenate them, dicts `Mapped`, and objects with fields `Fields`.
     `has_unused` marks a call that computes with activations what the loss does not depend on,
     `is_batch_norm` one of torch's batch norms, which share statistics over the data ranks.
     """

@@ -7,10 +7,10 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting
+from autopar.codegen.emit import FILE_NAME, emit, emit_with_notes, refuse_overwriting
 from autopar.codegen.standalone import write_standalone
 from autopar.codegen.subject import model_spec, with_model
-from autopar.console import results
+from autopar.console import results, tell_note
 from autopar.planner.destination import refuse_replacing, write_whole
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.model.import_name import import_name
@@ -72,7 +72,10 @@ def emit_script(
         return
     if not force:
         refuse_overwriting(path)
-    write_whole(path, emit(found, destination=path, folder=beside), what="the script")
+    text, notes = emit_with_notes(found, destination=path, folder=beside)
+    write_whole(path, text, what="the script")
+    for note in notes:
+        tell_note(note)
     results().print(f"Written: {path}", soft_wrap=True)
 
 

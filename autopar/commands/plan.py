@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import json
+import os
 from pathlib import Path
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
 from autopar.codegen.emit import refuse_overwriting, write_text
+from autopar.codegen.proof.comparison import Comparison
 from autopar.commands import plan_options as options
+from autopar.commands.verify import tell_comparison
 from autopar.console import results
 from autopar.machine_options import Machines
 from autopar.notes.plan_notes import note_fewer
 from autopar.pages.curve_page import curve_json, curve_page, work_text
 from autopar.pages.plan_page import plan_page
 from autopar.planner.destination import refuse_named_as_file, refuse_replacing
+from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, summary, write_plan
+from autopar.planner.plan.plan import Plan
 from autopar.planning import Planned, request_of, scripted
+from autopar.verifying import STEPS, TOLERANCE, is_quick, verified, verify_command
+
+
+class NotVerifiedError(AutoparError):
+    """A script that was verified with its plan, and does not train as one process."""
+
+    exit_code = ExitCode.NEGATIVE
 
 
 def plan(
@@ -44,12 +56,16 @@ def plan(
     profile: options.PROFILE = None,
     output: options.OUTPUT = Path(),
     force: options.FORCE = False,
+    verify: options.VERIFY = None,
     as_json: options.AS_JSON = False,
 ) -> None:
     """Plan how to split the training of a model, prove the choice, and write the script.
 
     The script, train.py, runs under torchrun. Without --gpus, --cluster says the machines. Several
     numbers of devices (--gpus 1,2,4,8) are compared, and one is chosen.
+
+    A script that takes seconds to verify is verified: the command exits with 1 if it differs from
+    one process.
 
     Example: autopar plan models_zoo/gpt2.py --arg size=124m --gpus 8 --global-batch 64 -o out
     """
@@ -89,6 +105,28 @@ def plan(
     tell(made, as_json=as_json)
     if not as_json:
         results().print(f"Written: {output / FILE_NAME}, {script}", soft_wrap=True)
+    is_wanted = is_quick(made.plan, os.cpu_count() or 1) if verify is None else verify
+    found = verified(made.plan, output, script) if is_wanted else None
+    if not as_json:
+        _tell_verified(made.plan, output, found)
+    if found is not None and not found.is_within(TOLERANCE):
+        raise NotVerifiedError(
+            "the script trains otherwise than one process of plain PyTorch",
+            where=str(script),
+            fix=f"do not train with it; {verify_command(made.plan, output)} tells more",
+        )
+
+
+def _tell_verified(plan: Plan, folder: Path, found: Comparison | None) -> None:
+    """Say that the script trains as one process does, what differs, or how to see it."""
+    command, ranks = verify_command(plan, folder), plan.arrangement.ranks
+    if found is None:
+        results().print(f"Verify it: {command}", soft_wrap=True)
+    elif found.is_within(TOLERANCE):
+        text = f"Verified: {ranks} CPU processes train {STEPS} steps as one does ({command})"
+        results().print(text, soft_wrap=True)
+    else:
+        tell_comparison(found, TOLERANCE)
 
 
 def tell(planned: Planned, *, as_json: bool) -> None:

@@ -114,4 +114,8 @@ OUTPUT = Annotated[
     Path, typer.Option("-o", "--output", metavar="DIR", help="Where plan.json and train.py go.")
 ]
 FORCE = Annotated[bool, typer.Option("--force", help="Overwrite a train.py changed by hand.")]
+VERIFY = Annotated[
+    bool | None,
+    typer.Option("--verify/--no-verify", help="Verify it; by default what takes ten seconds."),
+]
 AS_JSON = Annotated[bool, typer.Option("--json", help="Print JSON for programs.")]

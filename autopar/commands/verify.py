@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,11 +11,13 @@ from typing import Annotated
 
 import typer
 
-from autopar.codegen.emit import FILE_NAME, script_text
+from autopar.codegen.emit import FILE_NAME, refuse_overwriting, script_text
 from autopar.codegen.proof.comparison import Comparison
 from autopar.codegen.proof.given_script import GivenScript, carried_over, read_script_of
 from autopar.codegen.proof.half_comparison import TIMES, InHalf
 from autopar.codegen.proof.held import Difference
+from autopar.codegen.proof.plain_loop import FILE_NAME as PLAIN_NAME
+from autopar.codegen.proof.plain_loop import plain_loop
 from autopar.codegen.proof.verification import check_fits, step_flops, verify
 from autopar.codegen.subject import subject_of, with_model
 from autopar.commands.emit import MODEL, PLAN
@@ -25,14 +26,14 @@ from autopar.console import progress, results, tell_note
 from autopar.notes.row_notes import note_parts_apart
 from autopar.number_options import difference, whole
 from autopar.pages.tables import plain_table
-from autopar.planner.errors import ExitCode
+from autopar.planner.destination import refuse_replacing, write_whole
+from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
 from autopar.smaller_plan import smaller_plan
+from autopar.verifying import MANY_FLOPS, TOLERANCE, memory_bytes
 
-TOLERANCE = 1e-9  # in float64, after several steps of AdamW
-MANY_FLOPS = 2e12  # a step of more takes minutes
 _MOST_TOLD = 4
 
 
@@ -53,6 +54,10 @@ def verify_plan(
         float,
         difference("--tolerance", text="Largest difference to accept."),
     ] = TOLERANCE,
+    plain: Annotated[
+        bool,
+        typer.Option("--plain", help=f"Train nothing; write {PLAIN_NAME}, a loop for one device."),
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON for programs.")] = False,
 ) -> None:
     """Train a few steps by the script on CPU processes and in one process, and compare.
@@ -66,16 +71,22 @@ def verify_plan(
     one of the same file, planned with few rows under the plan's own degrees, schedule and splits;
     changes by hand are carried over.
 
+    With --plain a loop of plain PyTorch is written beside the script: one process, the same weights
+    and rows, for you to run and compare.
+
     Example: autopar verify out/plan.json --arg layers=2 --arg dim=96 --arg seq_len=64 --steps 3
     """
     folder = plan if plan.is_dir() else plan.parent
     found = with_model(read_plan(plan), folder, model)
     given = read_script_of(found, folder / FILE_NAME if script is None else script, folder)
+    if plain:
+        _write_plain(found, folder, given, is_smaller=bool(arg))
+        return
     with TemporaryDirectory(prefix="autopar-smaller-") as name:
         if arg:
             large, found = found, _smaller(found, folder, arg)
             given = _carried_over(given, large, found, folder, Path(name))
-        check_fits(found, os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"))
+        check_fits(found, memory_bytes())
         if step_flops(found) > MANY_FLOPS:
             tell_note(
                 f"a step computes about {step_flops(found) / 1e12:,.0f} TFLOP, on CPUs and in "
@@ -92,10 +103,21 @@ def verify_plan(
         print(json.dumps({**asdict(comparison), **verdict, **subject, **edits}))
     else:
         _tell_edits(given)
-        _tell(comparison, tolerance)
+        tell_comparison(comparison, tolerance)
     if not equal:
         note_parts_apart(found)
         raise typer.Exit(int(ExitCode.NEGATIVE))
+
+
+def _write_plain(plan: Plan, folder: Path, given: GivenScript, *, is_smaller: bool) -> None:
+    """Write the loop of plain PyTorch beside the script."""
+    if is_smaller:
+        raise InputError("--plain and --arg do not go together", fix="plan the smaller model first")
+    path, subject = given.path.with_name(PLAIN_NAME), subject_of(plan, folder)
+    refuse_overwriting(path, fix="move it away")
+    refuse_replacing(path, subject.file.path)
+    write_whole(path, plain_loop(plan, subject, given, path), what="the loop")
+    results().print(f"Written: {path}", soft_wrap=True)
 
 
 def _carried_over(
@@ -141,7 +163,8 @@ def _tell_edits(given: GivenScript) -> None:
     results().print("\n".join(lines) + "\n", soft_wrap=True)
 
 
-def _tell(comparison: Comparison, tolerance: float) -> None:
+def tell_comparison(comparison: Comparison, tolerance: float) -> None:
+    """Print what of a script is equal to one process, and what is not."""
     table = plain_table("", "what", "largest difference", "of", "", left=1)
     rows = (
         ("weights and buffers at the start", comparison.initial),

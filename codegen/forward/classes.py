@@ -12,7 +12,7 @@ from autopar.codegen.forward.opening.changes import is_split
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.reading.modules import Argument, Module
-from autopar.codegen.forward.reading.results import is_mapping, pairs
+from autopar.codegen.forward.reading.results import as_tuple, is_mapping, pairs
 from autopar.codegen.forward.returns import returned
 from autopar.codegen.forward.text.expressions import Held
 from autopar.codegen.forward.text.identifiers import comment, is_identifier, string
@@ -152,20 +152,21 @@ def _bind(builder: BodyBuilder, name: str, value: Value) -> None:
         for key, item in pairs(value):
             _bind(builder, f"{name}[{string(key)}]", item)
     elif isinstance(value, tuple) and any(refs(value)):
-        if is_mapping(value):
-            record = builder.graph.calls[builder.scope]
-            raise NeedsInlineError(builder.scope, record, reason=f"{name} is a mapping")
         path = builder.graph.calls[builder.scope].path
         names = builder.split.modules[path].unpacks.get(name, ())
-        builder.bind_pattern(_pattern(builder, value), name, names)
+        builder.bind_pattern(_pattern(builder, value, name), name, names)
 
 
-def _pattern(builder: BodyBuilder, value: Value) -> Pattern:
+def _pattern(builder: BodyBuilder, value: Value, name: str) -> Pattern:
+    value = as_tuple(value)
     if isinstance(value, Ref):
         layout = builder.opening.entry(builder.scope, value.tensor)
         return Held(value.tensor, layout)
+    if is_mapping(value) and any(refs(value)):
+        record = builder.graph.calls[builder.scope]
+        raise NeedsInlineError(builder.scope, record, reason=f"{name} has a mapping")
     if isinstance(value, tuple):
-        return tuple(_pattern(builder, item) for item in value)
+        return tuple(_pattern(builder, item, name) for item in value)
     return None
 
 

@@ -121,17 +121,20 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     sees_to_loss = stages and (stages[-1].returns_loss or split.graph.loss in refs(result))
     needs_loss = LOSS in opening.opened and not sees_to_loss
     loss = printed_loss(opening) if needs_loss else None
-    metrics = printed_metrics(opening) if needs_loss and split.has_metrics else None
+    returns_loss = bool(stages) and stages[-1].returns_loss
+    metrics = printed_metrics(opening) if split.has_metrics and not returns_loss else None
     classes = tuple(_classes(printed, opening))
     counts = valid_targets(split, tree)
     sources = [c.source for c in (*classes, *(stage.cls for stage in stages))]
-    sources += [source for source in (loss, metrics, counts) if source is not None]
+    sources += [source for source in (loss, counts) if source is not None]
+    sources += [metrics.source] if metrics is not None else []
     sources += [stage.crossing for stage in stages]
     return Opened(
         classes=classes,
         stages=stages,
         loss=loss,
-        metrics=metrics,
+        metrics=None if metrics is None else metrics.source,
+        absent=stages[-1].absent if returns_loss else () if metrics is None else metrics.absent,
         valid_targets=counts,
         weighs_terms=bool(split.weighed),
         added=() if counts is None else added_to_counts(split),

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS, ROOT
-from autopar.codegen.forward.returns import whole_outputs
+from autopar.codegen.forward.reading.results import held, is_plain
+from autopar.codegen.forward.returns import absent_outputs, whole_outputs
 from autopar.codegen.forward.text.expressions import Held, call, text
 from autopar.codegen.forward.text.identifiers import string
 from autopar.codegen.forward.text.lines import Body, Pattern
@@ -29,26 +32,47 @@ def printed_loss(opening: Opening) -> str:
     return _function("split_loss", builder, body, returns="Tensor", what="loss")
 
 
-def printed_metrics(opening: Opening) -> str | None:
-    """Return the source of `whole_metrics(outputs, batch, tensor)`; None if nothing is split."""
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PrintedMetrics:
+    """The source of `whole_metrics(outputs, batch, tensor)`, and the outputs that it lacks."""
+
+    source: str
+    absent: tuple[str, ...]
+
+
+def printed_metrics(opening: Opening) -> PrintedMetrics | None:
+    """Return what measures the outputs of a forward; None if each rank has all of them whole."""
     builder = _given_outputs(opening)
-    if all(layout.kind in (Kind.WHOLE, Kind.REPLICATED) for layout in builder.have.values()):
+    result = opening.split.graph.calls[ROOT].result
+    absent = absent_outputs(builder, result) if ROOT in opening.opened else ()
+    is_whole = all(one.kind in (Kind.WHOLE, Kind.REPLICATED) for one in builder.have.values())
+    if is_whole and not absent:
         return None
-    outputs = whole_outputs(builder, opening.split.graph.calls[ROOT].result)
+    outputs = whole_outputs(builder, result)
     body = builder.body(call("new_metrics", outputs, text("batch"), is_tensor=False))
     returns = "Mapping[str, Tensor]"
-    return _function("whole_metrics", builder, body, returns=returns, what="metrics")
+    source = _function("whole_metrics", builder, body, returns=returns, what="metrics")
+    return PrintedMetrics(source=source, absent=absent)
 
 
 def _given_outputs(opening: Opening) -> BodyBuilder:
     """Return what builds a function that is given what the model returns."""
     builder = BodyBuilder(opening, LOSS, axis="tensor")
     result = opening.split.graph.calls[ROOT].result
-    if isinstance(result, Ref):
-        builder.bind(Held(result.tensor, opening.arrives(result.tensor, LOSS)), "outputs")
-    elif any(refs(result)):
-        builder.bind_pattern(_pattern(opening, result), "outputs")
+    _bind_outputs(builder, result, "outputs")
     return builder
+
+
+def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
+    """Have at hand the tensors of the outputs, which code reaches at a place."""
+    if isinstance(value, Ref):
+        if value.tensor in builder.graph.tensors:
+            builder.bind(Held(value.tensor, builder.opening.arrives(value.tensor, LOSS)), place)
+    elif is_plain(value) and any(refs(value)):
+        builder.bind_pattern(_pattern(builder.opening, value), place)
+    else:
+        for inner, one in held(value, place):
+            _bind_outputs(builder, one, inner)
 
 
 def _function(name: str, builder: BodyBuilder, body: Body, *, returns: str, what: str) -> str:

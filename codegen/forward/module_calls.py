@@ -9,7 +9,7 @@ from autopar.codegen.forward.call_arguments import printed_argument
 from autopar.codegen.forward.opening.changes import is_split_random
 from autopar.codegen.forward.owned import NeedsInlineError
 from autopar.codegen.forward.reading.modules import is_number
-from autopar.codegen.forward.reading.results import is_mapping
+from autopar.codegen.forward.reading.results import as_tuple, is_mapping
 from autopar.codegen.forward.text.expressions import (
     Expression,
     Form,
@@ -150,6 +150,7 @@ def _pattern(value: Value, unit: str, body: AtHand) -> Pattern:
         if maker is None or not body.tree.is_inside(maker, unit):
             return None
         return Held(value.tensor, body.opening.arrives(value.tensor, body.scope))
+    value = as_tuple(value)
     if isinstance(value, tuple):
         if is_mapping(value):
             raise NeedsInlineError(unit, body.graph.calls[unit])

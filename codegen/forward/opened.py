@@ -41,11 +41,11 @@ class Stage:
     """The root's subclass for one pipeline stage (or for the whole model, where there is one).
 
     Its forward takes `takes` by position and the batch by keyword, and returns `gives`; the last
-    one returns what the model returns, or the loss itself where `returns_loss`: then it
-    `shows_outputs` to evaluations that have metrics, if it has them. `modules` are the modules that
-    it calls or reads; the script drops the others. `bounds` are attributes that the script sets:
-    stages of one form share one class and differ in these numbers. `crossing` is the source of a
-    function that tells the shapes of what it gives, where these vary.
+    one returns what the model returns, or the loss itself where `returns_loss`: then it shows the
+    outputs to evaluations that have metrics, all but what is `absent`. `modules` are the modules
+    that it calls or reads; the script drops the others. `bounds` are attributes that the script
+    sets: stages of one form share one class and differ in these numbers. `crossing` is the source
+    of a function that tells the shapes of what it gives, where these vary.
     """
 
     cls: OpenedClass
@@ -56,7 +56,7 @@ class Stage:
     parameters: tuple[str, ...]
     bounds: tuple[tuple[str, int], ...] = ()
     crossing: str = ""
-    shows_outputs: bool = False
+    absent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -66,10 +66,11 @@ class Opened:
     `stages` is empty where the root is called as it is. `loss` is the source of a function
     `split_loss(outputs, batch, tensor)` where the loss must be split, None where the user's own
     (or the model's) is right; `metrics` is that of `whole_metrics(outputs, batch, tensor)`, where
-    ranks have shares of the outputs. `valid_targets` is the source of a function of the batch that
-    counts the targets in the mean of the loss, None where every row counts alike; `weighs_terms`
-    where these are several means, and the code here multiplies each by its own weight, `added` what
-    the loss adds to each count before it divides. `imports` are lines.
+    ranks have shares of the outputs, and `absent` are parts of the outputs that no metric can be
+    made of, for the code here does not make them. `valid_targets` is the source of a function of
+    the batch that counts the targets in the mean of the loss, None where every row counts alike;
+    `weighs_terms` where these are several means, and the code here multiplies each by its own
+    weight, `added` what the loss adds to each count before it divides. `imports` are lines.
     `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
     `functions` are those of the model's files that the code here calls. `own_rows` are the keys of
     the batch of which a tensor rank is given its rows alone.
@@ -86,6 +87,7 @@ class Opened:
     inlined: frozenset[str]
     functions: tuple[Imported, ...] = ()
     own_rows: tuple[str, ...] = ()
+    absent: tuple[str, ...] = ()
 
 
 __all__ = ["Crossing", "Modules", "Opened", "OpenedClass", "Stage"]

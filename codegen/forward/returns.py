@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from types import NoneType
+
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.owned import NeedsInlineError
-from autopar.codegen.forward.reading.results import is_mapping, pairs
+from autopar.codegen.forward.reading.results import held, is_mapping, leaves, pairs
 from autopar.codegen.forward.text.expressions import (
     Expression,
     Form,
@@ -18,7 +20,7 @@ from autopar.codegen.forward.text.identifiers import string
 from autopar.codegen.forward.text.lines import Line, tuple_of
 from autopar.codegen.forward.text.literals import literal
 from autopar.planner.layouts import WHOLE
-from autopar.planner.ops import Listed, Mapped, Ref, Value, refs
+from autopar.planner.ops import Listed, Mapped, NamedFields, Ref, Value
 
 
 def returned(builder: BodyBuilder, value: Value) -> Expression:
@@ -51,35 +53,52 @@ def _tensor(builder: BodyBuilder, tensor: str) -> Expression:
     return builder.value(tensor, WHOLE if tensor == builder.graph.loss else need)
 
 
-def shows_outputs(builder: BodyBuilder, value: Value) -> bool:
-    """Have an evaluation find the outputs in `for_metrics`; False where not all are at hand.
+def show_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
+    """Have an evaluation find the outputs in `for_metrics`; return which parts are not at hand.
 
     A forward that goes on to the loss returns that alone.
     """
-    names = list(refs(value))
-    if not names or any(name not in builder.have for name in names):
-        return False
     before = len(builder.lines)
     shown = whole_outputs(builder, value)
     builder.lines.append(
         Line(results=None, expression=Form(("self.for_metrics = ", Slot(shown)), is_tensor=False))
     )
     builder.only_in_evaluations(before)
-    return True
+    return absent_outputs(builder, value)
 
 
-def whole_outputs(builder: BodyBuilder, value: Value) -> Expression:
-    """Return outputs as the model gives them, whole on each rank; None for objects in them."""
-    if isinstance(value, Ref):
-        is_here = value.tensor in builder.have  # else nothing that the loss depends on
-        return builder.value(value.tensor, WHOLE) if is_here else literal(None)
+def absent_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
+    """Return the parts of the outputs that code does not make: `outputs.preds`, say."""
+    found = leaves(value, "outputs")
+    return tuple(_named(place) for place, part in found if _is_absent(builder, part))
+
+
+def _named(place: str) -> str:
+    return place.replace('"', "'")  # messages stand in strings
+
+
+def _is_absent(builder: BodyBuilder, part: Value) -> bool:
+    """Whether code lacks a part of the outputs: the loss does not need it, or it is an object."""
+    if isinstance(part, Ref):
+        return part.tensor not in builder.have
+    is_object = isinstance(part, str) and part.startswith("<")
+    return is_object or not isinstance(part, (str, bool, int, float, complex, NoneType))
+
+
+def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") -> Expression:
+    """Return outputs as the model gives them, whole on each rank; `place` is the code for them."""
+    inner = [whole_outputs(builder, one, where) for where, one in held(value, place)]
     if is_mapping(value):
-        assert isinstance(value, tuple)
-        items = [(text(string(k)), whole_outputs(builder, v)) for k, v in pairs(value)]
-        made = mapped(items)
+        keys = [key for key, _ in pairs(value)]
+        if isinstance(value, NamedFields):
+            return call("named_outputs", keywords=tuple(zip(keys, inner, strict=True)))
+        made = mapped(zip(map(text, map(string, keys)), inner, strict=True))
         return made if isinstance(value, Mapped) else call("Outputs", made)
     if isinstance(value, tuple):
-        return sequence(value, tuple(whole_outputs(builder, item) for item in value))
-    if isinstance(value, (bool, int, float, complex)):
-        return literal(value)
-    return literal(None)
+        return sequence(value, tuple(inner))
+    if _is_absent(builder, value):
+        return call("Absent", text(string(_named(place))), is_tensor=False)
+    if isinstance(value, Ref):
+        return builder.value(value.tensor, WHOLE)
+    assert isinstance(value, (str, bool, int, float, complex, NoneType))
+    return literal(value)

@@ -28,7 +28,7 @@ from autopar.codegen.forward.reading.calls import LOSS, ROOT
 from autopar.codegen.forward.reading.imported import FIRST_STAGE, LAST_STAGE, MIDDLE_STAGE
 from autopar.codegen.forward.reading.modules import Module
 from autopar.codegen.forward.reading.results import is_plain
-from autopar.codegen.forward.returns import returned, shows_outputs
+from autopar.codegen.forward.returns import returned, show_outputs
 from autopar.codegen.forward.text.expressions import Expression, Held, pieces
 from autopar.codegen.forward.text.lines import tuple_of
 from autopar.codegen.forward.writing.loops import Loop, rolled
@@ -97,7 +97,7 @@ class _Draft:
     printed: Printed
     form: Printed | None
     bounds: tuple[int, int] | None
-    shows_outputs: bool
+    absent: tuple[str, ...]
 
 
 class _Printer:
@@ -112,7 +112,7 @@ class _Printer:
         part = self.cutter.part(number)
         builder = self._builder(part)
         result = self._result(part, builder)
-        shows = self._shows_outputs(part, builder)
+        absent = self._shown(part, builder)
         body, signature = builder.body(result), self._signature(part, builder)
         module, doc = _with_result(self.module, len(part.gives)), self._docstring(number, part)
         printed = forward(module, body, builder, signature, docstring=doc)
@@ -133,7 +133,7 @@ class _Printer:
             printed=printed,
             form=form,
             bounds=loops[0] if form is not None else None,
-            shows_outputs=shows,
+            absent=absent,
         )
 
     def stage(self, draft: _Draft, *, is_shared: bool) -> Stage:
@@ -162,7 +162,7 @@ class _Printer:
             gives=gives,
             crossing=printed_crossing(self.opening, gives),
             returns_loss=draft.number == self.last and self.returns_loss,
-            shows_outputs=draft.shows_outputs,
+            absent=draft.absent,
             modules=self._modules(draft.part),
             parameters=self._parameters(draft.part),
             bounds=bounds,
@@ -247,10 +247,12 @@ class _Printer:
             return builder.value(self.graph.loss, WHOLE)
         return returned(builder, self.graph.calls[ROOT].result)
 
-    def _shows_outputs(self, part: Part, builder: BodyBuilder) -> bool:
+    def _shown(self, part: Part, builder: BodyBuilder) -> tuple[str, ...]:
+        """Have evaluations find the outputs where the stage returns the loss alone."""
         goes_on = self.returns_loss and not part.gives
-        wants = goes_on and self.split.has_metrics
-        return wants and shows_outputs(builder, self.graph.calls[ROOT].result)
+        if not goes_on or not self.split.has_metrics:
+            return ()
+        return show_outputs(builder, self.graph.calls[ROOT].result)
 
     def _crossing(self, held: Held) -> Crossing:
         tensor = self.graph.tensors[held.tensor]

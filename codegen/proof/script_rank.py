@@ -181,6 +181,7 @@ def imported(path: Path) -> ModuleType:
     module = importlib.util.module_from_spec(spec)
     sys.modules[NAME] = module
     spec.loader.exec_module(module)
+    module.CHECK_FIRST_STEP = False  # type: ignore[attr-defined]
     module.EXPORT = "none"  # type: ignore[attr-defined]
     module.EVAL_EVERY = 0  # type: ignore[attr-defined]
     return module

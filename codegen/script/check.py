@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import ast
-from collections.abc import Iterator
+from collections.abc import Container, Iterable, Iterator
 
-from autopar.codegen.known_names import KNOWN
+from autopar.codegen.known_names import KNOWN, KNOWN_ALONE
 
 _TOP = (
     ast.Import,
@@ -23,6 +23,7 @@ _BUILTINS = frozenset(
         "sorted", "str", "sum", "super", "tuple", "type", "zip",
     }
 )  # fmt: skip
+_BUILTINS_ALONE = _BUILTINS | {"bytes", "getattr", "hasattr", "iter", "map", "next"}
 
 
 class UnsafeScriptError(AssertionError):
@@ -31,8 +32,17 @@ class UnsafeScriptError(AssertionError):
 
 def check_script(script: str) -> None:
     """Refuse a script that is no Python, or does anything that training does not need."""
+    _check(script, KNOWN, _BUILTINS)
+
+
+def check_plain_loop(script: str) -> None:
+    """Refuse the same of a loop of plain PyTorch, which does by itself what the runtime does."""
+    _check(script, KNOWN_ALONE, _BUILTINS_ALONE)
+
+
+def _check(script: str, modules: Container[str], builtins: Iterable[str]) -> None:
     tree = ast.parse(script)
-    faults = [*_strange_statements(tree), *_strange_names(tree)]
+    faults = [*_strange_statements(tree), *_strange_names(tree, modules, builtins)]
     if faults:
         raise UnsafeScriptError("the script would not be safe: " + "; ".join(faults))
 
@@ -50,18 +60,24 @@ def _strange_statements(tree: ast.Module) -> Iterator[str]:
 _MAIN = "if __name__ == '__main__':\n    main()"
 
 
-def _strange_names(tree: ast.Module) -> Iterator[str]:
+def _strange_names(
+    tree: ast.Module, modules: Container[str], builtins: Iterable[str]
+) -> Iterator[str]:
     """Yield names that nothing in the script defines, and any with two underscores in front."""
-    defined = {*_defined(tree), *_BUILTINS, *_DUNDERS}
+    defined = {*_defined(tree), *builtins, *_DUNDERS}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and node.id not in defined:
             yield f"line {node.lineno}: the name {node.id}"
-        if isinstance(node, ast.Attribute) and node.attr.startswith("__"):
+        if isinstance(node, ast.Attribute) and node.attr.startswith("__") and not _is_super(node):
             yield f"line {node.lineno}: the attribute {node.attr}"
         if isinstance(node, ast.Import):
             for alias in node.names:
-                if alias.name not in KNOWN and alias.asname not in ("model_file", "F"):
+                if alias.name not in modules and alias.asname not in ("model_file", "F"):
                     yield f"line {node.lineno}: import {alias.name}"
+
+
+def _is_super(node: ast.Attribute) -> bool:
+    return ast.unparse(node) == "super().__init__"
 
 
 def _defined(tree: ast.Module) -> Iterator[str]:

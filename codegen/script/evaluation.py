@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from autopar.codegen.forward.reading.calls import ROOT
-from autopar.codegen.python_text import Group, Source, call
+from autopar.codegen.python_text import WIDTH, Group, Source, call
+from autopar.codegen.script.parameter_tables import half_buffers
 from autopar.codegen.script.settings_lines import sums_rows
 from autopar.codegen.subject import Subject
 from autopar.planner.findings.meeting_rows import meeting_rows
-from autopar.planner.ops import refs
 from autopar.planner.plan.plan import Plan
 
 
@@ -21,14 +20,28 @@ def evaluation(plan: Plan, subject: Subject) -> Source:
     return Source(made.laid_out(before=17, indent=4))
 
 
-def has_metrics(subject: Subject) -> bool:
-    """Whether there are metrics, and some rank has all that they may be made of."""
-    opened, graph = subject.opened, subject.graph
-    if subject.file.metrics is None or not (opened.stages or opened.loss):
-        return subject.file.metrics is not None
-    if opened.stages and opened.stages[-1].returns_loss:
-        return opened.stages[-1].shows_outputs
-    return all(name in graph.tensors for name in refs(graph.calls[ROOT].result))
+def first_step(plan: Plan, subject: Subject) -> Source:
+    """Return the call that compares the loss of the first microbatch with plain PyTorch's."""
+    arguments = ["data", *_model(plan, subject), "plainly", "options", "mesh"]
+    if subject.opened.weighs_terms:
+        arguments.append("terms=valid_targets")
+    if subject.opened.own_rows:
+        arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS", "rows=MICROBATCH"]
+    made = call("first_step_checked", *arguments)
+    items = ", ".join(arguments)
+    if len(items) + 12 <= WIDTH < len(made.flat) + 15:  # on one line, with brackets around it
+        return Source(f"{made.opening}\n            {items}\n        {made.closing}")
+    return Source(made.laid_out(before=15, indent=8))
+
+
+def plainly(plan: Plan, subject: Subject) -> Source:
+    """Return the call that holds what one device computes a loss with."""
+    given = ["new_model", "new_batch"]
+    if subject.file.loss:
+        given.append("new_loss")
+    if half_buffers(plan):
+        given.append("half_buffers=HALF_BUFFERS")
+    return Source(call("Plainly", *given).flat)
 
 
 def evaluation_notes(subject: Subject) -> Iterator[str]:
@@ -39,15 +52,21 @@ def evaluation_notes(subject: Subject) -> Iterator[str]:
     paths |= {""} if opened.stages else set()
     found = (modules[path] for path in paths if path in modules)
     names = sorted({one.class_name for one in found if one.branches_in_training})
-    if subject.file.metrics is not None and not has_metrics(subject):
-        yield (
-            "evaluations have the loss alone, and no metrics(): the code printed here makes no "
-            "outputs that the loss does not depend on, and no objects that are no mapping."
-        )
+    yield from absent_notes(subject)
     if names:
         yield (
             f"evaluations run {', '.join(names)} as in training, but for dropout and batch norms: "
             "the forward asks self.training, and the code printed here has that branch alone."
+        )
+
+
+def absent_notes(subject: Subject) -> Iterator[str]:
+    """Yield what metrics() cannot use of what the model returns, if there is anything."""
+    if subject.opened.absent:
+        yield (
+            f"metrics() cannot use {', '.join(subject.opened.absent)}. Scripts with code of the "
+            "model compute what the loss depends on, and evaluations have what of that is there "
+            "where the loss is computed, in tuples, dicts, dataclasses and namedtuples."
         )
 
 
@@ -79,7 +98,7 @@ def _weighing(plan: Plan, subject: Subject) -> Iterator[str]:
         yield "added=ADDED"
     if sums_rows(plan):
         yield "microbatches=MICROBATCHES * DATA"
-    if has_metrics(subject):
+    if subject.file.metrics is not None:
         is_split = opened.metrics is not None
         whole = "partial(whole_metrics, tensor=mesh.tensor)" if is_split else "new_metrics"
         yield f"metrics={whole}"

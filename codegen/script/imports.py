@@ -14,11 +14,11 @@ from autopar.codegen.python_text import Source
 _SECTIONS = ("__future__", "standard", "others", "autopar")
 
 
-def script_imports(body: str) -> Source:
+def script_imports(body: str, known: Mapping[str, str] = KNOWN) -> Source:
     """Return the imports of a script in isort's order, from the names that its body uses."""
     used = {node.id for node in ast.walk(ast.parse(body)) if isinstance(node, ast.Name)}
     lines = {"from __future__ import annotations", *imports_of([body])}
-    lines |= {KNOWN[name] for name in used & set(KNOWN)}
+    lines |= {known[name] for name in used & set(known)}
     return sorted_imports(lines)
 
 

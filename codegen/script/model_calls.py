@@ -40,6 +40,7 @@ _OPTIONAL: Mapping[str, str] = {
     "build_optimizer": "new_optimizer",
     "build_scheduler": "new_scheduler",
 }
+_EVALUATING = ("build_eval_dataset",)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,12 +58,12 @@ def model_calls(
     destination: Path,
     *,
     is_half: bool,
-    has_metrics: bool = False,
+    evaluates: bool = True,
 ) -> ModelCalls:
     """Return how a script at `destination` imports a model file and calls its functions."""
     return ModelCalls(
         imports=_imports(file, sorted(set(classes)), destination),
-        functions=Source("\n".join(_functions(file, is_half=is_half, has_metrics=has_metrics))),
+        functions=Source("\n".join(_functions(file, is_half=is_half, evaluates=evaluates))),
         loss=Source("new_loss(outputs, batch)" if file.loss else "loss_in(outputs)"),
     )
 
@@ -123,17 +124,17 @@ def _dotted(module: str) -> str:
     return ".".join(identifier(part) for part in module.split("."))
 
 
-def _functions(file: ModelFile, *, is_half: bool, has_metrics: bool) -> Iterator[str]:
+def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[str]:
     """Yield `new_model = …` and the others that the model file has."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
     around = "in_float32" if is_half else ""
     if file.loss is not None:
         yield _bound(file, "loss", "new_loss", around=around)
-    if has_metrics:
+    if evaluates and file.metrics is not None:
         yield _bound(file, "metrics", "new_metrics", around=around)
     for name, own in _OPTIONAL.items():
-        if getattr(file, name) is not None:
+        if getattr(file, name) is not None and (evaluates or name not in _EVALUATING):
             yield _bound(file, name, own)
 
 

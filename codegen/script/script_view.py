@@ -51,6 +51,9 @@ class ScriptView:
     has_dataset: bool
     reading: Source  # the call that yields microbatches
     evaluation: Source  # the call that makes what evaluates the model; empty: nothing does
+    plainly: Source  # what one device computes a loss with
+    first_step: Source  # the call that compares the first loss
+    measures: bool  # by metrics() of the model file
     gathers_rows: bool  # which tensor ranks have read each for itself
     usual: Source  # what makes an optimizer and a schedule that the model file does not make
     scheduler: Source  # the call that makes the schedule of learning rates; empty: there is none

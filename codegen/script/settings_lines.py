@@ -77,12 +77,22 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     )
     yield Setting("CHECKPOINT_EVERY", literal(1000), "steps; --checkpoint-every")
     yield Setting("KEEP", literal(3), "checkpoints, the newest ones; --keep")
+    checked = "compare the first loss with plain PyTorch's; --check-first-step"
+    yield Setting("CHECK_FIRST_STEP", literal(whole_model_fits(plan)), checked)
     yield Setting("LOG_EVERY", literal(10), "steps; --log-every")
     if plan.model.has_dataset:
         yield Setting("WORKERS", literal(0), "processes that read ahead for this rank; --workers")
     if synchronises_batch_norms(plan):
         meaning = "over all data ranks, as one device would; False: on each"
         yield Setting("SYNC_BATCH_NORM", literal(True), meaning)
+
+
+def whole_model_fits(plan: Plan) -> bool:
+    """Whether the fullest device has room for all parameters beside what it holds in a step."""
+    rank, memory = plan.fullest
+    item_bytes = 2 if plan.arrangement.precision.is_half else 4
+    left_bytes = plan.limit_bytes(rank) - memory.device_bytes
+    return item_bytes * plan.model.parameters <= left_bytes
 
 
 def usual_makers(plan: Plan) -> Iterator[str]:

@@ -18,7 +18,12 @@ from autopar.codegen.python_text import (
     table,
     tuple_of,
 )
-from autopar.codegen.script.evaluation import evaluation, evaluation_notes, has_metrics
+from autopar.codegen.script.evaluation import (
+    evaluation,
+    evaluation_notes,
+    first_step,
+    plainly,
+)
 from autopar.codegen.script.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.script.model_calls import (
     ModelCalls,
@@ -61,7 +66,6 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         _imported(opened),
         destination,
         is_half=plan.arrangement.precision.is_half,
-        has_metrics=has_metrics(subject),
     )
     parameters = parameter_tables(plan, subject.axes)
     stages = _stages(plan, subject)
@@ -115,6 +119,9 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         has_dataset=plan.model.has_dataset,
         reading=_reading(plan, subject),
         evaluation=evaluation(plan, subject) if evaluates else Source(),
+        plainly=plainly(plan, subject),
+        first_step=first_step(plan, subject),
+        measures=subject.file.metrics is not None,
         gathers_rows=bool(opened.own_rows),
         usual=Source("\n".join(usual_makers(plan))),
         scheduler=_scheduler(plan),
@@ -210,13 +217,13 @@ def _classes(plan: Plan, subject: Subject, calls: ModelCalls) -> Source:
     stages = dict.fromkeys(stage.cls.source for stage in opened.stages)
     has_own_arguments = _is_pipelined(plan) or _returns_loss(opened)
     sources += map(_overriding, stages) if has_own_arguments else stages
-    metrics = opened.metrics if has_metrics(subject) else None
-    sources += [one for one in (opened.loss, metrics) if one is not None]
+    sources += [one for one in (opened.loss, opened.metrics) if one is not None]
     names = crossing_names(opened)
     sources += [source.replace(CROSSING, name, 1) for source, name in names.items()]
     if _is_pipelined(plan) and not opened.stages[-1].returns_loss:
         name, loss = opened.stages[-1].cls.name, _loss(opened, calls)
-        sources.append(_loss_stage(name, loss, has_metrics=has_metrics(subject)))
+        has_metrics = subject.file.metrics is not None
+        sources.append(_loss_stage(name, loss, has_metrics=has_metrics))
     return Source("\n\n\n".join(source.strip("\n") for source in sources))
 
 

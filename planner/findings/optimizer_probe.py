@@ -9,10 +9,11 @@ parameters, that trains otherwise, without an error.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import IntEnum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +23,8 @@ from autopar.planner.findings.optimizer_call import NAME, Make, make_on_stand_in
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.without_memory import marked_like, without_memory
+
+Schedule: TypeAlias = Callable[[Any], Any]
 
 _LARGEST_DIM = 4  # of a stand-in
 _FP32_BYTES = 4
@@ -102,7 +105,7 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
         return OptimizerTraits(
             name=type(optimizer).__name__,
             reach=_reach(make, sizes),
-            groups_by_place=_groups_by_place(make, sizes),
+            groups_by_place=_groups_by_place(make, model_file.build_scheduler, sizes),
             moments=kept,
         )
     except Exception:  # whatever a step does that works on other devices alone
@@ -211,23 +214,34 @@ def _count(one: StandIn) -> int:
     return torch.Size(one.size).numel()
 
 
-def _groups_by_place(make: Make, sizes: Sequence[StandIn]) -> bool:
+def _groups_by_place(make: Make, schedule: Schedule | None, sizes: Sequence[StandIn]) -> bool:
     """Whether halves of the list are given other settings than they have in the whole."""
     parameters = _stand_ins(sizes)
     middle = len(parameters) // 2
     if not middle:
         return False
     try:
-        halves = _settings(make(parameters[:middle])) | _settings(make(parameters[middle:]))
+        halves = [
+            _settings(make, schedule, half) for half in (parameters[:middle], parameters[middle:])
+        ]
     except AutoparError:
         return True
-    return halves != _settings(make(parameters))
+    return halves[0] | halves[1] != _settings(make, schedule, parameters)
 
 
-def _settings(optimizer: Any) -> dict[int, str]:
-    """Return the settings of each parameter, by its identity."""
-    return {
-        id(parameter): repr(sorted((key, repr(group[key])) for key in group if key not in _LISTS))
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
+def _settings(
+    make: Make, schedule: Schedule | None, parameters: Sequence[nn.Parameter]
+) -> dict[int, str]:
+    """Return the settings of each parameter in some steps, by its identity."""
+    optimizer = make(parameters)
+    scheduler = None if schedule is None else schedule(optimizer)
+    found: dict[int, str] = defaultdict(str)
+    for _ in range(_STEPS):
+        for group in optimizer.param_groups:
+            settings = sorted((key, repr(group[key])) for key in group if key not in _LISTS)
+            for parameter in group["params"]:
+                found[id(parameter)] += repr(settings)
+        if scheduler is not None:
+            optimizer.step()
+            scheduler.step()
+    return dict(found)

@@ -16,7 +16,7 @@ import sys
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, is_dataclass
 from functools import wraps
 from types import FunctionType
 from typing import Any
@@ -36,6 +36,17 @@ from autopar.planner.trace.traps import assigned_buffers_written
 TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
 BEGIN, END = "autopar.begin.default", "autopar.end.default"  # of a plain function
+
+
+class Attributes(dict[str, Any]):
+    """The attributes of a dataclass that a call has returned."""
+
+
+pytree.register_pytree_node(
+    Attributes,
+    lambda made: (list(made.values()), list(made)),
+    lambda values, names: Attributes(zip(names, values, strict=True)),
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -162,10 +173,23 @@ def _recording_forward(module: nn.Module, path: str, recording: Recording) -> Ca
                 result = _run_or_replay(recording, call, original, args, kwargs)
         finally:
             recording.open_calls.pop()
-        recording.left[call] = _mark(torch.ops.autopar.leave, *pytree.tree_flatten(result), call)
+        seen = pytree.tree_flatten(_with_fields(result))
+        recording.left[call] = _mark(torch.ops.autopar.leave, *seen, call)
         return result
 
     return forward
+
+
+def _with_fields(result: Any) -> Any:
+    """Return a result with `Attributes` in place of dataclasses, whose tensors torch hides."""
+    return pytree.tree_map(_as_fields, result)
+
+
+def _as_fields(leaf: Any) -> Any:
+    if not is_dataclass(leaf) or isinstance(leaf, type):
+        return leaf
+    values = {one.name: getattr(leaf, one.name) for one in fields(leaf)}
+    return Attributes((name, _with_fields(value)) for name, value in values.items())
 
 
 @contextmanager

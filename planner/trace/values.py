@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, is_dataclass, replace
 from typing import Any
 
 import torch
@@ -12,11 +12,23 @@ from torch.export.graph_signature import InputKind, InputSpec
 
 from autopar.planner.extent import Extent
 from autopar.planner.graph import input_name
-from autopar.planner.ops import MODULE, Constant, DType, Listed, Mapped, Origin, Ref, Value
+from autopar.planner.ops import (
+    MODULE,
+    Constant,
+    DType,
+    Fields,
+    Listed,
+    Mapped,
+    NamedFields,
+    Origin,
+    Ref,
+    Value,
+)
 from autopar.planner.trace.export import Exported
 from autopar.planner.trace.ledger import Ledger
 from autopar.planner.trace.names import ModelNames
 from autopar.planner.trace.nodes import constant, storage_of
+from autopar.planner.trace.record import Attributes
 
 
 class CannotReplayError(Exception):
@@ -171,9 +183,12 @@ class Values:
 def structured(value: Any) -> Value:
     """Return a nest of containers as tuples; keys of mappings stand before their values."""
     if isinstance(value, Mapping):
-        is_plain = type(value) is dict and all(isinstance(key, str) for key in value)
+        is_object = is_dataclass(value) or isinstance(value, Attributes)
+        is_plain = not is_object and all(isinstance(key, str) for key in value)
         pairs = ((str(key), structured(item)) for key, item in value.items())
-        return Mapped(pairs) if is_plain else tuple(pairs)
+        return Mapped(pairs) if is_plain else Fields(pairs)
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return NamedFields(zip(value._fields, map(structured, value), strict=True))
     if isinstance(value, (tuple, list)):
         kind = Listed if isinstance(value, list) else tuple
         return kind(map(structured, value))

@@ -4,7 +4,16 @@ Scripts import from here; files import from each other.
 """
 
 from autopar.runtime.evaluation.evaluating import Evaluation
-from autopar.runtime.evaluation.row_metrics import Outputs
+from autopar.runtime.evaluation.first_step import Plainly, first_step_checked
+from autopar.runtime.evaluation.outputs import Absent, Outputs, named_outputs
 from autopar.runtime.evaluation.rows import read_evaluation
 
-__all__ = ["Evaluation", "Outputs", "read_evaluation"]
+__all__ = [
+    "Absent",
+    "Evaluation",
+    "Outputs",
+    "Plainly",
+    "first_step_checked",
+    "named_outputs",
+    "read_evaluation",
+]

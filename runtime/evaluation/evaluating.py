@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
 
@@ -19,6 +20,13 @@ from autopar.runtime.evaluation.sums import once, over_ranks
 from autopar.runtime.evaluation.untouched import evaluated
 
 Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
+
+
+def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
+    """Return a microbatch alone: each mean that its loss adds up counts once, as in plain code."""
+    if terms is None:
+        return batch
+    return {**batch, "loss_weights": torch.ones_like(terms(batch), dtype=torch.float64)}
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -68,6 +76,17 @@ class Evaluation:
         """Whether the model is to be evaluated after a step."""
         return self._rows is not None and evaluates_after(step, self._rows.options)
 
+    def rehearse(self) -> None:
+        """Measure one microbatch: what metrics() cannot do is told before anything is trained."""
+        if self._rows is None or self._measure is None:
+            return
+        metrics = RowMetrics(self._measure, self._rows.mesh)
+        with self._untouched(self._rows, metrics):
+            batch, times = next(iter(self._rows))
+            given = self._rows.placed(weighed_alike(batch, self._terms))
+            self._loss(given)
+            metrics.add(self._rows.whole(given), times)
+
     def run(self) -> Evaluated:
         """Evaluate the model as it is; its training goes on as if nothing had been."""
         assert self._rows is not None
@@ -75,10 +94,7 @@ class Evaluation:
             torch.cuda.synchronize()  # what is left to do is of the training
         begun = time.perf_counter()
         metrics = RowMetrics(self._measure, self._rows.mesh)
-        with (
-            evaluated(self._parts, self._rows.mesh, self._rows.options.seed),
-            metrics.watching(self._parts),
-        ):
+        with self._untouched(self._rows, metrics):
             loss = self._mean(self._rows, metrics)
         return Evaluated(
             loss=loss,
@@ -86,6 +102,12 @@ class Evaluation:
             rows=self._rows.count,
             seconds=time.perf_counter() - begun,
         )
+
+    @contextmanager
+    def _untouched(self, rows: EvaluationRows, metrics: RowMetrics) -> Iterator[None]:
+        seed = rows.options.seed
+        with evaluated(self._parts, rows.mesh, seed), metrics.watching(self._parts):
+            yield
 
     def _mean(self, rows: EvaluationRows, metrics: RowMetrics) -> float:
         """Return Σ weight · loss ÷ Σ weight over the microbatches of all data ranks."""

@@ -20,23 +20,6 @@ ATTRIBUTE = "for_metrics"  # of a part of the model, set where its forward retur
 Measure: TypeAlias = Callable[[Any, Batch], Mapping[str, Tensor]]
 
 
-class Outputs(dict[str, Any]):
-    """What a model of a library returns, as far as the code of a script has it.
-
-    An entry is found by its name, as an attribute, and by its place among those that are not None.
-    """
-
-    def __getattr__(self, name: str) -> Any:
-        if name in self:
-            return self[name]
-        raise AttributeError(f"the outputs have no {name}, but {', '.join(self)}")
-
-    def __getitem__(self, key: str | int) -> Any:
-        if isinstance(key, str):
-            return super().__getitem__(key)
-        return [value for value in self.values() if value is not None][key]
-
-
 class RowMetrics:
     """The metrics of one evaluation: of each, the mean of its elements, however many a row has.
 

@@ -14,6 +14,11 @@ OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
 MODEL, NAMED = "model", "named_parameters"  # names of the one argument that ask for these
 
 
+def asked_by(factory: OptimizerFactory) -> str:
+    """Return the name of the one argument of a build_optimizer."""
+    return next(iter(inspect.signature(factory).parameters), "")
+
+
 def made_optimizer(
     factory: OptimizerFactory, parts: Sequence[nn.Module], stepped: Sequence[nn.Parameter]
 ) -> Optimizer:
@@ -21,7 +26,7 @@ def made_optimizer(
 
     `stepped` are the parameters that learn. A stage without any is given one that holds nothing.
     """
-    asked = next(iter(inspect.signature(factory).parameters), "")
+    asked = asked_by(factory)
     model = parts[0] if len(parts) == 1 else _Together(parts)
     if asked == MODEL and any(parameter.requires_grad for parameter in model.parameters()):
         return factory(model)

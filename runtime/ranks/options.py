@@ -32,6 +32,7 @@ def read_options(
     checkpoint: str,
     checkpoint_every: int,
     keep: int,
+    check_first_step: bool,
     workers: int | None = None,
     eval_every: int | None = None,
 ) -> argparse.Namespace:
@@ -64,6 +65,12 @@ def read_options(
         type=local_file,
         metavar="FOLDER",
         help="where its curves are, for TensorBoard",
+    )
+    add(
+        "--check-first-step",
+        action=argparse.BooleanOptionalAction,
+        default=check_first_step,
+        help="compare the first loss with that of the whole model in plain PyTorch, on rank 0",
     )
     add("--on-nan", choices=("stop", "go-on"), default="stop", help="where the loss is no number")
     add("--timeout", type=from_one, default=600, help="seconds without a step, after which it ends")

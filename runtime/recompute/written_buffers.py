@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, TypeAlias
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
@@ -72,7 +73,7 @@ def update_once(module: nn.Module, names: Collection[str], *, microbatches: int)
 
     def rewind(*_: Any) -> None:
         nonlocal runs
-        if not module.training:  # an evaluation is no step
+        if not module.training or not torch.is_grad_enabled():  # an evaluation is no step
             return
         if runs % microbatches == 0:
             begun.update((place, _of(place)) for place in _buffers(module, names))

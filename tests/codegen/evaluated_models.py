@@ -80,7 +80,9 @@ def build_eval_dataset():
 def loss(outputs, batch):
     number, kind = outputs
     return LOSS
+"""
 
+_METRICS = """
 
 def metrics(outputs, batch):
     number, kind = outputs
@@ -144,11 +146,14 @@ def evaluated_gpt2(folder: Path) -> Path:
 
 
 def evaluated_small(
-    folder: Path, loss: str, *, norm: str = "nn.Identity()", of: str = "list", metrics: str = "{}"
+    folder: Path, loss: str, *, norm: str = "nn.Identity()", of: str = "list", metrics: str = ""
 ) -> Path:
-    """Write a small model with a loss, and `of` what its rows to evaluate on are; return where."""
+    """Write a small model with a loss, and `of` what its rows to evaluate on are; return where.
+
+    `metrics` are those that metrics() returns; without any there is no such function.
+    """
     text = _SMALL.replace("LOSS", loss).replace("NORM", norm).replace("EVALUATED", of)
-    text = text.replace("METRICS", metrics)
+    text += _METRICS.replace("METRICS", metrics) if metrics else ""
     path = folder / f"small_{crc32(text.encode())}.py"  # processes of tests keep what they import
     path.write_text(text, encoding="utf-8")
     return path
@@ -167,7 +172,7 @@ def plain_outputs(
 ) -> tuple[Any, dict[str, Tensor]]:
     """Return what a model that a checkpoint has makes of so many rows in one batch."""
     model: nn.Module = file.build_model().double()
-    _load(model, checkpoint)
+    load_checkpoint(model, checkpoint)
     model.eval()
     assert file.build_eval_dataset is not None
     whole_batch = default_collate(list(file.build_eval_dataset())[:rows])
@@ -175,7 +180,8 @@ def plain_outputs(
     return model(next(iter(batch.values()))), batch
 
 
-def _load(model: nn.Module, folder: Path) -> None:
+def load_checkpoint(model: nn.Module, folder: Path) -> None:
+    """Give a whole model the weights of a checkpoint."""
     checkpoint, kept = Checkpoint(folder, read_manifest(folder)), dict[str, Tensor]()
     with ExitStack() as files:
         reader = Reader(checkpoint, files)

@@ -3,74 +3,41 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
-from contextlib import redirect_stderr
 from dataclasses import replace
-from io import StringIO
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from autopar.codegen.emit import emit, write_script
-from autopar.codegen.proof.script_rank import imported
-from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.errors import InputError
 from autopar.planner.model.model_file import load_model_file
-from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from tests.cells import cells
 from tests.codegen.equality import compare
 from tests.codegen.evaluated_models import (
     COUNT,
     evaluated_gpt2,
-    evaluated_library,
     evaluated_small,
     plain_loss,
-    plain_outputs,
+)
+from tests.codegen.evaluated_runs import (
+    STEPS,
+    keeping,
+    refused,
+    run_refused,
+    small_plan,
+    told,
+    trained,
 )
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import plan_for
 from tests.runtime.processes import run_on_ranks
 
-STEPS = 5
 GPT2 = ("layers=4", "dropout=0.1")
-
-
-def run_script(path: str, arguments: Sequence[str]) -> list[float]:
-    """Run a script here, and return the losses that it logs."""
-    script: Any = imported(Path(path))
-    found: list[float] = script.main(["--log-every", "1", "--dtype", "float64", *arguments])[1]
-    return found
-
-
-def trained(plan: Plan, folder: Path, *arguments: str, steps: int = STEPS) -> list[float]:
-    """Train by the script of a plan, which keeps its checkpoints and tells its metrics."""
-    script = write_script(plan, folder, force=True)
-    own = ["--steps", str(steps), *arguments]
-    return run_on_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
-
-
-def small_plan(
-    path: Path, *, pipeline: int = 1, data: int = 2, tensor: int = 1, **pins: Any
-) -> Plan:
-    """Return the plan of a small model; of a batch of 8 rows, a rank has 2 at a time."""
-    file = load_model_file(str(path))
-    own = {"microbatch": 2, **pins}
-    return plan_for(file, trace(file), (), degrees=(pipeline, data, tensor), **own)
-
-
-def keeping(folder: Path) -> tuple[str, ...]:
-    return "--checkpoint", str(folder / "kept"), "--metrics", str(folder / "metrics.jsonl")
 
 
 def kept_in(folder: Path) -> set[str]:
     return {one.name for one in (folder / "kept").iterdir()}
-
-
-def told(folder: Path, event: str) -> list[Mapping[str, Any]]:
-    lines = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [one for one in lines if one.get("event") == event]
 
 
 EVERY = [kind for kind in KINDS if not kind.startswith("all")]
@@ -166,89 +133,8 @@ def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path:
     assert kept_in(tmp_path) == {"step-1", "step-4"}
 
 
-METRICS = "{'accuracy': hits[valid], 'error': (number - batch['y']).abs()}"
-
-
-SPLITS: Mapping[str, Mapping[str, Any]] = {
-    "data": {"data": 2},
-    "pipeline": {"pipeline": 2},
-    "zero bubble v": {
-        "pipeline": 2, "schedules": (ScheduleKind.ZERO_BUBBLE_V,), "stages_per_rank": 2,
-    },
-    "rows over tensor ranks": {"tensor": 2, "data": 1, "split": ("batch",)},
-    "classes over tensor ranks": {"tensor": 2, "data": 1, "split": ("classes",)},
-    "classes of a pipeline": {"tensor": 2, "pipeline": 2, "data": 1, "split": ("classes",)},
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("kind", SPLITS)
-def test_metrics_are_means_over_all_rows(kind: str, tmp_path: Path) -> None:
-    path = evaluated_small(
-        tmp_path, LOSSES["several means"], norm="nn.LayerNorm(8)", metrics=METRICS
-    )
-    trained(small_plan(path, **SPLITS[kind]), tmp_path, *keeping(tmp_path), "--eval-every", "9")
-    (number, kinds), batch = plain_outputs(
-        load_model_file(str(path)), tmp_path / "kept" / f"step-{STEPS}"
-    )
-    hits = (kinds.argmax(-1) == batch["kind"])[batch["kind"] != -100].double().mean()
-    (found,) = told(tmp_path, "evaluated")
-    assert abs(found["metrics"]["accuracy"] - hits) < 1e-10
-    assert abs(found["metrics"]["error"] - (number - batch["y"]).abs().mean()) < 1e-10
-
-
-@pytest.mark.parametrize("degrees", [(2, 1, 1), (1, 1, 2)])
-def test_metrics_find_what_a_model_of_a_library_returns(
-    degrees: tuple[int, int, int], tmp_path: Path
-) -> None:
-    file = load_model_file(str(evaluated_library(tmp_path)))
-    split = ("vocab",) if degrees[2] > 1 else ()
-    graph = trace(file)
-    found = []
-    for number, (kind, axes) in enumerate((((1, 1, 1), ()), (degrees, split))):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        trained(
-            plan_for(file, graph, (), degrees=kind, split=axes),
-            folder, *keeping(folder), "--eval-every", "9", "--lr", "0",
-        )  # fmt: skip
-        found.append(told(folder, "evaluated")[0]["metrics"])
-    assert found[0]["perplexity"] > 0
-    for name, value in found[0].items():
-        assert abs(found[1][name] - value) < 1e-10
-
-
-ONE_HEAD = "F.cross_entropy(kind, batch['kind'])"
-AS_OBJECT = "Both(number=self.number(x), kind=self.kind(x))"
-BOTH = """
-@dataclasses.dataclass
-class Both:
-    number: torch.Tensor
-    kind: torch.Tensor
-
-
-class Small"""
-
-
-@pytest.mark.parametrize("returns", ["what the loss does not need", "an object"])
-def test_a_plan_without_the_outputs_has_no_metrics_and_says_so(
-    returns: str, tmp_path: Path
-) -> None:
-    loss = LOSSES["sum"] if returns == "an object" else ONE_HEAD
-    path = evaluated_small(tmp_path, loss, norm="nn.LayerNorm(8)", metrics=METRICS)
-    if returns == "an object":
-        text = path.read_text(encoding="utf-8").replace("\nclass Small", BOTH)
-        text = text.replace("return self.number(x), self.kind(x)", f"return {AS_OBJECT}")
-        text = text.replace("number, kind = outputs", "number, kind = outputs.number, outputs.kind")
-        path.write_text("import dataclasses\n" + text, encoding="utf-8")
-    file = load_model_file(str(path))
-    plan = plan_for(file, trace(file), (), degrees=(2, 1, 1))
-    script = emit(plan, destination=tmp_path / "train.py")
-    assert "Note: evaluations have the loss alone, and no metrics()" in script
-    assert "new_metrics" not in script
-
-
 def test_a_loss_of_one_of_two_outputs_is_split(tmp_path: Path) -> None:
-    path = evaluated_small(tmp_path, ONE_HEAD, norm="nn.LayerNorm(8)")
+    path = evaluated_small(tmp_path, "F.cross_entropy(kind, batch['kind'])", norm="nn.LayerNorm(8)")
     found = compare(small_plan(path, tensor=2, data=1, split=("classes",)), steps=2)
     assert found.is_within(1e-10), found
 
@@ -265,44 +151,16 @@ FAULTS = {
 }
 
 
-def run_refused(path: str) -> str:
-    """Run a script that leaves before it trains, and return what it says."""
-    with redirect_stderr(StringIO()) as said, pytest.raises(SystemExit, match="6"):
-        run_script(path, ["--steps", "1", "--eval-every", "1"])
-    return said.getvalue()
-
-
-def refused(model: Path, folder: Path) -> str:
-    script = write_script(small_plan(model, data=1), folder)
-    (said,) = run_on_ranks(run_refused, 1, str(script))
-    return said
-
-
 @pytest.mark.parametrize("fault", FAULTS)
 def test_rows_that_cannot_be_evaluated_on_are_told_before_the_training(
     fault: str, tmp_path: Path
 ) -> None:
     of, found, fix = FAULTS[fault]
-    said = refused(evaluated_small(tmp_path, LOSSES["mean over rows"], of=f"({of})"), tmp_path)
+    path = evaluated_small(tmp_path, LOSSES["mean over rows"], of=f"({of})")
+    said = refused(small_plan(path, data=1), tmp_path)
     assert said.count("error: ") == 1
     assert found in said
     assert fix in said
-
-
-@pytest.mark.parametrize(
-    ("metrics", "found"),
-    [
-        ("{'accuracy': hits.double().mean()}", "'accuracy' of metrics() is a single number"),
-        ("hits", "metrics() of the model file returns a Tensor"),
-        ("{'accuracy': hits.sum().item()}", "returns a dict of int"),
-        ("{'accuracy': batch['hits']}", "metrics() of the model file fails: KeyError: 'hits'"),
-    ],
-)
-def test_metrics_that_have_no_mean_over_all_rows_are_told(
-    metrics: str, found: str, tmp_path: Path
-) -> None:
-    said = refused(evaluated_small(tmp_path, LOSSES["sum"], metrics=metrics), tmp_path)
-    assert found in said
 
 
 def test_too_few_rows_for_a_model_whose_rows_meet_are_told(tmp_path: Path) -> None:

@@ -27,9 +27,11 @@ from autopar.planner.ops import (
     Call,
     Constant,
     DType,
+    Fields,
     FunctionCall,
     Listed,
     Mapped,
+    NamedFields,
     Op,
     Origin,
     Parameter,
@@ -164,6 +166,10 @@ def value_document(value: Value) -> JsonValue:
             return {"list": [value_document(item) for item in value]}
         case Mapped():
             return {"map": [value_document(item) for item in value]}
+        case NamedFields():
+            return {"named": [value_document(item) for item in value]}
+        case Fields():
+            return {"fields": [value_document(item) for item in value]}
         case tuple():
             return [value_document(item) for item in value]
     return value
@@ -180,6 +186,10 @@ def value_of(document: JsonValue) -> Value:
             return Listed(map(value_of, items))
         case {"map": list(items), **rest} if not rest:
             return Mapped(map(value_of, items))
+        case {"named": list(items), **rest} if not rest:
+            return NamedFields(map(value_of, items))
+        case {"fields": list(items), **rest} if not rest:
+            return Fields(map(value_of, items))
         case {"tensor": str(name), **rest} if not rest:
             return Ref(name)
         case {"dtype": str(name), **rest} if not rest:

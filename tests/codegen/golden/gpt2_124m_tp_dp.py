@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a7697041b06d4f8d.
+# Written by autopar 0.1.0, which never overwrites changes by hand: dfeaadb2a02ba964.
 
 from __future__ import annotations
 
@@ -54,6 +54,7 @@ from autopar.runtime.data import (
     weighed_ahead,
 )
 from autopar.runtime.data_parallel import set_last, wrap
+from autopar.runtime.evaluation import Plainly, first_step_checked
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import named, names_of, take_classes
 from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm, sum_replicated
@@ -101,6 +102,7 @@ EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; 
 CHECKPOINT = "none"  # folder of all that it takes to go on; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # checkpoints, the newest ones; --keep
+CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 
@@ -285,6 +287,11 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights([model], recipe, options.weights, mesh, splits=SPLITS)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer)
+    if options.check_first_step and keeper.step == 0:
+        plainly = Plainly(new_model, new_batch, new_loss)  # what one device has
+        data = first_step_checked(
+            data, partial(loss_of, model, tensor=mesh.tensor), [model], plainly, options, mesh
+        )
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take([model], optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
@@ -314,6 +321,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         checkpoint=CHECKPOINT,
         checkpoint_every=CHECKPOINT_EVERY,
         keep=KEEP,
+        check_first_step=CHECK_FIRST_STEP,
         workers=WORKERS,
     )
 

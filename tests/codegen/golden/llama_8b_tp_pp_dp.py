@@ -29,7 +29,7 @@ Memory of the fullest device: 20 GiB of 67.2 GiB (30%)
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: d2e39223e4f4f6bd.
+# Written by autopar 0.1.0, which never overwrites changes by hand: a9616add1d905d30.
 
 from __future__ import annotations
 
@@ -47,6 +47,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
 from autopar.runtime.data_parallel import wrap
+from autopar.runtime.evaluation import Plainly, first_step_checked
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import (
     Crossing,
@@ -101,6 +102,7 @@ EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; 
 CHECKPOINT = "none"  # folder of all that it takes to go on; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # checkpoints, the newest ones; --keep
+CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 new_optimizer = partial(adamw, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
@@ -324,6 +326,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights(model.parts, recipe, options.weights, mesh, splits=SPLITS)
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer, steps=options.steps)
+    if options.check_first_step and keeper.step == 0:
+        plainly = Plainly(new_model, new_batch)  # what one device has
+        data = first_step_checked(data, model.loss_of, model.parts, plainly, options, mesh)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
@@ -353,6 +358,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         checkpoint=CHECKPOINT,
         checkpoint_every=CHECKPOINT_EVERY,
         keep=KEEP,
+        check_first_step=CHECK_FIRST_STEP,
         workers=WORKERS,
     )
 

@@ -25,7 +25,7 @@ Memory of the fullest device: 11.7 GiB of 67.2 GiB (17%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: ec4b88052c9bcc6d.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 3da712156f30ae8d.
 
 from __future__ import annotations
 
@@ -43,6 +43,7 @@ from torch.optim import Optimizer
 
 from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
 from autopar.runtime.data_parallel import wrap
+from autopar.runtime.evaluation import Plainly, first_step_checked
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import Crossing, StagePart
 from autopar.runtime.optimizer import adamw, build_optimizer, clip_by_global_norm, warmup_cosine
@@ -83,6 +84,7 @@ EXPORT = "model.safetensors"  # file or folder of the trained weights, or none; 
 CHECKPOINT = "none"  # folder of all that it takes to go on; --checkpoint
 CHECKPOINT_EVERY = 1000  # steps; --checkpoint-every
 KEEP = 3  # checkpoints, the newest ones; --keep
+CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
 new_optimizer = partial(adamw, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
@@ -214,6 +216,9 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     load_weights(model.parts, recipe, options.weights, mesh)
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer, steps=options.steps)
+    if options.check_first_step and keeper.step == 0:
+        plainly = Plainly(new_model, new_batch)  # what one device has
+        data = first_step_checked(data, model.loss_of, model.parts, plainly, options, mesh)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []
@@ -243,6 +248,7 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         checkpoint=CHECKPOINT,
         checkpoint_every=CHECKPOINT_EVERY,
         keep=KEEP,
+        check_first_step=CHECK_FIRST_STEP,
         workers=WORKERS,
     )
 

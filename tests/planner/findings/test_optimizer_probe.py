@@ -216,3 +216,19 @@ def test_groups_by_names_or_modules_are_no_groups_by_place(make: Callable[..., A
     assert traits is not None
     assert (traits.reach, traits.groups_by_place) == (Reach.NUMBER, False)
     assert set(traits.moments) == {2.0}
+
+
+def in_halves(parameters: list[nn.Parameter]) -> optim.Optimizer:
+    return optim.SGD([{"params": parameters[:2]}, {"params": parameters[2:]}], lr=0.1)
+
+
+def a_rate_for_each_half(optimizer: optim.Optimizer) -> optim.lr_scheduler.LRScheduler:
+    return optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 0.5**step, lambda _: 1.0])
+
+
+def test_groups_that_a_scheduler_alone_tells_apart_are_groups() -> None:
+    for schedule, by_places in ((None, False), (a_rate_for_each_half, True)):
+        file = replace(zoo_file("gpt2.py"), build_optimizer=in_halves, build_scheduler=schedule)
+        traits = optimizer_traits(file, GRAPH)
+        assert traits is not None
+        assert traits.groups_by_place is by_places

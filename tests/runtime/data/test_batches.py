@@ -1,10 +1,13 @@
 """Every plan trains on the same rows."""
 
+import hashlib
 import io
 import random
+import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from itertools import islice
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -376,3 +379,16 @@ def test_rows_are_as_long_as_the_longest_of_their_microbatch() -> None:
 def test_a_collate_that_makes_no_batches_is_refused(made: Any, telling: str) -> None:
     (told,) = run_on_ranks(refusal_of_collate, 1, made)
     assert telling in told
+
+
+def test_the_order_of_rows_is_that_of_the_docs() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "model-file.md").read_text(encoding="utf-8")
+    code = re.search(r"#### The order of rows.*?```python\n(.*?)```", page, re.DOTALL)
+    assert code is not None
+    names: dict[str, Any] = {"hashlib": hashlib, "torch": torch, "seed": 0, "epochs": 4}
+    names |= {"dataset": Numbers(), "global_batch": 4}
+    one, other = run_on_ranks(rows, 2, 2, 2, 3)
+    for step in range(3):
+        names["step"] = step
+        exec(code[1], names)
+        assert one[step] + other[step] == names["batch"]

@@ -1,0 +1,169 @@
+"""Turns a plan into a training loop of plain PyTorch: one process, the same rows and weights.
+
+People run it beside the script of the plan. It needs torch and the model file alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from textwrap import wrap
+
+import torch
+from torch import Tensor
+
+from autopar.codegen.forward.reading.calls import ROOT
+from autopar.codegen.forward.reading.results import leaves
+from autopar.codegen.known_names import KNOWN_ALONE
+from autopar.codegen.proof.given_script import GivenScript
+from autopar.codegen.python_text import WIDTH, Source, call, literal, prose
+from autopar.codegen.script.check import check_plain_loop
+from autopar.codegen.script.checksum import with_checksum
+from autopar.codegen.script.filters import environment
+from autopar.codegen.script.imports import script_imports
+from autopar.codegen.script.model_calls import model_arguments, model_calls
+from autopar.codegen.script.settings_lines import Setting, lines
+from autopar.codegen.subject import Subject
+from autopar.planner.graph import Graph
+from autopar.planner.model.without_memory import without_memory
+from autopar.planner.ops import Ref
+from autopar.planner.plan.plan import Plan
+from autopar.planner.plan.telling.chosen import is_scheduled_here
+from autopar.planner.plan.telling.meaning import meaning_notes
+from autopar.planner.trace.model_checks import own_dtype
+from autopar.runtime.data.dataset_rows import is_streamed
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES
+from autopar.runtime.optimizer.arguments import MODEL, NAMED, asked_by
+
+FILE_NAME = "plain.py"
+_TEMPLATE = "plain.py.j2"
+_STEPS = "int(sys.argv[1]) if len(sys.argv) > 1 else 10"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlainView:
+    """The parts of a plain loop."""
+
+    docstring: Source
+    model_imports: Source
+    functions: Source
+    settings: Source
+    widened: Source  # what makes a model float32
+    has_dataset: bool
+    is_streamed: bool
+    has_collate: bool
+    has_usual_optimizer: bool
+    has_usual_schedule: bool
+    optimizer: Source  # the call that makes it
+    scheduler: Source  # empty where there is none
+    model_arguments: Source
+    loss: Source
+
+
+def plain_loop(plan: Plan, subject: Subject, script: GivenScript, destination: Path) -> Source:
+    """Return the loop, as it will stand at `destination`, with the settings of a script."""
+    template, view = (
+        environment().get_template(_TEMPLATE),
+        _view(plan, subject, script, destination),
+    )
+    body = template.render(view=view, imports=Source())
+    text = template.render(view=view, imports=script_imports(body, KNOWN_ALONE))
+    check_plain_loop(text)
+    return with_checksum(text, plan.autopar)
+
+
+def _view(plan: Plan, subject: Subject, script: GivenScript, destination: Path) -> PlainView:
+    file = subject.file
+    calls = model_calls(file, (), destination, is_half=False, evaluates=False)
+    batch = {k: v for k, v in file.example_batch(2).items() if isinstance(v, Tensor)}
+    dtypes = {key: _wide(value.dtype) for key, value in batch.items()}
+    return PlainView(
+        docstring=_docstring(plan, script, destination),
+        model_imports=calls.imports,
+        functions=calls.functions,
+        settings=lines(_settings(plan, script, dtypes)),
+        widened=Source(".float()" if _is_narrow(subject) else ""),
+        has_dataset=file.build_dataset is not None,
+        is_streamed=file.build_dataset is not None and is_streamed(file.build_dataset()),
+        has_collate=file.build_collate is not None,
+        has_usual_optimizer=not plan.model.has_optimizer,
+        has_usual_schedule=is_scheduled_here(plan),
+        optimizer=_optimizer(subject),
+        scheduler=_scheduler(plan),
+        model_arguments=model_arguments(
+            plan.graph, takes_all=not plan.model.has_loss, has_weights=False
+        ),
+        loss=Source("new_loss(outputs, batch)" if file.loss else _place_of_loss(plan.graph)),
+    )
+
+
+def _docstring(plan: Plan, script: GivenScript, destination: Path) -> Source:
+    """Return what the loop says of itself, and how it is run beside the script."""
+    ranks, steps = plan.arrangement.ranks, 10
+    notes = (f"Note of the script: {note}" for note in meaning_notes(plan))
+    text = [
+        f"Train {plan.model.name} in one process, as {script.path.name} does on {ranks} devices.",
+        "",
+        "Weights, rows, losses and learning rates are those of the script, under any plan. This",
+        "file needs torch and the model file, and memory for the whole global batch. In float32",
+        "and without dropout the losses of both are equal to about 1e-5:",
+        "",
+        f"    python {destination.name} {steps}",
+        f"    torchrun --nproc-per-node {ranks} {script.path.name} --steps {steps} --log-every 1 "
+        "--dtype float32",
+        *(line for note in notes for line in ("", *wrap(note, WIDTH))),
+    ]
+    return Source('"""' + "\n".join(map(prose, text)) + '\n"""')
+
+
+def _settings(
+    plan: Plan, script: GivenScript, dtypes: Mapping[str, torch.dtype]
+) -> Iterator[Setting]:
+    usual = script.usual
+    yield Setting("STEPS", Source(_STEPS), "of which the learning rates are a share")
+    yield Setting("GLOBAL_BATCH", literal(plan.arrangement.global_batch), "rows of a step")
+    if not plan.model.has_optimizer:
+        yield Setting("LEARNING_RATE", literal(usual.learning_rate), "of AdamW")
+        yield Setting("BETAS", literal(usual.betas), "of AdamW")
+        yield Setting("WEIGHT_DECAY", literal(usual.weight_decay), "of matrices")
+    if is_scheduled_here(plan):
+        yield Setting("WARMUP_STEPS", literal(usual.warmup_steps), "at most a tenth of all")
+        yield Setting("FINAL_SHARE", literal(usual.final_share), "of LEARNING_RATE, at the end")
+    clipped = "of all gradients together, at most; 0: they stay as they are"
+    yield Setting("CLIP_NORM", literal(script.clip_norm or 0.0), clipped)
+    yield Setting("SEED", literal(script.seed), "of weights and rows")
+    columns = (f"{literal(key)}: {dtype}" for key, dtype in dtypes.items())
+    yield Setting("COLUMNS", Source(f"{{{', '.join(columns)}}}"), "of a batch")
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Return the type of a tensor of the batch in a training in float32."""
+    return torch.promote_types(dtype, torch.float32) if dtype.is_floating_point else dtype
+
+
+def _is_narrow(subject: Subject) -> bool:
+    """Whether the model is built in 16 bits."""
+    return own_dtype(without_memory(subject.file)) in HALF_DTYPES
+
+
+def _optimizer(subject: Subject) -> Source:
+    factory = subject.file.build_optimizer
+    if factory is None:
+        return Source("new_optimizer(learning)")
+    named = "[(name, one) for name, one in model.named_parameters() if one.requires_grad]"
+    given = {MODEL: "model", NAMED: named}.get(asked_by(factory), "learning")
+    return Source(call("new_optimizer", given).laid_out(before=16, indent=4))
+
+
+def _scheduler(plan: Plan) -> Source:
+    if is_scheduled_here(plan):
+        return Source("LambdaLR(optimizer, rate)")
+    return Source("new_scheduler(optimizer)" if plan.model.has_scheduler else "")
+
+
+def _place_of_loss(graph: Graph) -> Source:
+    """Return the code that finds the loss among what the model returns."""
+    found = leaves(graph.calls[ROOT].result, "outputs")
+    places = (place for place, part in found if isinstance(part, Ref) and part.tensor == graph.loss)
+    return Source(next(places, "outputs.loss"))

@@ -1,0 +1,182 @@
+"""Compares the first loss of a training with that of the whole model in plain PyTorch."""
+
+from __future__ import annotations
+
+import inspect
+import time
+from argparse import Namespace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import chain
+from types import MappingProxyType
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+
+from autopar.runtime.data.batches import Batch, Example, gathered_rows
+from autopar.runtime.data.loss import Weighed, loss_in
+from autopar.runtime.data_parallel.batch_norm import widen_norms
+from autopar.runtime.data_parallel.buckets import HALF_DTYPES
+from autopar.runtime.data_parallel.half_precision import compute_in
+from autopar.runtime.evaluation.evaluating import Counting, weighed_alike
+from autopar.runtime.evaluation.untouched import computes_as_trained
+from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.transport import summed
+from autopar.runtime.weights.float64 import in_float64
+from autopar.runtime.weights.plain_model import plain_model
+from autopar.runtime.weights.safetensors_weights import load_safetensors
+
+Read = TypeVar("Read", Batch, Weighed)
+
+# By how much a loss may differ from that of plain PyTorch, as a share of it. Both have the same
+# weights and no random numbers: what differs is the order of sums, and where results are rounded.
+# In 32 bits sums of thousands of terms are rounded, in tens of layers: some hundred roundings; and
+# models that compute in 64 may round to 32 where they ask for it. With 16 bits, sums are made in
+# 32 and each layer rounds what it hands on, up or down: in a mean over all targets little of that
+# is left, and one rounding in 8 bits is twenty times as much as was seen.
+_FULL = 500 * torch.finfo(torch.float32).eps
+ALLOWED: Mapping[torch.dtype, float] = MappingProxyType(
+    {
+        torch.float64: _FULL,
+        torch.float32: _FULL,
+        torch.float16: 4 * torch.finfo(torch.float16).eps,
+        torch.bfloat16: torch.finfo(torch.bfloat16).eps,
+    }
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Plainly:
+    """The functions of a model file that make a loss on one device."""
+
+    new_model: Callable[[], nn.Module]
+    new_batch: Example
+    new_loss: Callable[[Any, Batch], Tensor] | None = None  # absent where the model returns it
+    half_buffers: Collection[str] = ()  # that a training in 16 bits has so
+
+    def loss(self, model: nn.Module, batch: Batch) -> Tensor:
+        """Return the loss of a model, which is called with what its forward names of the batch."""
+        plain = {k: v for k, v in self.new_batch(1).items() if not isinstance(v, Tensor)}
+        every = {**batch, **plain}
+        parameters = inspect.signature(model.forward).parameters.values()
+        named = {one.name for one in parameters if one.kind is not one.VAR_KEYWORD}
+        taken = {key: value for key, value in every.items() if key in named}
+        if any(one.kind is one.VAR_KEYWORD for one in parameters) and not (self.new_loss and taken):
+            taken = every
+        outputs = model(**taken)
+        return loss_in(outputs) if self.new_loss is None else self.new_loss(outputs, batch)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A loss in plain PyTorch, and how long that took; or why there is none."""
+
+    loss: float = 0.0
+    build_seconds: float = 0.0
+    seconds: float = 0.0
+    failure: str = ""
+
+
+def first_step_checked(
+    data: Iterator[Read],
+    loss: Callable[[Batch], Tensor],
+    parts: Sequence[nn.Module],
+    plainly: Plainly,
+    options: Namespace,
+    mesh: Mesh,
+    *,
+    terms: Counting | None = None,
+    rows_over: Axis = ALONE,
+    own: Collection[str] = (),
+    rows: int = 0,
+) -> Iterator[Read]:
+    """Return `data`; leave where the loss of its first microbatch is not that of plain PyTorch.
+
+    Rank 0 computes that. `terms` counts the targets of each mean that a loss adds up; of the keys
+    in `own` the ranks of `rows_over` have read their part of so many `rows` each.
+    """
+    if mesh.is_dry_run:
+        return data
+    first = next(data)
+    batch = weighed_alike(first[0] if isinstance(first, tuple) else first, terms)
+    with computes_as_trained(parts, mesh, options.seed):
+        ours = loss(batch).double()
+    rest = gathered_rows({key: batch[key] for key in own}, (), rows_over, rows=rows)
+    found = _Found()
+    if mesh.rank == 0:
+        found = _found(plainly, {**batch, **rest}, options, mesh)
+        torch.cuda.empty_cache()
+    is_counted = mesh.data.rank == mesh.tensor.rank == 0  # of a pipeline the last stage has it
+    told = [
+        ours if is_counted else torch.zeros_like(ours),
+        ours.new_tensor(found.loss),
+        ours.new_tensor(bool(found.failure)),
+    ]
+    every = torch.stack(told)
+    script, plain, has_failed = summed(every, mesh.world) if mesh.world.size > 1 else every
+    if has_failed:
+        _say(f"note: the first step is not checked: {found.failure}", mesh)
+    else:
+        _compare(float(script), float(plain), options.dtype)
+        _say(
+            f"checked: the first loss is {float(plain):.6g} in plain PyTorch, too (the whole model "
+            f"was built in {found.build_seconds:.1f} s, its loss took {found.seconds:.2f} s)",
+            mesh,
+        )
+    return chain([first], data)
+
+
+def _compare(script: float, plain: float, dtype: torch.dtype) -> None:
+    """Leave where two losses differ by more than their type allows."""
+    allowed = ALLOWED[dtype] * max(1.0, abs(plain))
+    if abs(script - plain) <= allowed or (script != script and plain != plain):
+        return
+    refuse(
+        f"the loss of the first microbatch is {script:.8g} here, and {plain:.8g} in plain PyTorch, "
+        f"with the model as the model file makes it: {str(dtype).removeprefix('torch.')} allows a "
+        f"difference of {allowed:.1g}",
+        fix="autopar verify, with the folder of the plan, tells what differs; "
+        "--no-check-first-step trains on",
+    )
+
+
+def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _Found:
+    """Compute a loss in plain PyTorch; that this fails is no fault of the script."""
+    begun = time.perf_counter()
+    try:
+        model = _built(plainly, options, mesh)
+        built = time.perf_counter()
+        with computes_as_trained([model], mesh, options.seed):
+            loss = float(plainly.loss(model, batch))
+    except torch.OutOfMemoryError:
+        return _Found(failure="the whole model has no room beside what this rank holds")
+    except Exception as error:
+        return _Found(failure=f"plain PyTorch fails: {type(error).__name__}: {error}")
+    return _Found(loss=loss, build_seconds=built - begun, seconds=time.perf_counter() - built)
+
+
+def _built(plainly: Plainly, options: Namespace, mesh: Mesh) -> nn.Module:
+    """Return the whole model as the training begins, with parameters of the type of that."""
+    model = plain_model(plainly.new_model, seed=options.seed)
+    if options.weights is not None:
+        files, may_lack = options.weights.files, options.weights.may_lack
+        cpu = torch.device("cpu")
+        load_safetensors(model, files, {}, ALONE, device=cpu, may_lack=may_lack)
+    dtype = options.dtype
+    if dtype in HALF_DTYPES:
+        compute_in(model, dtype, buffers=plainly.half_buffers, takes_received=False)
+        widen_norms(model)
+    if dtype is torch.float64:
+        in_float64(model)
+    for parameter in model.parameters():
+        if parameter.is_floating_point():
+            parameter.data = parameter.data.to(dtype)
+    return model.to(mesh.device)
+
+
+def _say(text: str, mesh: Mesh) -> None:
+    if mesh.rank == 0:
+        say(text)

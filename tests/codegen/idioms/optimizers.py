@@ -1,0 +1,191 @@
+"""Idioms of optimizers, their groups, and learning rates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from tests.codegen.idioms.outcomes import Idiom, idiom, refused, told
+
+OPTIMIZERS: Mapping[str, Idiom] = {
+    "none": idiom(
+        """
+del build_optimizer
+""",
+        compares_weights=False,
+    ),
+    "momentum": idiom("""
+def build_optimizer(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01)
+"""),
+    "AdamW without decay of vectors": idiom(
+        """
+def build_optimizer(params):
+    params = list(params)
+    matrices = [one for one in params if one.dim() >= 2]
+    vectors = [one for one in params if one.dim() < 2]
+    groups = [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
+    return torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99))
+""",
+        compares_weights=False,
+    ),
+    "groups by name": idiom("""
+def build_optimizer(named_parameters):
+    still, rest = [], []
+    for name, parameter in named_parameters:
+        (still if name.endswith("bias") or "norm" in name else rest).append(parameter)
+    return torch.optim.SGD([{"params": rest, "weight_decay": 0.1}, {"params": still}], lr=0.1)
+"""),
+    "groups by module": idiom("""
+def build_optimizer(model):
+    norms = [p for m in model.modules() if isinstance(m, nn.LayerNorm) for p in m.parameters()]
+    ids = {id(one) for one in norms}
+    rest = [one for one in model.parameters() if id(one) not in ids]
+    return torch.optim.SGD([{"params": rest}, {"params": norms, "lr": 0.01}], lr=0.1)
+"""),
+    "groups by an attribute": idiom("""
+def build_model():
+    model = seeded(Model)
+    for parameter in model.norm.parameters():
+        parameter._no_weight_decay = True
+    return model
+
+
+def build_optimizer(params):
+    params = list(params)
+    still = [one for one in params if getattr(one, "_no_weight_decay", False)]
+    rest = [one for one in params if not getattr(one, "_no_weight_decay", False)]
+    groups = [{"params": rest, "weight_decay": 0.5}]
+    groups += [{"params": still, "weight_decay": 0.0}] if still else []
+    return torch.optim.SGD(groups, lr=0.1)
+"""),
+    "a smaller rate for the base": idiom("""
+def build_optimizer(model):
+    head = list(model.head.parameters())
+    rest = [p for n, p in model.named_parameters() if not n.startswith("head.")]
+    return torch.optim.SGD([{"params": rest, "lr": 0.01}, {"params": head}], lr=0.3)
+"""),
+    "a cosine": idiom("""
+def build_scheduler(optimizer):
+    return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, T_max=5)
+"""),
+    "one cycle": idiom("""
+def build_optimizer(params):
+    return torch.optim.SGD(params, lr=0.1, momentum=0.9)
+
+
+def build_scheduler(optimizer):
+    return torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=0.5, total_steps=10)
+"""),
+    "a warm-up, then a line": idiom("""
+def build_scheduler(optimizer):
+    up = torch.optim.lr_scheduler.LinearLR(optimizer, start_factor=0.1, total_iters=2)
+    down = torch.optim.lr_scheduler.LinearLR(optimizer, 1.0, 0.1, total_iters=5)
+    return torch.optim.lr_scheduler.SequentialLR(optimizer, [up, down], milestones=[2])
+"""),
+    "a rate for each group": idiom(
+        """
+def build_optimizer(params):
+    params = list(params)
+    return torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.2)
+
+
+def build_scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda n: 0.5**n, lambda n: 1.0])
+""",
+        otherwise={"pp": refused("places")},
+    ),
+    "an optimizer of its own": idiom("""
+class Signs(torch.optim.Optimizer):
+    def __init__(self, params, lr=0.01):
+        super().__init__(params, {"lr": lr})
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None:
+                    mean = self.state[parameter].setdefault("mean", torch.zeros_like(parameter))
+                    mean.lerp_(parameter.grad, 0.1)
+                    parameter.add_(mean, alpha=-group["lr"])
+
+
+def build_optimizer(params):
+    return Signs(params, lr=0.5)
+"""),
+    "one around another (Lookahead)": idiom(
+        """
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner, every=2, share=0.5):
+        self.inner, self.every, self.share, self.count = inner, every, share, 0
+        self.param_groups, self.state = inner.param_groups, inner.state
+        self.defaults = inner.defaults
+        self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    def zero_grad(self, set_to_none=True):
+        self.inner.zero_grad(set_to_none)
+
+    def state_dict(self):
+        return self.inner.state_dict()
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        if self.count % self.every == 0:
+            fast = [p for g in self.param_groups for p in g["params"]]
+            for slow, one in zip(self.slow, fast):
+                slow.lerp_(one, self.share)
+                one.copy_(slow)
+
+
+def build_optimizer(params):
+    return Lookahead(torch.optim.SGD(params, lr=0.3))
+""",
+        every=refused("Lookahead"),
+    ),
+    "noise in its step": idiom(
+        """
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.add_(torch.randn_like(parameter), alpha=1e-3)
+
+
+def build_optimizer(params):
+    return Noisy(params, lr=0.1)
+""",
+        every=told("draws"),
+    ),
+    "a second order (Adagrad)": idiom(
+        """
+def build_optimizer(params):
+    return torch.optim.Adagrad(params, lr=0.05)
+""",
+        compares_weights=False,
+    ),
+    "few states (Adafactor)": idiom(
+        """
+def build_optimizer(params):
+    return torch.optim.Adafactor(params, lr=0.05)
+""",
+        compares_weights=False,
+        otherwise={"ZeRO-3": refused("whole"), "tp": refused("whole")},
+    ),
+    "no clipping": idiom(
+        """
+def build_optimizer(params):
+    return torch.optim.SGD(params, lr=0.1)
+""",
+        options=("--clip", "0"),
+    ),
+    "a closure (LBFGS)": idiom(
+        """
+def build_optimizer(params):
+    return torch.optim.LBFGS(params)
+""",
+        every=refused("LBFGS"),
+    ),
+}
