@@ -14,7 +14,9 @@ from autopar.notes.dataset_notes import check_dataset
 from autopar.notes.plan_notes import (
     note_devices,
     note_objects_kept,
+    note_optimizer,
     note_own_choices,
+    note_own_gradients,
     note_plan,
     note_profile,
     note_unpriced,
@@ -215,6 +217,8 @@ def read_training(request: Request, report: Callable[[str], None]) -> Training:
     _check_degrees(clusters, constraints, graph)
     check_dataset(model_file, graph, axes)
     note_own_choices(graph)
+    note_own_gradients(graph)
+    note_optimizer(optimizer)
     note_devices(graph, clusters[-1])
     note_rows(graph, constraints)
     note_unpriced(graph, axes)

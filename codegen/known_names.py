@@ -16,7 +16,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "torch.optim": "Optimizer",
         "autopar.runtime.data": (
             "Batch Weighed gathered_rows in_float32 loss_in placed read_batches scale_loss "
-            "weighed_ahead weighed_terms_ahead"
+            "weighed_ahead weighed_terms_ahead with_plain"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.evaluation": "Evaluation Plainly first_step_checked read_evaluation",

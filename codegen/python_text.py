@@ -96,6 +96,20 @@ def tuple_of(*items: str | Group) -> Group:
     return Group("(", items, ")")
 
 
+def starred(items: str | Group) -> str | Group:
+    """Return an item as it stands among others, or a group of several as these."""
+    if isinstance(items, str):
+        return items
+    return Group(f"*{items.opening}", items.items, items.closing)
+
+
+def row(key: str | Group, value: str | Group) -> tuple[str, str | Group]:
+    """Return what leads a row of a dict, and its value: of one key, or of a group of keys."""
+    if isinstance(key, str):
+        return f"{key}: ", value
+    return "", Group("**dict.fromkeys(", (key, value), ")")
+
+
 def assigned(name: str, value: Group, said: str = "") -> Source:
     """Return `name = value`, with a remark behind it or, where it does not fit, above it."""
     line = f"{name} = {value.flat}  {remark(said)}" if said else f"{name} = {value.flat}"

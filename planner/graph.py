@@ -7,7 +7,16 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from autopar.planner.index import Index
-from autopar.planner.ops import Buffer, Call, Constant, FunctionCall, Op, Parameter, Tensor
+from autopar.planner.ops import (
+    Buffer,
+    Call,
+    Constant,
+    FunctionCall,
+    Op,
+    OwnGradient,
+    Parameter,
+    Tensor,
+)
 
 
 @dataclass(frozen=True, kw_only=True)  # without slots: it carries its index
@@ -36,6 +45,8 @@ class Graph:
     devices_meet_at: str = ""
     was_noticed: bool = False
     functions: tuple[FunctionCall, ...] = ()  # a call inside another one stands before that
+    own_gradients: tuple[OwnGradient, ...] = ()
+    in_eval_mode: tuple[str, ...] = ()  # parts that learn, and compute otherwise in training
 
     def learns(self, op: Op) -> bool:
         """Whether gradients flow through what an op makes."""

@@ -188,9 +188,34 @@ class FunctionCall:
     ops: tuple[str, ...]
 
 
+class GradientUse(StrEnum):
+    """How the code of a model works on gradients by itself."""
+
+    CHANGED = "changed"  # by a hook
+    TAKEN = "taken"  # by torch.autograd.grad
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class OwnGradient:
+    """A place where a model changes or takes gradients: code that is printed anew would not.
+
+    `call` is the module call that does so, LOSS_CALL in the loss function. `how` is the function
+    of torch by which, `where` the line, or the module that has a hook.
+    """
+
+    call: str
+    use: GradientUse
+    how: str
+    where: str
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Op:
-    """One operation, its arguments by schema name, in the module call that ran it."""
+    """One operation, its arguments by schema name, in the module call that ran it.
+
+    `location` is the line of the model that does it. In a function that is no module, `callers` are
+    the lines that lead there, up to the one in the forward.
+    """
 
     name: str
     target: str
@@ -201,6 +226,7 @@ class Op:
     location: str
     grad_enabled: bool
     writes: tuple[str, ...] = ()
+    callers: tuple[str, ...] = ()
 
     def argument(self, name: str) -> Value:
         """Return an argument by its schema name."""

@@ -15,9 +15,9 @@ from autopar.planner.destination import refuse_replacing, write_whole
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.model.import_name import import_name
 from autopar.planner.model.model_file import model_path
+from autopar.planner.model.sources import sources
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.files.document import read_plan
-from autopar.planner.plan.model_facts import sources
 
 PLAN = Annotated[Path, typer.Argument(metavar="PLAN", help="plan.json or its folder")]
 MODEL = Annotated[

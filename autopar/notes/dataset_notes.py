@@ -21,7 +21,8 @@ def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:
     Lengths may vary. A dataset that cannot be read here may well be where the script runs.
     """
     if file.build_collate is not None:
-        return  # what a collate makes of rows is seen in whole batches alone
+        _note_collated(file)
+        return  # what else a collate makes of rows is seen in whole batches alone
     for maker in ("build_dataset", "build_eval_dataset"):
         if getattr(file, maker) is not None:
             _check_first_row(maker, file, graph, axes)
@@ -31,6 +32,7 @@ def _check_first_row(maker: str, file: ModelFile, graph: Graph, axes: Axes) -> N
     row = _first_row(getattr(file, maker))
     if not isinstance(row, Mapping):
         return
+    _note_plain(maker, row, file)
     learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
     for name in graph.inputs:
         key = batch_key(name)
@@ -54,6 +56,37 @@ def _check_first_row(maker: str, file: ModelFile, graph: Graph, axes: Axes) -> N
                     where=str(file.path),
                     fix="let both return rows of one size",
                 )
+
+
+def _note_collated(file: ModelFile) -> None:
+    """Look at the plain values that a collate makes of one row, if it makes a batch of that."""
+    assert file.build_dataset is not None
+    assert file.build_collate is not None
+    row = _first_row(file.build_dataset)
+    try:
+        batch = file.build_collate()([row])
+    except Exception:  # it may want several rows
+        return
+    if isinstance(batch, Mapping):
+        _note_plain("build_collate", batch, file)
+
+
+def _note_plain(maker: str, row: Mapping[str, Any], file: ModelFile) -> None:
+    """Say where a row has a number of its own for what is the same in every example batch."""
+    for key, plain in file.plain_entries().items():
+        if key in row and _shape(row[key]) == [] and not _is_same(row[key], plain):
+            tell_note(
+                f"{key!r} is {row[key]} in a row of {maker}(), and {plain} for every batch: "
+                "example_batch has a plain value there. To train on those of the rows, let it "
+                f"return a tensor with an entry for each: torch.full((batch_size,), {plain})."
+            )
+
+
+def _is_same(one: Any, other: Any) -> bool:
+    try:
+        return bool(one == other)
+    except (TypeError, ValueError, RuntimeError):
+        return False
 
 
 def _first_row(maker: Callable[[], Any]) -> Any:

@@ -7,28 +7,25 @@ from autopar.planner.axes.infer import Axes
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.cluster.units import bytes_text, seconds_text
 from autopar.planner.costs.prediction import Recompute
+from autopar.planner.findings.optimizer_probe import OptimizerTraits
 from autopar.planner.findings.recomputable import objects_given
 from autopar.planner.findings.unpriced import unpriced
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
+from autopar.planner.ops import GradientUse
 from autopar.planner.plan.declared.constraints import USUAL_MEMORY
+from autopar.planner.plan.declared.gradient_limits import gradient_words
 from autopar.planner.plan.fleet.curve import Fewer
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.telling.meaning import (
-    draws_apart,
-    held_in_half,
-    shares_nothing,
-    statistics_apart,
-)
+from autopar.planner.plan.telling.meaning import meaning_notes, parts_apart
 from autopar.planner.precision import Precision
 from autopar.planner.profile.measured import MeasuredFile
 
 
 def note_plan(plan: Plan) -> None:
     """Say what the plan means where that may surprise, and where memory leaves no room."""
-    notes = (statistics_apart, draws_apart, held_in_half, shares_nothing)
-    for note in (one(plan) for one in notes):
-        if note:
+    for note in meaning_notes(plan):
+        if note and note != parts_apart(plan):  # which is told before the search
             tell_note(note)
     rank, memory = plan.fullest
     used, whole = memory.device_bytes, plan.memory_bytes(rank)
@@ -106,6 +103,28 @@ def note_own_choices(graph: Graph) -> None:
             f"{graph.recomputed_at}. The plan counts neither what that saves nor what it takes, "
             "and chooses layers of its own to compute again: better leave it out (Hugging Face: "
             "gradient_checkpointing_disable())."
+        )
+
+
+def note_own_gradients(graph: Graph) -> None:
+    """Say that a model takes gradients by itself, which rules plans out and is not priced."""
+    taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
+    own = next(taken, None)
+    if own is not None:
+        tell_note(
+            f"{gradient_words(own)}. Scripts run its code as it is: it is split over data ranks "
+            "alone, with ZeRO-1 at most. What that gradient and the backward through it compute is "
+            "not counted, so a step takes longer than predicted."
+        )
+
+
+def note_optimizer(traits: OptimizerTraits | None) -> None:
+    """Say that an optimizer draws its own numbers on each rank."""
+    if traits is not None and traits.draws:
+        tell_note(
+            f"{traits.name} draws random numbers in its steps: each rank draws those of what it "
+            "steps. The noise is as large as on one device, but its numbers are others. So no data "
+            "rank steps a copy of another's parameters: ZeRO-1, 2 or 3, and no tensor ranks."
         )
 
 

@@ -148,6 +148,7 @@ class BodyBuilder(AtHand):
             device=self.device(),
             sizes=self._sizes(op),
             rate=self.owner.rate(op),
+            scale=self.owner.scale(op),
         )
 
     def _sizes(self, op: Op) -> dict[str, Expression]:

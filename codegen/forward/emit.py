@@ -27,12 +27,13 @@ from autopar.codegen.forward.reading.modules import functions_at_hand
 from autopar.codegen.forward.reading.results import is_plain
 from autopar.codegen.forward.reading.split import Split
 from autopar.codegen.forward.stages import printed_stages
-from autopar.codegen.forward.targets import added_to_counts, valid_targets, weighed_terms
+from autopar.codegen.forward.targets import printed_divisor, valid_targets, weighed_terms
 from autopar.codegen.forward.text.imports import imports_of
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.graph import batch_key
 from autopar.planner.ops import refs
+from autopar.planner.plan.declared.gradient_limits import gradient_words
 from autopar.planner.plan.plan import Plan
 
 
@@ -108,6 +109,7 @@ class _State:
 
 def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -> Opened:
     opening = _opening(split, tree, state)
+    _check_own_gradients(opening)
     printed = {
         call: printed_forward(opening, call)
         for call in tree.chains
@@ -125,8 +127,9 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
     metrics = printed_metrics(opening) if split.has_metrics and not returns_loss else None
     classes = tuple(_classes(printed, opening))
     counts = valid_targets(split, tree)
+    divisor = None if counts is None else printed_divisor(split, tree)
     sources = [c.source for c in (*classes, *(stage.cls for stage in stages))]
-    sources += [source for source in (loss, counts) if source is not None]
+    sources += [source for source in (loss, counts, divisor) if source is not None]
     sources += [metrics.source] if metrics is not None else []
     sources += [stage.crossing for stage in stages]
     return Opened(
@@ -137,7 +140,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         absent=stages[-1].absent if returns_loss else () if metrics is None else metrics.absent,
         valid_targets=counts,
         weighs_terms=bool(split.weighed),
-        added=() if counts is None else added_to_counts(split),
+        divisor=divisor,
         imports=imports_of(sources),
         inlined=opening.inlined,
         functions=tuple(_applied(split, sources)),
@@ -153,8 +156,24 @@ def _applied(split: Split, sources: Sequence[str]) -> Iterable[Imported]:
             yield one
 
 
+def _check_own_gradients(opening: Opening) -> None:
+    """Refuse to print code that changes or takes gradients: no op of the graph shows how."""
+    for own in opening.split.graph.own_gradients:
+        if own.call in opening.printed:
+            what = "the loss" if own.call == LOSS else own.call or "the model"
+            raise InputError(
+                f"the code of {what} has to be printed, and {gradient_words(own)}",
+                expected="gradients that autograd alone makes, wherever a plan changes the code",
+                fix="write the change as the backward of a torch.autograd.Function, or take the "
+                "gradient in a module that the plan leaves as it is",
+            )
+
+
 def _opening(split: Split, tree: CallTree, state: _State) -> Opening:
-    """Return what is opened; a loss that takes an object has to stand in the root's code."""
+    """Return what is opened.
+
+    A loss that takes an object, or what the model does not return, stands in the root's code.
+    """
     opening = open_calls(
         split,
         tree,
@@ -162,8 +181,8 @@ def _opening(split: Split, tree: CallTree, state: _State) -> Opening:
         inlined=sorted(state.inlined),
         called=state.called - state.inlined,
     )
-    takes_object = not is_plain(split.graph.calls[ROOT].result)
-    if LOSS in opening.opened and takes_object and ROOT not in opening.opened:
+    takes_more = not is_plain(split.graph.calls[ROOT].result) or bool(tree.hidden(LOSS))
+    if LOSS in opening.opened and takes_more and ROOT not in opening.opened:
         state.opened.add(ROOT)
         return _opening(split, tree, state)
     return opening

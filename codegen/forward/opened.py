@@ -70,7 +70,8 @@ class Opened:
     made of, for the code here does not make them. `valid_targets` is the source of a function of
     the batch that counts the targets in the mean of the loss, None where every row counts alike;
     `weighs_terms` where these are several means, and the code here multiplies each by its own
-    weight, `added` what the loss adds to each count before it divides. `imports` are lines.
+    weight. `divisor` is the source of a function of such counts where the loss divides by what it
+    makes of them (at least one, say). `imports` are lines.
     `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
     `functions` are those of the model's files that the code here calls. `own_rows` are the keys of
     the batch of which a tensor rank is given its rows alone.
@@ -82,7 +83,7 @@ class Opened:
     metrics: str | None
     valid_targets: str | None
     weighs_terms: bool
-    added: tuple[float, ...]
+    divisor: str | None
     imports: tuple[str, ...]
     inlined: frozenset[str]
     functions: tuple[Imported, ...] = ()

@@ -120,7 +120,11 @@ class Owner:
     def training(self, op: Op) -> Form:
         """Return whether the module trains, as its code asks it; no loss and no weights do."""
         is_always = kind_of(op) is OpKind.BATCH_NORM and op.argument("running_mean") is None
-        return text("True" if op.call == LOSS or is_always else "self.training")
+        if op.call == LOSS or is_always:
+            return text("True")
+        path, modules = self.split.graph.calls[op.call].path, self.split.modules
+        is_alike = path not in modules or modules[path].trains == modules[self.root].trains
+        return text("self.training") if is_alike else text(f"self{self.steps(path)}.training")
 
     def rate(self, op: Op) -> Form | None:
         """Return the module's own name for the dropout rate of an op, where it has one."""
@@ -128,6 +132,11 @@ class Owner:
             (v for v in (argument(op, "p"), argument(op, "dropout_p")) if v is not None), None
         )
         name = self._number(op, "drop", rate) or self._number(op, "p", rate, exact=True)
+        return text(name) if name is not None else None
+
+    def scale(self, op: Op) -> Form | None:
+        """Return the module's own name for the factor of an attention's scores, if it has one."""
+        name = self._number(op, "scal", argument(op, "scale"))
         return text(name) if name is not None else None
 
     def _number(self, op: Op, word: str, value: object, *, exact: bool = False) -> str | None:

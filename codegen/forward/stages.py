@@ -62,7 +62,8 @@ def _keeps_signature(opening: Opening) -> bool:
     """Whether the root takes what it took and returns what it returned."""
     graph, weighed = opening.split.graph, opening.split.weighed
     weighs = any(op.name in weighed and op.call != LOSS for op in graph.ops)
-    return is_plain(graph.calls[ROOT].result) and not weighs
+    goes_on = weighs or (LOSS in opening.opened and bool(opening.tree.hidden(LOSS)))
+    return is_plain(graph.calls[ROOT].result) and not goes_on
 
 
 def _whole(opening: Opening) -> Stage:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 
 from autopar.codegen.forward.body import BodyBuilder
@@ -21,11 +22,13 @@ from autopar.codegen.forward.text.expressions import (
     indexed,
     joined,
     method,
+    text,
 )
 from autopar.codegen.forward.text.lines import Line
 from autopar.codegen.forward.text.literals import literal
 from autopar.codegen.forward.writing.writer import Style, written
 from autopar.planner.findings.counting import (
+    Division,
     counted_by,
     division_of,
     is_told,
@@ -39,43 +42,121 @@ from autopar.planner.rules import shapes
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
 
+DIVISOR = "divisor"  # the function of the script that follows how the loss divides
+_COUNTS, _PARTS = "counts", "parts"  # its arguments
+
 
 def valid_targets(split: Split, tree: CallTree) -> str | None:
     """Return the source of `valid_targets(batch)`, or None where the loss has no such mean.
 
     It gives the number of targets of a loss that is one mean, and the numbers of all the weighed
-    means where the loss adds several terms up; where a mean divides by a number of its own, that.
+    means where the loss adds several terms up; where a mean divides by a number of its own, what
+    that is made of.
     """
     graph, terms = split.graph, _terms(split)
     counted = _counted(graph, terms)
     steps = steps_from_batch(graph, [name for names in counted.values() for name in names])
     if not terms or steps is None:
         return None
-    calls = {call for op in steps for call in tree.chain(op)} - {LOSS}
-    whole = replace(split, degree=1, ops={}, gives={}, crossing={}, weighed=())
-    opening = open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))
     read = {name for op in steps for name in op.inputs}.union(*counted.values())
-    builder = _CountBuilder(opening, frozenset(read))
+    builder = _CountBuilder(_opened_for(steps, split, tree), frozenset(read))
+    bind_batch(builder)
     unplaced = _unplaced(graph, steps)
     for op in steps:
         if kind_of(op).keeps_entries and unplaced.issuperset(op.outputs):
             builder.alias(op)
         else:
             builder.add(op)
-    counts = [_count(term, counted[term.name], builder) for term in terms]
-    result = call("torch.stack", joined(tuple(counts))) if split.weighed else counts[0]
+    counts = [one for term in terms for one in _counts(term, counted[term.name], builder)]
+    is_one = len(counts) == 1 and not split.weighed
+    result = counts[0] if is_one else call("torch.stack", joined(tuple(counts)))
+    does = "Return how much of the batch counts in the mean of the loss."
+    head = "def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:"
+    return _function(head, does, builder, result)
+
+
+def printed_divisor(split: Split, tree: CallTree) -> str | None:
+    """Return the source of `divisor(counts, parts)`, None where the loss divides by the counts.
+
+    It gives by what the loss divides where so much counts, in several parts of a batch together.
+    """
+    graph, terms = split.graph, _terms(split)
+    follows = all_of_parts(graph)
+    divisions = [division_of(graph, op) for op in terms]
+    if not any(one is not None and _changes(one, follows, graph) for one in divisions):
+        return None
+    steps = [op for one in divisions if one is not None for op in one.steps]
+    builder = _CountBuilder(_opened_for(steps, split, tree), frozenset())
+    numbers = iter(range(len(terms) + sum(len(one.counts) for one in divisions if one is not None)))
+    is_one = not split.weighed and all(one is None or len(one.counts) == 1 for one in divisions)
+    names = (_COUNTS if is_one else f"{_COUNTS}[..., {number}]" for number in numbers)
+    values = [_divisor(division, names, follows, builder) for division in divisions]
+    last = (("dim", literal(-1)),)
+    several = bool(split.weighed)
+    result = call("torch.stack", joined(tuple(values)), keywords=last) if several else values[0]
+    head = f"def {DIVISOR}({_COUNTS}: Tensor, {_PARTS}: float) -> Tensor:"
+    does = "Return by what the loss divides where so much counts, in so many parts."
+    return _function(head, does, builder, result, unused=_PARTS)
+
+
+def _changes(division: Division, follows: Mapping[str, Follows], graph: Graph) -> bool:
+    """Whether a loss divides by something else than the one number that it counts."""
+    if len(division.counts) > 1 or not all(_only_casts(op, graph) for op in division.steps):
+        return True
+    return follows[division.counted] is not follows[division.counts[0]]
+
+
+def _only_casts(op: Op, graph: Graph) -> bool:
+    """Whether an op gives the numbers that it gets; counts are in float64 here."""
+    return kind_of(op).keeps_entries and not graph.tensors[op.outputs[0]].is_whole_numbered
+
+
+def _divisor(
+    division: Division | None,
+    names: Iterator[str],
+    follows: Mapping[str, Follows],
+    builder: _CountBuilder,
+) -> Expression:
+    """Return by what one mean divides, given the names of the counts that are left."""
+    if division is None:
+        return text(next(names))
+    parts = text(_PARTS)
+    for count, name in zip(division.counts, names, strict=False):
+        held = Held(count, WHOLE)
+        if follows[count] is Follows.MEAN:
+            mean = binary(text(name), "/", parts, Level.PRODUCT)
+            builder.add_line(Line(results=held, expression=mean, names=("mean",)))
+        else:
+            builder.bind(held, name)
+    for op in division.steps:
+        if op.outputs[0] in builder.have:
+            continue  # another mean divides by it, too
+        if _only_casts(op, builder.graph):
+            builder.alias(op)
+        else:
+            builder.add(op)
+    value = builder.value(division.divisor, WHOLE)
+    is_mean = follows[division.counted] is Follows.MEAN
+    return binary(value, "*", parts, Level.PRODUCT) if is_mean else value
+
+
+def _opened_for(steps: Iterable[Op], split: Split, tree: CallTree) -> Opening:
+    """Return an opening whose loss has some ops in its own code, on a whole batch."""
+    calls = {call for op in steps for call in tree.chain(op)} - {LOSS}
+    whole = replace(split, degree=1, ops={}, gives={}, crossing={}, weighed=())
+    return open_calls(whole, tree, opened=[LOSS], inlined=sorted(calls))
+
+
+def _function(
+    head: str, does: str, builder: BodyBuilder, result: Expression, *, unused: str = ""
+) -> str:
+    """Return the source of a function; what is `unused` may be so."""
     typed = frozenset(builder.arguments.values())
     style = Style(typed=typed, returns="Tensor", axis="", indent=4)
-    return (
-        "\n".join(
-            [
-                "def valid_targets(batch: Mapping[str, Tensor]) -> Tensor:",
-                '    """Return how much of the batch counts in the mean of the loss."""',
-                *written(builder.body(result), builder.owner, style),
-            ]
-        )
-        + "\n"
-    )
+    lines = written(builder.body(result), builder.owner, style)
+    is_unused = unused and not re.search(rf"\b{unused}\b", "\n".join(lines))
+    dropped = [f"    del {unused}"] if is_unused else []
+    return "\n".join([head, f'    """{does}"""', *dropped, *lines]) + "\n"
 
 
 def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
@@ -92,13 +173,6 @@ def _unplaced(graph: Graph, steps: Iterable[Op]) -> set[str]:
     return unplaced
 
 
-def added_to_counts(split: Split) -> tuple[float, ...]:
-    """Return what the loss adds to each count before it divides; () where it adds nothing."""
-    divisions = (division_of(split.graph, op) for op in _terms(split))
-    added = tuple(0.0 if one is None else one.added for one in divisions)
-    return added if any(added) else ()
-
-
 def _terms(split: Split) -> list[Op]:
     loss = counted_loss(split.graph)
     ops = split.graph.ops
@@ -111,7 +185,6 @@ class _CountBuilder(BodyBuilder):
     def __init__(self, opening: Opening, read: frozenset[str]) -> None:
         super().__init__(opening, LOSS)
         self.read = read
-        bind_batch(self)
         for name in sorted(read):
             if self.graph.tensors[name].origin is Origin.CONSTANT:
                 held = Held(name, WHOLE)
@@ -127,23 +200,22 @@ class _CountBuilder(BodyBuilder):
         return None if held is None else Fact(held, "device")
 
 
-def _count(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> Expression:
-    number, *weights = (builder.value(name, WHOLE) for name in counted)
+def _counts(term: Op, counted: tuple[str, ...], builder: BodyBuilder) -> tuple[Expression, ...]:
+    """Return how much counts in a mean: by its targets or a mask, or by what it divides."""
+    values = tuple(builder.value(name, WHOLE) for name in counted)
     if not kind_of(term).is_class_loss:
         counter = builder.graph.tensors[counted[0]]
-        is_count = not counter.shape
-        return (
-            number
-            if is_count
-            else method(number, "sum" if counter.dtype == "bool" else "count_nonzero")
-        )
+        if not counter.shape:
+            return values
+        return (method(values[0], "sum" if counter.dtype == "bool" else "count_nonzero"),)
+    number, *weights = values
     ignored = term.argument("ignore_index")
     assert isinstance(ignored, int)
     is_valid = binary(number, "!=", literal(ignored), Level.COMPARISON)
     if not weights:
-        return method(is_valid, "sum")
+        return (method(is_valid, "sum"),)
     of_classes = method(weights[0], "double")  # their sums are exact, as those of other fractions
-    return method(indexed(of_classes, indexed(number, is_valid)), "sum")
+    return (method(indexed(of_classes, indexed(number, is_valid)), "sum"),)
 
 
 def counted_loss(graph: Graph) -> Op | None:
@@ -170,6 +242,6 @@ def _counted(graph: Graph, ops: Iterable[Op]) -> dict[str, tuple[str, ...]]:
 def _counted_by(op: Op, graph: Graph, follows: Mapping[str, Follows]) -> tuple[str, ...]:
     division = division_of(graph, op)
     if division is not None:
-        return (division.count,) if is_weighed_division(op, graph, follows) else ()
+        return division.counts if is_weighed_division(op, graph, follows) else ()
     names = counted_by(op, graph)
     return names if names and is_told(graph, names) else ()

@@ -104,7 +104,8 @@ def loss_of(model: nn.Module, file: ModelFile, batch: Batch, task: Task) -> Tens
     given = {key: _taken(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**given, **dict(task.plain))
     if file.loss is not None:
-        outputs = file.loss(tree_map_only(Tensor, _single, outputs), batch)
+        whole = {**batch, **file.plain_entries()}
+        outputs = file.loss(tree_map_only(Tensor, _single, outputs), whole)
     loss: Tensor = _loss_in(outputs)
     return loss
 

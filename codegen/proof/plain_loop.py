@@ -26,6 +26,7 @@ from autopar.codegen.script.model_calls import model_arguments, model_calls
 from autopar.codegen.script.settings_lines import Setting, lines
 from autopar.codegen.subject import Subject
 from autopar.planner.graph import Graph
+from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.without_memory import without_memory
 from autopar.planner.ops import Ref
 from autopar.planner.plan.plan import Plan
@@ -94,7 +95,7 @@ def _view(plan: Plan, subject: Subject, script: GivenScript, destination: Path) 
         model_arguments=model_arguments(
             plan.graph, takes_all=not plan.model.has_loss, has_weights=False
         ),
-        loss=Source("new_loss(outputs, batch)" if file.loss else _place_of_loss(plan.graph)),
+        loss=_own_loss(file) if file.loss else _place_of_loss(plan.graph),
     )
 
 
@@ -160,6 +161,13 @@ def _scheduler(plan: Plan) -> Source:
     if is_scheduled_here(plan):
         return Source("LambdaLR(optimizer, rate)")
     return Source("new_scheduler(optimizer)" if plan.model.has_scheduler else "")
+
+
+def _own_loss(file: ModelFile) -> Source:
+    """Return the call of the model file's loss, with what the batch has that is no tensor."""
+    plain = [f"{literal(key)}: {literal(value)}" for key, value in file.plain_entries().items()]
+    batch = f"{{{', '.join(['**batch', *plain])}}}" if plain else "batch"
+    return Source(f"new_loss(outputs, {batch})")
 
 
 def _place_of_loss(graph: Graph) -> Source:

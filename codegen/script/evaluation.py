@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from autopar.codegen.forward.targets import DIVISOR
 from autopar.codegen.python_text import WIDTH, Group, Source, call
 from autopar.codegen.script.parameter_tables import half_buffers
 from autopar.codegen.script.settings_lines import sums_rows
@@ -94,8 +95,8 @@ def _weighing(plan: Plan, subject: Subject) -> Iterator[str]:
     opened = subject.opened
     if opened.valid_targets is not None:
         yield f"{'terms' if opened.weighs_terms else 'targets'}=valid_targets"
-    if opened.added:
-        yield "added=ADDED"
+    if opened.divisor is not None:
+        yield f"divisor={DIVISOR}"
     if sums_rows(plan):
         yield "microbatches=MICROBATCHES * DATA"
     if subject.file.metrics is not None:

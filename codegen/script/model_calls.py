@@ -8,11 +8,14 @@ import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
+from typing import Any
 
 from autopar.codegen.forward.reading.imported import Imported
 from autopar.codegen.forward.text.identifiers import is_identifier
 from autopar.codegen.known_names import KNOWN
 from autopar.codegen.python_text import (
+    Group,
     Source,
     assigned,
     call,
@@ -26,10 +29,11 @@ from autopar.planner.errors import InputError
 from autopar.planner.graph import Graph, batch_key
 from autopar.planner.model.import_name import import_name
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.sources import sources
 from autopar.planner.ops import Ref
-from autopar.planner.plan.model_facts import sources
 from autopar.runtime.ranks.model_source import source_digest
 
+NOTHING: Mapping[str, Any] = MappingProxyType({})
 MODULE = "model_file"  # the name that the script has for the model file
 
 # What a script calls each function of a model file.
@@ -128,26 +132,36 @@ def _functions(file: ModelFile, *, is_half: bool, evaluates: bool) -> Iterator[s
     """Yield `new_model = …` and the others that the model file has."""
     yield _bound(file, file.factory, "new_model")
     yield _bound(file, "example_batch", "new_batch")
+    plain = file.plain_entries() if evaluates else NOTHING  # a plain loop says them itself
     around = "in_float32" if is_half else ""
     if file.loss is not None:
-        yield _bound(file, "loss", "new_loss", around=around)
+        yield _bound(file, "loss", "new_loss", around=around, plain=plain)
     if evaluates and file.metrics is not None:
-        yield _bound(file, "metrics", "new_metrics", around=around)
+        yield _bound(file, "metrics", "new_metrics", around=around, plain=plain)
     for name, own in _OPTIONAL.items():
         if getattr(file, name) is not None and (evaluates or name not in _EVALUATING):
             yield _bound(file, name, own)
 
 
-def _bound(file: ModelFile, name: str, own: str, around: str = "") -> str:
-    """Return one function with its share of the arguments, as planning called it."""
+def _bound(
+    file: ModelFile, name: str, own: str, *, around: str = "", plain: Mapping[str, Any] = NOTHING
+) -> str:
+    """Return one function with its share of the arguments, as planning called it.
+
+    `plain` is what its batch has that is no tensor.
+    """
     function = getattr(sys.modules[import_name(file.path).name], name)
     parameters = inspect.signature(function).parameters
     share = [f"{identifier(k)}={literal(v)}" for k, v in file.arguments if k in parameters]
-    full = f"{MODULE}.{identifier(name)}"
-    if not share:
-        return f"{own} = {around}({full})" if around else f"{own} = {full}"
-    bound = call("partial", full, *share)
-    return assigned(own, call(around, bound) if around else bound)
+    made: Group | str = f"{MODULE}.{identifier(name)}"
+    if share:
+        made = call("partial", made, *share)
+    if plain:
+        given = (f"{identifier(k)}={literal(v)}" for k, v in plain.items())
+        made = call("with_plain", made, *given)
+    if around:
+        made = call(around, made)
+    return f"{own} = {made}" if isinstance(made, str) else assigned(own, made)
 
 
 def model_source(path: Path) -> Source:

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from itertools import pairwise
 from typing import TypeVar
 
 from autopar.codegen.python_text import Group, call, literal, tuple_of
 from autopar.runtime.model.layer_names import starred
 
 Value = TypeVar("Value")
+_FEWEST_IN_STEPS = 3  # names of every second layer, or every third, that are told as a range
 
 
 def patterns(table: Mapping[str, Value], known: Iterable[str]) -> dict[str, Value]:
@@ -92,6 +94,40 @@ def numbered_runs(names: Iterable[str]) -> Iterator[str | Group]:
             run = []
         run.append(name)
     yield from _told(run)
+
+
+def numbered_rows(table: Mapping[str, Value]) -> Iterator[tuple[str | Group, Value]]:
+    """Yield the names of a table as Python, with their values; those that count up as one call.
+
+    That is `numbered("h.*.attn", range(1, 4))` for three names of one value.
+    """
+    numbers: dict[tuple[str, Value], list[int]] = {}
+    for name, value in table.items():
+        pattern, number = _numbered(name)
+        if number is not None:
+            numbers.setdefault((pattern, value), []).append(number)
+    ranges = {key: _range(sorted(own)) for key, own in numbers.items()}
+    told = set[tuple[str, Value]]()
+    for name, value in table.items():
+        pattern, number = _numbered(name)
+        bounds = ranges.get((pattern, value)) if number is not None else None
+        if bounds is None:
+            yield literal(name), value
+        elif (pattern, value) not in told:
+            told.add((pattern, value))
+            yield call("numbered", literal(pattern), f"range({bounds})"), value
+
+
+def _range(numbers: Sequence[int]) -> str | None:
+    """Return the bounds of a range that has just these numbers, None where there is none."""
+    steps = {after - before for before, after in pairwise(numbers)}
+    if len(steps) != 1 or (steps != {1} and len(numbers) < _FEWEST_IN_STEPS):
+        return None
+    (step,) = steps
+    first, end = numbers[0], numbers[-1] + 1
+    if step > 1:
+        return f"{first}, {end}, {step}"
+    return f"{first}, {end}" if first else f"{end}"
 
 
 def _follows(before: str, name: str) -> bool:

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
-from autopar.codegen.python_text import Source, assigned, call, literal, table, tuple_of
-from autopar.codegen.script.name_patterns import numbered_tuple, outermost, patterns
+from autopar.codegen.python_text import (
+    Source,
+    assigned,
+    call,
+    literal,
+    row,
+    starred,
+    table,
+    tuple_of,
+)
+from autopar.codegen.script.name_patterns import numbered_rows, numbered_tuple, outermost, patterns
 from autopar.planner.axes.infer import Axes
 from autopar.planner.costs.prediction import Zero
 from autopar.planner.findings.learning import learning_parameters
@@ -120,11 +129,12 @@ def _summed(plan: Plan) -> Iterator[str]:
 
 def _splits_table(splits: Mapping[str, ParameterSplit]) -> Source:
     rows = [
-        (f"{literal(name)}: ", call("Split", literal(split.dim), split.parts), split.axis)
-        for name, split in splits.items()
+        (*row(names, call("Split", literal(split.dim), split.parts)), split.axis)
+        for names, split in numbered_rows(splits)
     ]
     return table("SPLITS", ("{", "}"), rows)
 
 
 def _summed_table(summed: Mapping[str, bool]) -> Source:
-    return assigned("SUMMED", tuple_of(*map(literal, summed)))
+    names = (one for one, _ in numbered_rows(summed))
+    return assigned("SUMMED", tuple_of(*map(starred, names)))

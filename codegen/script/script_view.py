@@ -28,7 +28,7 @@ class ScriptView:
     classes: Source  # opened modules, stages, and a loss that is split
     counting: Source  # the function that counts the targets of a batch
     weighs_terms: bool  # of a loss that adds several means up
-    adding: Source  # the argument that tells what the loss adds to its counts
+    dividing: Source  # the argument that tells what the loss adds to its counts
     weighs_microbatches: bool  # whose loss is one mean, over targets that may be few
     sums_rows: bool  # a loss that is a sum over rows, of several parts
     microbatch: str  # the type of what a step takes

@@ -9,12 +9,14 @@ from pathlib import Path
 from autopar.codegen.forward.crossings import CROSSING
 from autopar.codegen.forward.opened import Opened, OpenedClass
 from autopar.codegen.forward.reading.imported import LOSS_STAGE, Imported
+from autopar.codegen.forward.targets import DIVISOR
 from autopar.codegen.python_text import (
     Source,
     assigned,
     call,
     identifier,
     literal,
+    row,
     table,
     tuple_of,
 )
@@ -31,7 +33,7 @@ from autopar.codegen.script.model_calls import (
     model_calls,
     model_source,
 )
-from autopar.codegen.script.name_patterns import patterns
+from autopar.codegen.script.name_patterns import numbered_rows, patterns
 from autopar.codegen.script.parameter_tables import (
     half_buffers,
     once,
@@ -84,7 +86,7 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         plan=lines(planned(plan)),
         classes=_classes(plan, subject, calls),
         counting=Source(_counting(opened)),
-        adding=Source(", added=ADDED" if opened.added else ""),
+        dividing=Source(f", divisor={DIVISOR}" if opened.divisor is not None else ""),
         weighs_terms=opened.weighs_terms,
         weighs_microbatches=weighs,
         sums_rows=sums_rows(plan),
@@ -140,14 +142,9 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
 
 
 def _counting(opened: Opened) -> str:
-    """Return the function that counts, and what the loss adds before it divides by a count."""
-    if opened.valid_targets is None:
-        return ""
-    function = opened.valid_targets.strip("\n")
-    if not opened.added:
-        return function
-    added = opened.added if opened.weighs_terms else opened.added[0]
-    return f"ADDED = {added}  # by the loss to what it counts, before it divides\n\n\n{function}"
+    """Return the function that counts, and the one by whose results of counts the loss divides."""
+    functions = (opened.valid_targets, opened.divisor)
+    return "\n\n\n".join(one.strip("\n") for one in functions if one is not None)
 
 
 def _is_pipelined(plan: Plan) -> bool:
@@ -198,8 +195,8 @@ def _opened_table(plan: Plan, subject: Subject) -> Source:
     classes = {n: one.name for one in _instances(plan, subject.opened) for n in one.instances}
     if not classes:
         return Source()
-    found = patterns(classes, subject.modules)
-    rows = [(f"{literal(name)}: ", identifier(kind), "") for name, kind in found.items()]
+    found = numbered_rows(patterns(classes, subject.modules))
+    rows = [(*row(names, identifier(kind)), "") for names, kind in found]
     return table("OPENED: dict[str, type[nn.Module]]", ("{", "}"), rows)
 
 

@@ -8,22 +8,29 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from autopar.planner.findings.row_numbers import counts_rows
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op, Origin, Ref
 from autopar.planner.rules.random_ops import is_random
 from autopar.planner.rules.rule import OpKind
-from autopar.planner.rules.table import kind_of
+from autopar.planner.rules.shapes import elementwise
+from autopar.planner.rules.table import kind_of, rule_of
 
 _MEAN = 1  # of losses, as ATen counts reductions
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Division:
-    """What is divided, and by which count that the batch alone tells, with a number added to it."""
+    """What is divided, and by which number that the batch alone tells.
+
+    `counts` are made of rows, `steps` are the ops that make the divisor of these numbers:
+    `clamp(min=1)`, say.
+    """
 
     counted: str
-    count: str
-    added: float
+    divisor: str
+    counts: tuple[str, ...]
+    steps: tuple[Op, ...]
 
 
 def is_class(graph: Graph, target: Ref) -> bool:
@@ -81,7 +88,7 @@ def _ignores(op: Op, graph: Graph, target: str) -> bool:
 
 
 def division_of(graph: Graph, op: Op) -> Division | None:
-    """Return what an op divides by a count that the batch alone tells, None where it does not.
+    """Return what an op divides by a number that the batch alone tells, None where it does not.
 
     Of a sum over rows (`(x * mask).sum() / mask.sum()`) it makes a mean.
     """
@@ -91,22 +98,34 @@ def division_of(graph: Graph, op: Op) -> Division | None:
     is_number = not graph.tensors[op.outputs[0]].shape
     if not (is_number and isinstance(above, Ref) and isinstance(below, Ref)):
         return None
-    count, added = _kept_from_zero(graph, below.tensor)
-    if graph.tensors[count].requires_grad or steps_from_batch(graph, [count]) is None:
+    if graph.tensors[below.tensor].requires_grad or steps_from_batch(graph, [below.tensor]) is None:
         return None
-    return Division(counted=above.tensor, count=count, added=added)
+    steps, counts = _made_of_numbers(graph, below.tensor)
+    return Division(counted=above.tensor, divisor=below.tensor, counts=counts, steps=steps)
 
 
-def _kept_from_zero(graph: Graph, name: str) -> tuple[str, float]:
-    """Return what a number was before it was kept from being zero, and what was added to it."""
-    maker = graph.index.made_by.get(name)
-    if maker is None or kind_of(maker) not in (OpKind.CLAMP, OpKind.CAST, OpKind.ADDITION):
-        return name, 0.0
-    other = dict(maker.arguments).get("other", 0.0)
-    if not isinstance(other, (int, float)) or dict(maker.arguments).get("alpha", 1) != 1:
-        return name, 0.0
-    count, added = _kept_from_zero(graph, maker.inputs[0])
-    return count, added + other
+def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str, ...]]:
+    """Return the ops that make a number of other numbers, in order, and those made of rows."""
+    of_batch = {out for op in graph.index.reached_from(graph.inputs) for out in op.outputs}
+    waiting, steps, counts = [name], dict[str, Op](), dict[str, None]()
+    while waiting:
+        one = waiting.pop()
+        maker = graph.index.made_by.get(one)
+        if one not in of_batch or maker is None:
+            continue
+        if _is_of_numbers(maker, graph):
+            steps[maker.name] = maker
+            waiting += maker.inputs
+        else:
+            counts[one] = None
+    places = graph.index.places
+    return tuple(sorted(steps.values(), key=lambda op: places[op.name])), tuple(counts)
+
+
+def _is_of_numbers(op: Op, graph: Graph) -> bool:
+    """Whether an op makes a number of numbers, whatever rows there are, as many of many."""
+    is_for_each = rule_of(op.target).shape is elementwise and not counts_rows(op)
+    return is_for_each and not op.writes and not any(graph.tensors[i].shape for i in op.inputs)
 
 
 def steps_from_batch(graph: Graph, targets: Iterable[str]) -> tuple[Op, ...] | None:

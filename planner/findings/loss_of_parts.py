@@ -14,7 +14,7 @@ from types import MappingProxyType
 from autopar.planner.extent import BATCH, Extent
 from autopar.planner.findings.counting import counts_untold, division_of
 from autopar.planner.graph import Graph
-from autopar.planner.ops import Op, Origin, Ref, Value
+from autopar.planner.ops import Op, Origin, Ref, Value, refs
 from autopar.planner.rules.rule import Linear, OpKind, Rule
 from autopar.planner.rules.table import kind_of, rule_out_of_place
 
@@ -41,6 +41,7 @@ class LossOfParts:
 _SCALING = (OpKind.MULTIPLICATION, OpKind.DIVISION)
 _KEEPING = (OpKind.ADDITION, OpKind.SUBTRACTION, OpKind.WRITE, OpKind.DIAGONAL)
 _COLLECTED = (OpKind.COUNT, OpKind.VALUES)  # of all rows, however many those are
+_OF_ROWS = (Follows.MEAN, Follows.SUM)
 _REDUCTIONS = (Follows.MEETS, Follows.MEAN, Follows.SUM)  # as ATen counts them
 
 
@@ -64,10 +65,9 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
     It is a mean then, in which each part has the weight of its own such number.
     """
     division = division_of(graph, op)
-    if division is None:
+    if division is None or not division.counts:
         return False
-    counted = follows[division.counted]
-    return counted is follows[division.count] and counted in (Follows.MEAN, Follows.SUM)
+    return all(follows[name] in _OF_ROWS for name in (division.counted, *division.counts))
 
 
 def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | None:
@@ -116,6 +116,9 @@ class _Reader:
         rule = rule_out_of_place(op.target)  # what is written in place is made alike
         if rule.kind is OpKind.NEW:
             return Follows.ALIKE
+        if rule.kind is OpKind.GRADIENT:  # what each row has a part in is added up
+            of = {self.follows[name] for name in refs(op.argument("outputs"))}
+            return Follows.SUM if of <= {Follows.ROWS, Follows.SUM} else Follows.MEETS
         return self._of_rows(op, rule) if Follows.ROWS in kinds else self._of_numbers(op, rule)
 
     def _of_rows(self, op: Op, rule: Rule) -> Follows:

@@ -44,9 +44,19 @@ def _compares_rows(op: Op, graph: Graph) -> bool:
 
 
 def _shares(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:
-    """Whether an op gives rows what was made of all of them together."""
+    """Whether an op gives rows what was made of all of them together.
+
+    The gradient of a sum over rows is that of each row; that of a mean has their number in it.
+    """
+    if kind_of(op) is OpKind.GRADIENT and _is_of_sum(op, of_parts):
+        return False
     is_shared = any(of_parts[name] not in (Follows.ALIKE, Follows.ROWS) for name in op.inputs)
     return is_shared and any(_varying(graph, name) for name in (*op.inputs, *op.outputs))
+
+
+def _is_of_sum(op: Op, of_parts: Mapping[str, Follows]) -> bool:
+    added = (Follows.ALIKE, Follows.ROWS, Follows.SUM)
+    return all(of_parts[name] in added for name in op.inputs)
 
 
 def _counts(op: Op, graph: Graph, of_parts: Mapping[str, Follows]) -> bool:

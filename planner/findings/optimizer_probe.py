@@ -9,17 +9,22 @@ parameters, that trains otherwise, without an error.
 from __future__ import annotations
 
 import inspect
+import random
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.findings.optimizer_call import NAME, Make, make_on_stand_ins
+from autopar.planner.findings.stepped_state import check_stepped_state
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.without_memory import marked_like, without_memory
@@ -28,6 +33,7 @@ Schedule: TypeAlias = Callable[[Any], Any]
 
 _LARGEST_DIM = 4  # of a stand-in
 _FP32_BYTES = 4
+_HOOKS = "_optimizer_step_pre_hooks"  # which Optimizer.__init__ sets
 _STEPS = 3
 _LISTS = ("params", "param_names")  # of a group
 _APART = 1e-3  # of the largest update, by which two are not the same
@@ -39,6 +45,11 @@ class StandIn(NamedTuple):
     name: str
     size: tuple[int, ...]
     original: nn.Parameter | None  # whose class and attributes an optimizer may read
+
+
+class _Stepped(NamedTuple):
+    optimizer: Any
+    draws: bool  # random numbers, of torch or of Python
 
 
 class Reach(IntEnum):
@@ -57,6 +68,7 @@ class OptimizerTraits:
     reach: Reach
     groups_by_place: bool  # a part of the parameters would be grouped otherwise
     moments: tuple[float, ...]  # of each parameter that learns: see Parameter.moments
+    draws: bool = False  # its step draws random numbers
 
 
 def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
@@ -93,10 +105,12 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
         "AdamW, SGD or another that is stepped without the loss",
         where,
     )
+    _check_optimizer(optimizer, where)
     if model_file.build_scheduler is not None:
         _check_step(
             scheduler, "build_scheduler", "a schedule of steps alone, as LambdaLR has", where
         )
+    check_stepped_state(model_file.path, partial(_step_once, optimizer, scheduler))
     try:
         kept = _moments(make, sizes)
         if len(sizes) < len(every):
@@ -107,6 +121,7 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
             reach=_reach(make, sizes),
             groups_by_place=_groups_by_place(make, model_file.build_scheduler, sizes),
             moments=kept,
+            draws=_stepped(make, _stand_ins(sizes), [torch.ones(())] * len(sizes)).draws,
         )
     except Exception:  # whatever a step does that works on other devices alone
         return None
@@ -117,6 +132,32 @@ def _is_mistake(cause: BaseException | None) -> bool:
     if isinstance(cause, AttributeError):
         return not isinstance(cause.obj, nn.Parameter)
     return isinstance(cause, (NameError, TypeError))
+
+
+def _step_once(optimizer: Any, scheduler: Any) -> None:
+    """Take one step with gradients of nothing, if the optimizer takes one here."""
+    for group in optimizer.param_groups:
+        for parameter in group["params"]:
+            parameter.grad = torch.zeros_like(parameter)
+    with suppress(Exception), torch.random.fork_rng(devices=[]):
+        optimizer.step()
+    if scheduler is not None:
+        scheduler.step()
+
+
+def _check_optimizer(made: Any, where: str) -> None:
+    """Refuse what scripts cannot hang their own steps on: gradients come in, new values go out."""
+    name, is_one = type(made).__name__, isinstance(made, Optimizer)
+    if is_one and hasattr(made, _HOOKS):
+        return
+    lacks = "whose __init__ never called super().__init__" if is_one else "not a torch Optimizer"
+    raise InputError(
+        f"build_optimizer returns a {name}, {lacks}",
+        where=where,
+        expected="a torch.optim.Optimizer, be it around another one",
+        fix=f"derive {name} from torch.optim.Optimizer, and begin its __init__ with "
+        "super().__init__(optimizer.param_groups, {}): both have the same groups then",
+    )
 
 
 def _check_step(called: Any, maker: str, fix: str, where: str) -> None:
@@ -184,22 +225,27 @@ def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) ->
     return [(one.detach() - was).flatten() for one, was in zip(parameters, before, strict=True)]
 
 
-def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> Any:
-    """Return an optimizer that has taken some steps, with gradients times these factors."""
-    optimizer = make(parameters)
-    with torch.random.fork_rng(devices=[]):  # an optimizer may draw noise
+def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> _Stepped:
+    """Take some steps with gradients times these factors, and note whether these draw numbers."""
+    optimizer, gradients = make(parameters), torch.Generator().manual_seed(1)
+    of_python = random.getstate()
+    with torch.random.fork_rng(devices=[]):
         torch.manual_seed(1)
+        before = torch.get_rng_state()
         for _ in range(_STEPS):
             for parameter, factor in zip(parameters, factors, strict=True):
-                parameter.grad = torch.randn(parameter.shape) * factor
+                parameter.grad = torch.randn(parameter.shape, generator=gradients) * factor
             optimizer.step()
-    return optimizer
+        draws = not torch.equal(before, torch.get_rng_state())
+    draws = draws or of_python != random.getstate()
+    random.setstate(of_python)
+    return _Stepped(optimizer, draws)
 
 
 def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:
     """Return what is kept of each parameter in its own shape, in fp32 numbers for each of its."""
     parameters = _stand_ins(sizes)
-    state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).state
+    state = _stepped(make, parameters, [torch.ones(())] * len(parameters)).optimizer.state
     return tuple(
         sum(
             kept.element_size() / _FP32_BYTES

@@ -12,7 +12,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.findings.writing_layers import writing_calls, written
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer
-from autopar.planner.ops import MODULE, Op, objects
+from autopar.planner.ops import MODULE, GradientUse, Op, objects
 from autopar.planner.precision import FUSED
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
@@ -26,14 +26,17 @@ class Hindrance:
     where: str = ""
 
 
+_TWICE = "the model takes a gradient, through which the backward goes a second time"
 Unable: TypeAlias = Mapping[Recompute, Hindrance]  # the modes that a layer cannot have, and why
 
 
 def unable(layers: Sequence[Layer], graph: Graph) -> Iterator[Unable]:
     """Yield for each layer the modes in which it cannot be recomputed."""
     writers = {storage: op for op in reversed(graph.ops) for storage in written([op], graph)}
+    taken = (one for one in graph.own_gradients if one.use is GradientUse.TAKEN)
+    twice = [Hindrance(why=_TWICE, where=one.where) for one in taken]
     for layer in layers:
-        hindrance = _hindrance(layer, graph, writers)
+        hindrance = next(iter(twice), None) or _hindrance(layer, graph, writers)
         op = _recurrent(layer) or _writer_into_kept(layer, graph, writers)
         if hindrance is not None:
             yield {Recompute.SELECTIVE: hindrance, Recompute.FULL: hindrance}

@@ -11,6 +11,8 @@ from pathlib import Path
 from types import MethodType, ModuleType
 from typing import Any
 
+from torch import Tensor
+
 from autopar.planner.errors import InputError
 from autopar.planner.given import check_given
 from autopar.planner.model.arguments import parse_arguments
@@ -51,6 +53,11 @@ class ModelFile:
         """The model as a person would call it: the file and its arguments."""
         arguments = ", ".join(f"{key}={value}" for key, value in self.arguments)
         return f"{self.path.stem} ({arguments})" if arguments else self.path.stem
+
+    def plain_entries(self) -> dict[str, Any]:
+        """Return what the batch has that is no tensor, and so the same for every batch."""
+        batch = self.example_batch(1)
+        return {key: value for key, value in batch.items() if not isinstance(value, Tensor)}
 
 
 def load_model_file(spec: str, arguments: Sequence[str] = ()) -> ModelFile:

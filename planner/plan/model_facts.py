@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from autopar.planner.graph import Graph
-from autopar.planner.model.import_name import INIT, import_name, imported_names
+from autopar.planner.model.import_name import import_name
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.model.sources import sources
 from autopar.planner.plan.plan import Model
 
 
@@ -48,25 +49,3 @@ def source_hash(path: Path) -> str:
         digest.update(f"{file.relative_to(folder)} {len(content)}\n".encode())
         digest.update(content)
     return digest.hexdigest()
-
-
-def sources(path: Path) -> list[Path]:
-    """Return a file and, through imports, what lies in the folder that they are looked up in."""
-    folder, found, waiting = import_name(path).folder, {path}, [path]
-    while waiting:
-        importing = waiting.pop()
-        for name in imported_names(importing):
-            module = _place(name, importing, folder)
-            for file in (module.with_name(f"{module.name}.py"), module / INIT):
-                if file.is_file() and file not in found and folder in file.parents:
-                    found.add(file)
-                    waiting.append(file)
-    return sorted(found)
-
-
-def _place(name: str, importing: Path, folder: Path) -> Path:
-    """Return where a module would be; one dot is the folder of the file, each other goes up."""
-    absolute = name.lstrip(".")
-    level = len(name) - len(absolute)
-    above = importing.parents[level - 1] if level else folder
-    return above.joinpath(*absolute.split(".")) if absolute else above

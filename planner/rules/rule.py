@@ -62,6 +62,7 @@ class OpKind(StrEnum):
     RANGE = "range"
     NEW = "new"  # of a given shape, in the type of a tensor
     LIKE = "like"  # a tensor in shape and type
+    GRADIENT = "gradient"  # of some tensors for others, as torch.autograd.grad takes it
 
     @property
     def is_class_loss(self) -> bool:

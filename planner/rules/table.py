@@ -351,6 +351,7 @@ _RULES = (
              "concatenate repeat_interleave.Tensor real imag view_as_real view_as_complex "
              "resolve_conj searchsorted.Tensor bucketize.Tensor cummax kthvalue median.dim "
              "mode"),
+    *_moving("autopar.gradient.default", kind=OpKind.GRADIENT),
     *_moving("complex polar", is_wide=True),
     *_moving("grid_sampler", alike="input grid"),
     *_moving("diagonal tril_ triu_ trace fill_diagonal_", kind=OpKind.DIAGONAL),

@@ -20,9 +20,13 @@ from autopar.planner.trace.convert import convert
 from autopar.planner.trace.expected_rows import with_expected_rows
 from autopar.planner.trace.export import DecidedByValuesError, DevicesMeetError, export
 from autopar.planner.trace.held_types import wide_buffers
+from autopar.planner.trace.left_behind import LeftBehind
+from autopar.planner.trace.modes import parts_in_eval_mode
 from autopar.planner.trace.narrowing import traced_with_few
+from autopar.planner.trace.running import Traces
 from autopar.planner.trace.surroundings.unlike_types import UnlikeTypesError, check_types
 from autopar.planner.trace.symbols import RowsInNumberError
+from autopar.planner.trace.traps import counts_outside, depends_on_outside
 from autopar.planner.trace.values import CannotReplayError
 
 __all__ = ["trace", "trace_for_rows"]
@@ -108,7 +112,8 @@ def _traced(
                     narrowed=narrowed,
                 )
                 size_bytes = sum(p.numel() * p.element_size() for p in subject.model.parameters())
-                graph = _graph(subject, is_noticed=is_noticed, is_half=way.dtype is torch.bfloat16)
+                is_half = way.dtype is torch.bfloat16
+                graph = _graph_in_modes(subject, is_noticed=is_noticed, is_half=is_half)
                 meeting = (one.where for one in failures if isinstance(one, DevicesMeetError))
                 graph = replace(graph, devices_meet_at=next(meeting, ""))
                 return with_expected_rows(graph)
@@ -132,19 +137,76 @@ def trace_for_rows(model_file: ModelFile, rows: int | None, precision: Precision
         return graph
 
 
-def _converted(subject: Subject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
-    how = partial(export, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Converted:
+    """A graph, and what the run that gave it changed outside the model, and left there."""
+
+    graph: Graph
+    traces: Traces
+
+
+def _converted(
+    subject: Subject,
+    *,
+    is_noticed: bool,
+    has_fixed_rows: bool = False,
+    found: LeftBehind | None = None,
+) -> _Converted:
+    how = partial(
+        export, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows, found=found
+    )
     try:
-        return convert(how(fold=True))
+        exported = how(fold=True)
+        graph = convert(exported)
     except CannotReplayError:
-        return convert(how(fold=False))
+        exported = how(fold=False)
+        graph = convert(exported)
+    return _Converted(graph=graph, traces=exported.traces)
+
+
+def _stateless(subject: Subject, *, is_noticed: bool, has_fixed_rows: bool = False) -> Graph:
+    """Return the graph of a subject whose steps find nothing that an earlier one has made.
+
+    A second run tells: it reads no tensor that the first one has left, counts no number on, and
+    computes the same. So caches pass, which are filled once.
+    """
+    how = partial(_converted, subject, is_noticed=is_noticed, has_fixed_rows=has_fixed_rows)
+    first = how()
+    if not first.traces.changed:
+        return first.graph
+    changed, left = first.traces.changed, first.traces.left
+    place = min(changed, key=lambda one: not changed[one])
+    try:
+        second = how(found=left)
+    except (InputError, TraceError) as error:
+        raise depends_on_outside(place, subject.path) from error
+    for counted, is_number in second.traces.changed.items():
+        if is_number:
+            raise counts_outside(counted, subject.path)
+    if left.read or second.graph != first.graph:
+        raise depends_on_outside(place, subject.path)
+    return first.graph
+
+
+def _graph_in_modes(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
+    """Return the graph of a subject, and which of its parts do otherwise than they would train."""
+    graph = _graph(subject, is_noticed=is_noticed, is_half=is_half)
+    parts = parts_in_eval_mode(subject.model)
+    if not parts:
+        return graph
+    subject.model.train()
+    try:
+        differs = _graph(subject, is_noticed=is_noticed, is_half=is_half) != graph
+    except (InputError, TraceError):
+        differs = True
+    return replace(graph, in_eval_mode=parts) if differs else graph
 
 
 def _graph(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
     try:
-        graph = _converted(subject, is_noticed=is_noticed)
+        graph = _stateless(subject, is_noticed=is_noticed)
     except RowsInNumberError as counted:
-        fixed = _converted(subject, is_noticed=is_noticed, has_fixed_rows=True)
+        fixed = _stateless(subject, is_noticed=is_noticed, has_fixed_rows=True)
         graph = replace(fixed, fixed_at=counted.where)
     check_types(graph, is_half=is_half)
     if not graph.tensors[graph.loss].requires_grad:

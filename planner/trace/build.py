@@ -19,6 +19,7 @@ from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.without_memory import with_memory, without_memory
 from autopar.planner.trace.held_types import cast_tensors, wide_buffers
 from autopar.planner.trace.model_checks import check_model, own_dtype
+from autopar.planner.trace.modes import check_root_trains
 
 # Prime and above two: a size that equals the batch by chance is unlikely, and torch
 # specialises sizes 0 and 1.
@@ -129,7 +130,7 @@ def _model(model_file: ModelFile, device: str) -> nn.Module:
     if not isinstance(model, nn.Module):
         found, fix = f"{name} returned {_kind(model)}", f"let {name} return the model, and it alone"
         raise InputError(found, where=where, expected="a torch.nn.Module", fix=fix)
-    model.train()
+    check_root_trains(model, model_file.build_model, name, where)
     return model
 
 
@@ -252,9 +253,13 @@ def checked_loss(outputs: Any, *, where: str = "", fix: str = _NO_LOSS) -> torch
 
 
 def _placed(value: Any, device: str, dtype: torch.dtype) -> Any:
+    """Return an entry of the batch as a tensor of its own: the exporter finds inputs by identity.
+
+    One tensor may stand under several keys, and several may be views of one.
+    """
     if not isinstance(value, torch.Tensor):
         return value
-    return value.to(device, dtype if value.dtype is torch.float32 else value.dtype)
+    return value.to(device, dtype if value.dtype is torch.float32 else value.dtype, copy=True)
 
 
 def _kind(value: object) -> str:

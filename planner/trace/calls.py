@@ -9,7 +9,7 @@ from torch import fx
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
-from autopar.planner.ops import LOSS_CALL, Call, FunctionCall, Op, Value, refs
+from autopar.planner.ops import LOSS_CALL, Call, FunctionCall, Op, OwnGradient, Value, refs
 from autopar.planner.trace import record
 from autopar.planner.trace.nodes import operands_of
 from autopar.planner.trace.values import Scope, Values, structured
@@ -22,6 +22,8 @@ class Calls:
         self.recording, self.values, self.ops = recording, values, ops
         self.modules: dict[str, Call] = {}
         self.functions: list[FunctionCall] = []
+        loss = (one for one in recording.own_gradients if one.call == LOSS_CALL)
+        self.own_gradients: list[OwnGradient] = list(loss)
         self._begun: dict[str, tuple[FunctionCall, int]] = {}  # with the number of ops before it
 
     def read(self, node: fx.Node, scope: Scope) -> bool:
@@ -54,6 +56,10 @@ class Calls:
             result=None,
             is_batch_norm=isinstance(self.recording.modules.get(path), _BatchNorm),
         )
+        template = self.recording.replays.get(str(recorded))
+        run = str(recorded) if template is None else template.call
+        own = (one for one in self.recording.own_gradients if one.call == run)
+        self.own_gradients += (replace(one, call=key) for one in own)
         scope.call = key
 
     def _leave(self, node: fx.Node, scope: Scope) -> None:

@@ -31,8 +31,8 @@ from autopar.planner.trace.nodes import (
     is_sparse,
     keeps_shapes,
     leaves_tensors,
-    location,
     operands_of,
+    places,
     region_graph,
     storage_of,
     writers_of,
@@ -105,6 +105,7 @@ class _Converter:
             autocast_at=self.autocast_at,
             was_noticed=self.was_noticed,
             functions=tuple(self.calls.functions),
+            own_gradients=tuple(self.calls.own_gradients),
         )
         return pruned(with_scatters(graph))
 
@@ -224,6 +225,7 @@ class _Converter:
                 outputs=tuple(refs(tuple(outputs))),
                 call=scope.call,
                 location=self._location(node, scope),
+                callers=places(node)[1:],
                 grad_enabled=scope.grad_enabled,
                 writes=written,
             )
@@ -232,8 +234,8 @@ class _Converter:
             self.ledger.supersede(written, name)
 
     def _location(self, node: fx.Node, scope: Scope) -> str:
-        """Return where an op stands; torch tells the lines of modules alone, not the loss's."""
-        return location(node) or (self.loss_at if scope.call == LOSS_CALL else "")
+        """Return where an op stands."""
+        return next(iter(places(node)), self.loss_at if scope.call == LOSS_CALL else "")
 
     def _bound_unbacked(
         self, vals: Any, inputs: tuple[str, ...], counter: str, *, picks_broadcast: bool

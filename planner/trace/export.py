@@ -19,14 +19,17 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.planner.errors import AutoparError, TraceError, text_of
 from autopar.planner.model.containing import contained
-from autopar.planner.trace.build import Step, Subject
+from autopar.planner.trace.build import Subject
 from autopar.planner.trace.frames import failing_place
+from autopar.planner.trace.left_behind import LeftBehind
 from autopar.planner.trace.picking import picked
 from autopar.planner.trace.record import Recording, recorded
+from autopar.planner.trace.running import Run, Traces, traced_step
 from autopar.planner.trace.surroundings.asking import answered
 from autopar.planner.trace.surroundings.ctc import ctc_traced
 from autopar.planner.trace.surroundings.drawn import AT_RANDOM, note_drawn
 from autopar.planner.trace.surroundings.each_row import loss_of_each_row
+from autopar.planner.trace.surroundings.every_frame import every_frame_told
 from autopar.planner.trace.surroundings.fixing import fixing_noted
 from autopar.planner.trace.surroundings.full_slices import sliced
 from autopar.planner.trace.surroundings.grouped import grouped_products_traced
@@ -35,11 +38,16 @@ from autopar.planner.trace.surroundings.lengths import lengths_as_sizes
 from autopar.planner.trace.surroundings.numbers import tensor_of_numbers
 from autopar.planner.trace.surroundings.out_arguments import without_outs
 from autopar.planner.trace.surroundings.own_checkpoints import own_checkpoints_noted
-from autopar.planner.trace.surroundings.refused_calls import own_weights_alone, refuse_call
+from autopar.planner.trace.surroundings.own_gradients import GRAD_FN, saving_noted, worked_on
+from autopar.planner.trace.surroundings.refused_calls import (
+    own_weights_alone,
+    refuse_call,
+    refuse_learning_outside,
+)
 from autopar.planner.trace.surroundings.unchecked import unchecked
 from autopar.planner.trace.surroundings.unlike_types import NoKernelError, UnlikeTypesError
 from autopar.planner.trace.surroundings.unnoticed import unnoticed
-from autopar.planner.trace.traps import attributes_kept, no_foreign_randomness
+from autopar.planner.trace.traps import no_foreign_randomness
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,6 +60,7 @@ class Exported:
     fixed_at: str  # where the model took the number of rows for a constant, if it did
     recomputed_at: str  # where it has torch compute something again, if it does
     was_noticed: bool
+    traces: Traces
 
     @property
     def fixed_batch(self) -> int | None:
@@ -73,14 +82,20 @@ class DevicesMeetError(TraceError):
 
 
 def export(
-    subject: Subject, *, fold: bool, is_noticed: bool = False, has_fixed_rows: bool = False
+    subject: Subject,
+    *,
+    fold: bool,
+    is_noticed: bool = False,
+    has_fixed_rows: bool = False,
+    found: LeftBehind | None = None,
 ) -> Exported:
     """Export the step of a subject, with the batch as a symbol unless its rows are fixed.
 
-    The model may notice that it is traced, or not.
+    The model may notice that it is traced, or not. The step finds what an earlier one has left.
     """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
+    traces = Traces()
     try:
         with (
             _quiet(),
@@ -91,14 +106,16 @@ def export(
             lengths_as_sizes(),
             own_checkpoints_noted() as recomputing,
             ctc_traced(),
+            every_frame_told(),
             grouped_products_traced(),
             inference_without_gradients(),
             own_weights_alone(),
             contextlib.nullcontext() if is_noticed else unnoticed(),
-            _OnMeta(),
+            saving_noted(recording),
+            _OnMeta(recording, found or LeftBehind()),
         ):
             program = torch.export.export(
-                _traced(subject.step, tensors, constants, recording),
+                traced_step(subject.step, tensors, constants, Run(recording, traces, found)),
                 (),
                 tensors,
                 dynamic_shapes=None if has_fixed_rows else {key: {0: Dim.AUTO} for key in tensors},
@@ -116,6 +133,7 @@ def export(
         fixed_at=next(iter(fixing), ""),
         recomputed_at=next(iter(recomputing), ""),
         was_noticed=is_noticed,
+        traces=traces,
     )
 
 
@@ -123,8 +141,13 @@ class _OnMeta(TorchFunctionMode):
     """Has what the meta device would forget, and the exporter.
 
     The numbers in `x[..., [-2], :]` and `torch.tensor(0.5, device=x.device)` are kept,
-    `x.type(dtype)` stays on its device, and `x.data` comes from x.
+    `x.type(dtype)` stays on its device, and `x.data` comes from x. What works on gradients is
+    noted, for it leaves no op.
     """
+
+    def __init__(self, recording: Recording, found: LeftBehind) -> None:
+        super().__init__()
+        self.recording, self.found = recording, found
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -132,9 +155,15 @@ class _OnMeta(TorchFunctionMode):
         """Make tensors of plain numbers on the CPU, and change types by `to`."""
         del types
         kwargs = kwargs or {}
-        if type(func) is _OF_AN_ATTRIBUTE and func not in (_DATA.__get__, _DATA.__set__):
+        if type(func) is _OF_AN_ATTRIBUTE and func not in _ATTRIBUTES:
             return func(*args, **kwargs)  # most calls by far, such as x.shape
         refuse_call(func)
+        if self.recording.is_running:
+            refuse_learning_outside(args)
+        self.found.note_read((args, kwargs))
+        taken = worked_on(func, args, kwargs, self.recording)
+        if taken is not None:
+            return taken
         answer = answered(func, args)
         if answer is not None:
             return answer
@@ -159,29 +188,6 @@ class _OnMeta(TorchFunctionMode):
         return result
 
 
-def _traced(
-    step: Step, tensors: dict[str, Any], constants: dict[str, Any], recording: Recording
-) -> torch.nn.Module:
-    """Return a module whose forward names the batch's keys, as the exporter wants it."""
-
-    class Traced(torch.nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.model = step.model
-
-    def run(**batch: Any) -> torch.Tensor:
-        recording.restart()
-        with attributes_kept(step.model):
-            return step.run({**batch, **constants}, noted=recording.noting_loss)
-
-    names = ", ".join(tensors)
-    pairs = ", ".join(f"{key}={key}" for key in tensors)
-    scope: dict[str, Any] = {"run": run}
-    exec(f"def forward(self, {names}):\n    return run({pairs})", scope)  # keys are identifiers
-    Traced.forward = scope["forward"]
-    return Traced()
-
-
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
     """Swallow what the exporter prints: on failure it dumps the whole graph."""
@@ -202,6 +208,7 @@ def _quiet() -> Iterator[None]:
 
 _DATA: Any = torch.Tensor.data
 _OF_AN_ATTRIBUTE = type(_DATA.__get__)
+_ATTRIBUTES = (_DATA.__get__, _DATA.__set__, GRAD_FN)
 _BY_VALUES = "the model decides on the values of a tensor ({line})"
 _UNLIKE_TYPES = "element types do not match ({summary})"
 _DEVICES = "tensors on different devices meet ({summary})"

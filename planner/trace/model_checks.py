@@ -6,6 +6,9 @@ import torch
 from torch import nn
 
 from autopar.planner.errors import InputError
+from autopar.planner.model.functions import plain_function
+from autopar.planner.model.hooks import global_hooks
+from autopar.planner.trace.frames import defined_at
 
 # What wraps a model or a part of one, by its class or a base of it: what that is, what is expected,
 # what to do. By their names, for torch imports some when they are used.
@@ -41,8 +44,9 @@ def check_model(model: nn.Module, where: str) -> None:
     """Raise an error for the first thing that stands in the way of training a model."""
     _check_nesting(model, "", (), where)
     _check_parameters(model, where)
-    _check_mode(model, where)
+    _check_type(model, where)
     _refuse_wrapped(model, where)
+    _refuse_global_hooks(where)
 
 
 def _check_nesting(module: nn.Module, name: str, around: tuple[nn.Module, ...], where: str) -> None:
@@ -77,15 +81,19 @@ def _refuse_wrapped(model: nn.Module, where: str) -> None:
                 raise InputError(found, where=where, expected=expected, fix=fix)
 
 
-def _check_mode(model: nn.Module, where: str) -> None:
-    """Refuse a model that scripts would train without dropout, or in 64 bits."""
-    if not model.training:
+def _refuse_global_hooks(where: str) -> None:
+    """Refuse hooks of torch that run in every module: none of these has them when it is printed."""
+    for hook in global_hooks():
         raise InputError(
-            "the model is in eval mode, which has no dropout and leaves batch norms as they are",
-            where=where,
-            expected="a model to train; parts of it that stay frozen may be in eval mode",
-            fix="leave out .eval(), or return model.train()",
+            "a hook is registered for all modules of the process",
+            where=defined_at(plain_function(hook)) or where,
+            expected="hooks of the model's own modules",
+            fix="register it on the modules it is meant for: module.register_forward_hook(…)",
         )
+
+
+def _check_type(model: nn.Module, where: str) -> None:
+    """Refuse a model that scripts would train in 64 bits."""
     if own_dtype(model) is torch.float64:
         raise InputError(
             "the model is in float64",

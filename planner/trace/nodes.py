@@ -93,20 +93,26 @@ def writers_of(graph: fx.Graph) -> Mapping[int, Sequence[fx.Node]]:
     return found
 
 
-def location(node: fx.Node) -> str:
-    """Return file:line of the innermost frame that is the user's, as the tracer saw it."""
-    return _innermost(node.meta.get("stack_trace") or "")
+def places(node: fx.Node) -> tuple[str, ...]:
+    """Return file:line of the innermost frame that is the user's, and of those around it.
+
+    The last one is in the forward that runs; what that calls is no module.
+    """
+    return _places(node.meta.get("stack_trace") or "")
 
 
 @lru_cache
-def _innermost(stack: str) -> str:
-    for filename, number in reversed(_FRAME.findall(stack)):
+def _places(stack: str) -> tuple[str, ...]:
+    found: list[str] = []
+    for filename, number, function in reversed(_FRAME.findall(stack)):
         if not is_library_file(filename):
-            return f"{filename}:{number}"
-    return ""
+            found.append(f"{filename}:{number}")
+            if function == "forward":
+                break
+    return tuple(found)
 
 
-_FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in ', re.MULTILINE | re.DOTALL)
+_FRAME = re.compile(r'^ *File "(.+?)", line (\d+), in (.+)$', re.MULTILINE)
 
 
 def keeps_shapes(node: fx.Node) -> bool:

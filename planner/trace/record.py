@@ -3,7 +3,8 @@
 For the time of a trace each module's forward is wrapped. The wrapper puts two nodes without effect
 into the graph, `autopar::enter` and `autopar::leave`, whose arguments are the tensors that cross
 the border of the call; `convert` reads them and drops them. A repeated block is not run again: one
-node `autopar::replay` stands for its ops.
+node `autopar::replay` stands for its ops. Of a module with hooks the whole call is wrapped: what
+its hooks compute belongs to the call.
 
 A custom autograd.Function is recorded like a module: the exporter inlines its forward and would
 lose its backward without a word.
@@ -28,7 +29,8 @@ from torch.fx import node as fx_node
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from autopar.planner.ops import LOSS_FUNCTION
+from autopar.planner.model.hooks import has_backward_hooks, has_hooks
+from autopar.planner.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, OwnGradient
 from autopar.planner.trace.build import Loss
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
 from autopar.planner.trace.traps import assigned_buffers_written
@@ -36,6 +38,8 @@ from autopar.planner.trace.traps import assigned_buffers_written
 TENSOR = object()  # stands for a tensor among the leaves of a border
 ENTER, LEAVE, REPLAY = "autopar.enter.default", "autopar.leave.default", "autopar.replay.default"
 BEGIN, END = "autopar.begin.default", "autopar.end.default"  # of a plain function
+_BACKWARD_HOOK = "Module.register_full_backward_hook"
+_CALL = "_call_impl"  # the method of a module that runs its hooks and its forward
 
 
 class Attributes(dict[str, Any]):
@@ -74,6 +78,8 @@ class Recording:
     left: dict[str, Border] = field(default_factory=dict)
     templates: dict[Hashable, Template] = field(default_factory=dict)
     replays: dict[str, Template] = field(default_factory=dict)
+    own_gradients: list[OwnGradient] = field(default_factory=list)
+    is_running: bool = False  # the step, and not the exporter before or after it
 
     def restart(self) -> None:
         """Forget what an earlier pass saw: the exporter may run the model more than once."""
@@ -87,6 +93,7 @@ class Recording:
             borders.clear()
         self.templates.clear()
         self.replays.clear()
+        self.own_gradients.clear()
 
     def held_by(self, call: str) -> Hashable:
         """Return the identities of what the attributes of a called module hold, children's too."""
@@ -96,6 +103,12 @@ class Recording:
             for name, value in vars(module).items()
             if name not in BOOKKEEPING
         )
+
+    def note_gradient(self, use: GradientUse, how: str, where: str) -> None:
+        """Note the first way in which the innermost call, or the loss, works on gradients."""
+        call = self.open_calls[-1] if self.open_calls else LOSS_CALL
+        if all((one.call, one.use) != (call, use) for one in self.own_gradients):
+            self.own_gradients.append(OwnGradient(call=call, use=use, how=how, where=where))
 
     def noting_loss(self, loss: Loss) -> Loss:
         """Return the model file's loss function as one whose call is noted."""
@@ -116,19 +129,22 @@ class Recording:
 def recorded(model: nn.Module, *, fold: bool) -> Iterator[Recording]:
     """Wrap the modules of a model while a trace runs."""
     modules = dict(model.named_modules())
-    own = {path: module.__dict__.get("forward") for path, module in modules.items()}
+    names = {path: _CALL if has_hooks(module) else "forward" for path, module in modules.items()}
+    own = {path: module.__dict__.get(names[path]) for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
     recording = Recording(modules=modules, blocks=blocks)
     with _marker_ops(recording), _functions_recorded(recording), plain_functions_noted(recording):
         try:
             for path, module in modules.items():
-                module.__dict__["forward"] = _recording_forward(module, path, recording)
+                original = getattr(module, names[path])
+                noting = _noting_call(module, path, original, recording)
+                module.__dict__[names[path]] = noting
             yield recording
         finally:
             for path, module in modules.items():
-                module.__dict__.pop("forward", None)
+                module.__dict__.pop(names[path], None)
                 if own[path] is not None:  # one that was assigned to it alone
-                    module.__dict__["forward"] = own[path]
+                    module.__dict__[names[path]] = own[path]
 
 
 @contextmanager
@@ -140,6 +156,7 @@ def _marker_ops(recording: Recording) -> Iterator[None]:
     library.define("begin(Tensor[] tensors, str call) -> ()")
     library.define("end(Tensor[] tensors, str call) -> ()")
     library.define("replay(Tensor[] tensors, str call) -> Tensor[]")
+    library.define("gradient(Tensor[] outputs, Tensor[] inputs, Tensor[] given) -> Tensor[]")
 
     def nothing(tensors: list[torch.Tensor], call: str) -> None:
         del tensors, call
@@ -147,7 +164,12 @@ def _marker_ops(recording: Recording) -> Iterator[None]:
     def replay(tensors: list[torch.Tensor], call: str) -> list[torch.Tensor]:
         return [form.empty(tensors[0].device) for form in recording.replays[call].forms]
 
+    def gradient(_: Any, inputs: list[torch.Tensor], given: Any) -> list[torch.Tensor]:
+        del given
+        return [torch.empty_like(one) for one in inputs]
+
     torch.library.register_fake("autopar::replay", replay, lib=library)
+    torch.library.register_fake("autopar::gradient", gradient, lib=library)
     markers = set()
     for name in ("enter", "leave", "begin", "end"):
         torch.library.register_fake(f"autopar::{name}", nothing, lib=library)
@@ -161,23 +183,26 @@ def _marker_ops(recording: Recording) -> Iterator[None]:
         library._destroy()
 
 
-def _recording_forward(module: nn.Module, path: str, recording: Recording) -> Callable[..., Any]:
-    original = module.forward
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
+def _noting_call(
+    module: nn.Module, path: str, original: Callable[..., Any], recording: Recording
+) -> Callable[..., Any]:
+    def call(*args: Any, **kwargs: Any) -> Any:
         leaves, spec = pytree.tree_flatten((args, kwargs))
-        call = recording.open(path, type(module).__name__)
-        recording.entered[call] = _mark(torch.ops.autopar.enter, leaves, spec, call)
+        key = recording.open(path, type(module).__name__)
+        recording.entered[key] = _mark(torch.ops.autopar.enter, leaves, spec, key)
+        if has_backward_hooks(module):
+            where = f"module {path or '(root)'}"
+            recording.note_gradient(GradientUse.CHANGED, _BACKWARD_HOOK, where)
         try:
             with assigned_buffers_written(module, path):
-                result = _run_or_replay(recording, call, original, args, kwargs)
+                result = _run_or_replay(recording, key, original, args, kwargs)
         finally:
             recording.open_calls.pop()
         seen = pytree.tree_flatten(_with_fields(result))
-        recording.left[call] = _mark(torch.ops.autopar.leave, *seen, call)
+        recording.left[key] = _mark(torch.ops.autopar.leave, *seen, key)
         return result
 
-    return forward
+    return call
 
 
 def _with_fields(result: Any) -> Any:

@@ -2,6 +2,7 @@
 
 - Random numbers of Python or numpy: one draw becomes a constant.
 - A plain attribute that the forward changes (a step counter): its value becomes a constant.
+- A plain value outside the model that changes with each step: the same. See `outside`.
 - A buffer that the forward replaces instead of writing to it: the exporter forgets the new value.
 - A weight that the forward writes to: each rank would change its own copy, or a gathered one.
 
@@ -14,6 +15,7 @@ import random
 import sys
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 from unittest.mock import patch
@@ -28,6 +30,11 @@ from autopar.planner.errors import TraceError
 from autopar.planner.trace.frames import is_library_file
 
 _OLD_NORMS = {WeightNorm: "weight_norm", SpectralNorm: "spectral_norm"}
+_AS_BUFFER = "state that changes in training to be a buffer of the model"
+_IN_BUFFER = (
+    "keep it in the model: self.register_buffer('steps', torch.zeros(())) in __init__, and "
+    "self.steps += 1 in forward; return what the loss needs of it among the outputs"
+)
 _PLAIN = (int, float, str, bool, type(None))
 _RANDOM_SOURCES = (
     (random, ("random", "randint", "uniform", "choice", "choices", "sample", "shuffle", "gauss",
@@ -70,7 +77,7 @@ def attributes_kept(model: nn.Module) -> Iterator[None]:
             raise TraceError(
                 f"the forward changes the attribute {name}: the trace would keep one value",
                 where=f"module {path or '(root)'}",
-                expected="state that changes in training to be a buffer",
+                expected=_AS_BUFFER,
                 fix=_of_old_norm(model.get_submodule(path))
                 or f"self.register_buffer({name!r}, …), changed in place",
             )
@@ -104,6 +111,18 @@ def assigned_buffers_written(module: nn.Module, path: str) -> Iterator[None]:
                 fix=f"self.{name}.copy_(value.detach())",
             )
         module._buffers[name] = old.copy_(new)
+
+
+def counts_outside(place: str, path: Path) -> TraceError:
+    """Return the error for a number outside the model that each step changes."""
+    found = f"each run of the forward or the loss changes {place}: the trace would keep one value"
+    return TraceError(found, where=str(path), expected=_AS_BUFFER, fix=_IN_BUFFER)
+
+
+def depends_on_outside(place: str, path: Path) -> TraceError:
+    """Return the error for a step that computes by what an earlier one has left."""
+    found = f"what a step leaves in {place} changes what the next one computes"
+    return TraceError(found, where=str(path), expected=_AS_BUFFER, fix=_IN_BUFFER)
 
 
 def weight_written(name: str, where: str) -> TraceError:

@@ -17,6 +17,7 @@ from autopar.runtime.data.loss import (
     scale_loss,
     weighed_ahead,
     weighed_terms_ahead,
+    with_plain,
 )
 
 __all__ = [
@@ -31,4 +32,5 @@ __all__ = [
     "scale_loss",
     "weighed_ahead",
     "weighed_terms_ahead",
+    "with_plain",
 ]

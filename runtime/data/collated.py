@@ -64,7 +64,8 @@ class Collated:
             with told("build_collate()'s function"):
                 batch = self.collate(rows)
         self._check(batch, len(rows))
-        return {key: as_column(batch[key], kind)[self.own] for key, kind in self.columns.items()}
+        columns = {key: as_column(batch[key], kind) for key, kind in self.columns.items()}
+        return {key: value[self.own] for key, value in apart(columns).items()}
 
     def _check(self, batch: object, rows: int) -> None:
         keys = ", ".join(self.columns)
@@ -80,6 +81,26 @@ class Collated:
             shape = list(torch.as_tensor(batch[key]).shape)
             if shape[:1] != [rows]:
                 refuse(f"{key!r} of build_collate() is {shape} for {rows} rows", fix=fix)
+
+
+def apart(columns: Row) -> Row:
+    """Return columns of which no two share memory: a model may write to one of them.
+
+    A collate may give one tensor under two keys, or two views of one.
+    """
+    apart_ones: Row = {}
+    for key, value in columns.items():
+        others = (columns[other] for other in columns if other != key)
+        is_shared = any(_overlap(value, other) for other in others)
+        apart_ones[key] = value.clone() if is_shared else value
+    return apart_ones
+
+
+def _overlap(one: Tensor, other: Tensor) -> bool:
+    """Whether the memory of two tensors overlaps."""
+    memory = [each.untyped_storage() for each in (one, other)]
+    last_begin = max(each.data_ptr() for each in memory)
+    return last_begin < min(each.data_ptr() + each.nbytes() for each in memory)
 
 
 def as_column(value: Any, dtype: torch.dtype) -> Tensor:

@@ -188,8 +188,9 @@ def _notes(row: Mapping[str, Any], example: Mapping[str, Tensor]) -> Iterator[st
     left = [key for key in row if key not in example and is_number(row[key])]
     if left:
         yield (
-            f"the model is not given {', '.join(left)} of the dataset's rows, which example_batch "
-            "does not have\n  fix: add them to example_batch if it should be, and plan again"
+            f"the model is not given {', '.join(left)} of the dataset's rows, of which "
+            "example_batch has no tensor\n  fix: let it return one, with an entry for each row, if "
+            "the model should be given it, and plan again"
         )
 
 

@@ -6,7 +6,7 @@ with few valid targets would count too much.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from functools import wraps
 from itertools import islice
 from typing import Any, TypeAlias, TypeVar
@@ -22,8 +22,14 @@ from autopar.runtime.ranks.transport import summed
 
 Found = TypeVar("Found")
 Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the factor of its loss
+Divisor: TypeAlias = Callable[[Tensor, float], Tensor]  # of counts, of so many parts together
 
 MOST_STEPS_AHEAD = 4  # host memory holds their batches
+
+
+def as_counted(counts: Tensor, _: float) -> Tensor:
+    """Return by what a loss divides that is a mean over what counts."""
+    return counts
 
 
 def weighed_ahead(
@@ -32,13 +38,13 @@ def weighed_ahead(
     mesh: Mesh,
     *,
     microbatches: int,
-    added: float | Sequence[float] = 0.0,
+    divisor: Divisor = as_counted,
 ) -> Iterator[Weighed]:
     """Yield the microbatches of a rank with factors of their mean losses, in float64.
 
     The sum of a step's scaled losses, averaged over the data axis as gradients are, is the mean
-    over all of its valid targets: scale_m = (count_m + added) · data_size / (Σ counts of all
-    microbatches and ranks + added), where a loss divides by its count and a number `added` to that.
+    over all of its valid targets: scale_m = divisor(count_m) · data_size / divisor(Σ counts of all
+    microbatches and ranks), where the loss of a batch divides by what `divisor` makes of its count.
 
     A batch is read with those of its step, then of the next two steps, four: their counts are
     summed over the ranks in one message. A message in each step took 0.3 ms of both cores of two
@@ -48,7 +54,7 @@ def weighed_ahead(
     steps, read = 1, list(islice(data, microbatches))
     while read:
         counts = torch.stack([valid_targets(Exact(batch)) for batch in read]).to(mesh.device)
-        shares = _shares(counts, added, microbatches, mesh.data).unbind()
+        shares = _shares(counts, divisor, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
         coming: list[Batch] = []
         for used, weighed in enumerate(zip(read, shares, strict=True), start=1):
@@ -64,14 +70,14 @@ def weighed_terms_ahead(
     mesh: Mesh,
     *,
     microbatches: int,
-    added: float | Sequence[float] = 0.0,
+    divisor: Divisor = as_counted,
 ) -> Iterator[Batch]:
     """Yield the microbatches of a rank with weights of the means that their losses add up.
 
     `valid_targets` counts those of each mean k. The average over microbatches and data ranks of
     w_mk · mean_k is the mean over all valid targets: w_mk = count_mk · M · data_size / Σ counts_k.
     """
-    ahead = weighed_ahead(data, valid_targets, mesh, microbatches=microbatches, added=added)
+    ahead = weighed_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
     for batch, shares in ahead:
         yield {**batch, "loss_weights": shares * microbatches}
 
@@ -94,24 +100,14 @@ class Exact(Mapping[str, Any]):
         return len(self._batch)
 
 
-def _shares(
-    counts: Tensor, added: float | Sequence[float], microbatches: int, axis: Axis
-) -> Tensor:
-    """Divide the counts of whole steps' microbatches by the mean over the ranks of a step's sum."""
-    by_step = counts.view(-1, microbatches, *counts.shape[1:])
+def _shares(counts: Tensor, divisor: Divisor, microbatches: int, axis: Axis) -> Tensor:
+    """Divide by the divisor of a step those of its microbatches, and by the mean over the ranks."""
+    by_step = counts.double().view(-1, microbatches, *counts.shape[1:])
     own = by_step.sum(1, keepdim=True)
-    total = with_added(own if axis.size == 1 else summed(own, axis), added)
+    whole = own if axis.size == 1 else summed(own, axis)
+    total = divisor(whole, microbatches * axis.size)
     total = total.masked_fill(total == 0, 1)  # counts may be weights, and all less than one
-    shares = with_added(by_step, added) * axis.size / total
-    return shares.flatten(0, 1)
-
-
-def with_added(counts: Tensor, added: float | Sequence[float]) -> Tensor:
-    """Add a number to counts, or to those of each mean its own."""
-    if isinstance(added, float):
-        return counts.double() + added
-    means = zip(counts.double().unbind(-1), added, strict=True)
-    return torch.stack([one + more for one, more in means], -1)
+    return (divisor(by_step, 1) * axis.size / total).flatten(0, 1)
 
 
 def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
@@ -131,6 +127,16 @@ def in_float32(loss: Callable[..., Found]) -> Callable[..., Found]:
         return loss(tree_map_only(Tensor, _wide, outputs), batch)
 
     return wide
+
+
+def with_plain(loss: Callable[..., Found], **plain: Any) -> Callable[..., Found]:
+    """Return a loss that finds in its batch what is no tensor, and the same for every batch."""
+
+    @wraps(loss)
+    def given(outputs: Any, batch: Mapping[str, Any]) -> Found:
+        return loss(outputs, {**batch, **plain})
+
+    return given
 
 
 def _wide(tensor: Tensor) -> Tensor:

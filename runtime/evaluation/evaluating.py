@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.runtime.data.batches import Batch
-from autopar.runtime.data.loss import Exact, scale_loss, with_added
+from autopar.runtime.data.loss import Divisor, Exact, as_counted, scale_loss
 from autopar.runtime.evaluation.row_metrics import Measure, RowMetrics
 from autopar.runtime.evaluation.rows import EvaluationRows
 from autopar.runtime.evaluation.sums import once, over_ranks
@@ -49,10 +49,10 @@ class Evaluation:
     """The loss over a dataset, as one process would find it that has all of its rows at once.
 
     Each microbatch weighs by its rows, or by the `targets` that its mean counts; where a loss adds
-    several means up, each of those weighs by its own count among the `terms`. `added` is what the
-    loss adds to a count before it divides. A loss that is a sum is told as that of a step of the
-    training, which has so many `microbatches` on all data ranks together. `metrics` are means of
-    what is made of the outputs of the model.
+    several means up, each of those weighs by its own count among the `terms`. `divisor` tells by
+    what the loss divides where so much counts. A loss that is a sum is told as that of a step of
+    the training, which has so many `microbatches` on all data ranks together. `metrics` are means
+    of what is made of the outputs of the model.
     """
 
     def __init__(
@@ -63,12 +63,12 @@ class Evaluation:
         *,
         targets: Counting | None = None,
         terms: Counting | None = None,
-        added: float | Sequence[float] = 0.0,
+        divisor: Divisor = as_counted,
         microbatches: int = 1,
         metrics: Measure | None = None,
     ) -> None:
         self._loss, self._parts, self._rows = loss, parts, rows
-        self._targets, self._terms, self._added = targets, terms, added
+        self._targets, self._terms, self._divisor = targets, terms, divisor
         self._microbatches, self._measure = microbatches, metrics
         self._all_terms: Tensor | None = None  # their counts of all rows
 
@@ -111,7 +111,7 @@ class Evaluation:
 
     def _mean(self, rows: EvaluationRows, metrics: RowMetrics) -> float:
         """Return Σ weight · loss ÷ Σ weight over the microbatches of all data ranks."""
-        device, added = rows.mesh.device, 0.0 if self._targets is None else self._added
+        device, divisor = rows.mesh.device, as_counted if self._targets is None else self._divisor
         if self._terms is not None and self._all_terms is None:
             own = [once(self._terms(Exact(batch)).double(), times) for batch, times in rows]
             self._all_terms = over_ranks(torch.stack(own).sum(0).to(device), rows.mesh).cpu()
@@ -121,12 +121,12 @@ class Evaluation:
             count = self._count(batch, rows).to(device, torch.float64)
             given = rows.placed(self._weighed(batch, rows))
             loss = self._loss(given).double()
-            total += scale_loss(loss, once(with_added(count, added), times))
+            total += scale_loss(loss, once(divisor(count, 1), times))
             weight += once(count, times)
             metrics.add(rows.whole(given), times)
         total, weight = over_ranks(torch.stack([total, weight]), rows.mesh)
         total *= rows.mesh.pipeline.size  # only the last of its ranks has losses
-        return float(total / with_added(weight, added)) * self._microbatches
+        return float(total / divisor(weight, _parts_of(rows))) * self._microbatches
 
     def _count(self, batch: Batch, rows: EvaluationRows) -> Tensor:
         """Return how much of a microbatch its mean counts."""
@@ -142,7 +142,13 @@ class Evaluation:
         """
         if self._terms is None or self._all_terms is None:
             return batch
-        counts = with_added(self._terms(Exact(batch)), self._added)
-        every = with_added(self._all_terms, self._added)
+        parts = _parts_of(rows)
+        counts = self._divisor(self._terms(Exact(batch)).double(), 1)
+        every = self._divisor(self._all_terms, parts)
         shares = counts / every.masked_fill(every == 0, 1)  # a mean may have no targets at all
-        return {**batch, "loss_weights": shares * (rows.count / rows.dealer.size)}
+        return {**batch, "loss_weights": shares * parts}
+
+
+def _parts_of(rows: EvaluationRows) -> float:
+    """Return how many microbatches all rows make up, each row once."""
+    return rows.count / rows.dealer.size

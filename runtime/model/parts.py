@@ -80,11 +80,16 @@ def take_classes(model: nn.Module, classes: Mapping[str, type[nn.Module]], tenso
 
 
 def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
-    """Let a module take a subclass of its class, and tell it of the tensor axis."""
+    """Let a module take a subclass of its class, and tell it of the tensor axis.
+
+    The forward of the subclass computes what the module's own hooks compute: they are dropped.
+    """
     if not issubclass(kind, type(module)):
         raise TypeError(f"{kind.__name__} is no kind of {type(module).__name__}")
     module.__class__ = kind
     module.__dict__.pop("forward", None)  # one of its own, in whose place that of the class comes
+    module._forward_pre_hooks.clear()
+    module._forward_hooks.clear()
     module.__dict__["tensor"] = tensor
 
 

@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from autopar.codegen.forward.opening.opening import Opening
-from autopar.codegen.forward.reading.calls import CallTree, common
+from autopar.codegen.forward.reading.calls import LOSS, CallTree, common
 
 
 def finds_state(opening: Opening) -> list[str]:
@@ -19,6 +19,8 @@ def finds_state(opening: Opening) -> list[str]:
     calls = tree.graph.calls
     found: dict[str, None] = {}
     for call, chain in tree.chains.items():
+        if _is_printed(tree.hidden(call), opening):
+            found[call] = None
         if len(chain) < 3:
             continue
         module, untold = modules.get(calls[call].path), tree.untold(call)
@@ -29,7 +31,11 @@ def finds_state(opening: Opening) -> list[str]:
         module, shared = modules.get(calls[same[0]].path), common([tree.chains[c] for c in same])
         if module is not None and module.remembers and shared[-1] in open_calls:
             found |= dict.fromkeys(c for call in same for c in tree.chains[call][len(shared) :])
-    return [call for call in found if call not in open_calls and not calls[call].is_function]
+    return [call for call in found if call not in open_calls and not _is_function(call, tree)]
+
+
+def _is_function(call: str, tree: CallTree) -> bool:
+    return call != LOSS and tree.graph.calls[call].is_function
 
 
 def _is_printed(names: frozenset[str], opening: Opening) -> bool:

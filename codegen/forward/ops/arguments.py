@@ -36,6 +36,7 @@ class Place:
     device: Expression | None
     sizes: Mapping[str, Expression]  # arguments that hold sizes, printed already
     rate: Form | None = None  # the module's own name for the dropout rate
+    scale: Form | None = None  # and for what it multiplies the scores of attention by
 
 
 def whole_number(value: Value) -> int:

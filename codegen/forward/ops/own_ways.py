@@ -33,6 +33,8 @@ def _dropout(arguments: Arguments) -> Form:
 
 
 def _attention(arguments: Arguments) -> Form:
+    if arguments.place.scale is not None:
+        arguments.printed["scale"] = arguments.place.scale
     if arguments.raw["dropout_p"] != 0.0:
         rate = arguments.place.rate or arguments["dropout_p"]
         while_training = (Slot(rate), " if ", Slot(arguments.place.training), " else 0.0")

@@ -61,11 +61,20 @@ def author_names(graph: Graph) -> Mapping[str, str]:
         own[op.call].append(op)
     found: dict[str, str] = {}
     for ops in own.values():
-        for setting, run in groupby(ops, key=lambda op: _setting(op.location)):
-            if setting is not None:
-                made = _set_by(setting, tuple(run), graph)
-                found |= zip(made, setting.names, strict=True) if made else ()
+        for lines in (_line_of_function, _line_of_forward):  # which comes before what it calls
+            for setting, run in groupby(ops, key=lambda op: _setting(lines(op))):
+                if setting is not None:
+                    made = _set_by(setting, tuple(run), graph)
+                    found |= zip(made, setting.names, strict=True) if made else ()
     return MappingProxyType({tensor: name for tensor, name in found.items() if name})
+
+
+def _line_of_function(op: Op) -> str:
+    return op.location if op.callers else ""
+
+
+def _line_of_forward(op: Op) -> str:
+    return op.callers[-1] if op.callers else op.location
 
 
 def _set_by(setting: _Setting, ops: Sequence[Op], graph: Graph) -> tuple[str, ...]:

@@ -60,6 +60,19 @@ class CallTree:
             if tensors[tensors[name].storage].origin not in kept
         )
 
+    def hidden(self, call: str) -> frozenset[str]:
+        """Return the tensors that the code of a call uses, and that no call inside it returns.
+
+        A call inside has left them on a module, by a hook, or in what both know.
+        """
+        own = [op for op in self.ops.get(call, ()) if op.call == call]
+        inside = self.inside.get(call, ())
+        at_hand = self.entering(call).union(*(op.outputs for op in own), *map(self.leaving, inside))
+        used = self.leaving(call).union(*(op.inputs for op in own), *map(self.entering, inside))
+        missing = used - at_hand
+        made = (name for op in self.ops.get(call, ()) for name in op.outputs)
+        return missing.intersection(made) if missing else missing
+
     def leaving(self, call: str) -> frozenset[str]:
         """Return the tensors in the result of a call."""
         return frozenset(

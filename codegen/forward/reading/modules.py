@@ -24,6 +24,8 @@ from autopar.codegen.forward.reading.forward_source import (
 from autopar.codegen.forward.reading.imported import Imported, imported, imported_classes
 from autopar.codegen.forward.reading.size_readers import reads_sizes
 from autopar.codegen.forward.text.identifiers import is_identifier
+from autopar.planner.model.functions import plain_function
+from autopar.planner.model.hooks import forward_hooks
 from autopar.planner.ops import Value
 from autopar.planner.trace.record import plain_functions
 
@@ -75,6 +77,7 @@ class Module:
     container: Container
     numbers: tuple[tuple[str, int | float], ...]
     unpacks: Mapping[str, tuple[str, ...]]  # the variables into which its forward unpacks another
+    trains: bool = True  # as the constructor has left it; else it is in eval mode
     is_importable: bool = True  # not made at run time, as those of torch's parametrizations are
     checks_sizes: bool = False  # its forward raises an error where it finds sizes that it dislikes
     keeps_state: bool = False  # it reads an attribute that an earlier call, or its caller, has set
@@ -118,7 +121,8 @@ def modules_of(model: nn.Module) -> Modules:
     left = frozenset[str]().union(*map(left_on_others, sources.values()))
     for path, module in model.named_modules(remove_duplicate=False):
         kind = type(module)
-        key = (kind, getattr(module.forward, "__func__", module.forward))
+        hooks = tuple(map(plain_function, forward_hooks(module)))
+        key = (kind, plain_function(module.forward), hooks)
         if key not in facts:
             facts[key] = _facts(module, is_told=bool(left & own_attributes(sources[kind])))
         found[path] = Module(
@@ -128,6 +132,7 @@ def modules_of(model: nn.Module) -> Modules:
             class_name=kind.__name__,
             container=_container(module),
             numbers=tuple(_numbers(module)),
+            trains=module.training,
             is_importable=_is_importable(kind),
             remembers=remembers(sources[kind]),
             **facts[key],
@@ -138,17 +143,20 @@ def modules_of(model: nn.Module) -> Modules:
 def _facts(module: nn.Module, *, is_told: bool) -> Mapping[str, Any]:
     """Return what a module's forward tells, be it of its class or assigned to it alone.
 
-    `is_told` says that a caller may leave on the module what its class reads.
+    Its hooks run with it. `is_told` says that a caller may leave on the module what its class
+    reads.
     """
     source = _source(inspect.unwrap(module.forward), of=type(module))
+    hooks = [plain_function(hook) for hook in forward_hooks(module)]
+    sources = [source, *map(_source, hooks)]
     arguments, returns = _signature(module)
     return {
         "arguments": arguments,
         "returns": returns,
-        "branches_in_training": branches_in_training(source),
-        "checks_sizes": checks_sizes(source),
-        "keeps_state": is_told or keeps_state(source),
-        "reads_sizes": reads_sizes(module.forward, type(module)),
+        "branches_in_training": any(map(branches_in_training, sources)),
+        "checks_sizes": any(map(checks_sizes, sources)),
+        "keeps_state": is_told or any(map(keeps_state, sources)),
+        "reads_sizes": any(reads_sizes(one, type(module)) for one in (module.forward, *hooks)),
         "functions": tuple(_functions(module)),
         "measuring": frozenset(_measuring(module)),
         "unpacks": unpacked(source),

@@ -7,31 +7,24 @@ from collections.abc import Callable, Iterator
 from types import CodeType, FunctionType
 from typing import Any
 
+from autopar.planner.model.functions import nested_code, plain_function
+
 _READING = frozenset({"shape", "size", "numel", "nelement", "len"})
 
 
 def reads_sizes(forward: Callable[..., Any], owner: type) -> bool:
     """Whether a forward reads a size, or a method or function of the user's that it names does."""
-    plain = inspect.unwrap(getattr(forward, "__func__", forward))
-    waiting, met = [plain], set[CodeType]()
+    waiting, met = [plain_function(forward)], set[CodeType]()
     while waiting:
         function = waiting.pop()
         if not isinstance(function, FunctionType) or function.__code__ in met:
             continue
         met.add(function.__code__)
-        names = {name for code in _nested(function.__code__) for name in code.co_names}
+        names = {name for code in nested_code(function.__code__) for name in code.co_names}
         if names & _READING:
             return True
         waiting += [found for name in names for found in _meant(name, function, owner)]
     return False
-
-
-def _nested(code: CodeType) -> Iterator[CodeType]:
-    """Yield the code of a function and of those that are written inside it."""
-    yield code
-    for constant in code.co_consts:
-        if isinstance(constant, CodeType):
-            yield from _nested(constant)
 
 
 def _meant(name: str, function: FunctionType, owner: type) -> Iterator[Any]:

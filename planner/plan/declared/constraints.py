@@ -112,6 +112,7 @@ class Constraints:
     shares_rows: bool = False  # rows meet: the tensor axis may split a batch, the data axis not
     statistics_apart: bool = False  # batch norms may take those of each microbatch by itself
     one_microbatch: bool = False  # they may not: each data rank has all of its rows at once
+    steps_once: bool = False  # no two data ranks step the same number of a parameter
     declared: tuple[Declared, ...] = ()
 
 
@@ -154,9 +155,16 @@ def allows(constraints: Constraints, arrangement: Arrangement) -> bool:
         and arrangement.precision is constraints.precision
         and constraints.global_batch in (None, arrangement.global_batch)
         and (arrangement.microbatches == 1 or not constraints.one_microbatch)
+        and (_steps_once(arrangement) or not constraints.steps_once)
         and (arrangement.compressed_gradients in constraints.compression or arrangement.data == 1)
         and (not buckets or arrangement.bucket_bytes in buckets)
     )
+
+
+def _steps_once(arrangement: Arrangement) -> bool:
+    """Whether each number of a parameter is stepped by one data rank alone."""
+    is_shared_out = arrangement.zero is not Zero.NONE and arrangement.shard == arrangement.data
+    return arrangement.data == 1 or is_shared_out
 
 
 def without_recompute(

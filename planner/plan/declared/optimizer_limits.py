@@ -40,6 +40,10 @@ def _demands(traits: OptimizerTraits) -> Iterator[Declared]:
     elif traits.groups_by_place:
         why = "build_optimizer groups parameters by their places"
         yield _declared("pp", "max_pipeline", 1, "at most pp=1", why)
+    if traits.draws:
+        why = f"{traits.name} draws random numbers, which copies of a parameter would not share"
+        yield _declared("tp", "max_tensor", 1, "at most tp=1", why)
+        yield _declared("copies", "steps_once", True, "no copies that are stepped apart", why)
 
 
 def _declared(name: str, field: str, value: Any, text: str, why: str) -> Declared:

@@ -29,11 +29,13 @@ from autopar.planner.ops import (
     DType,
     Fields,
     FunctionCall,
+    GradientUse,
     Listed,
     Mapped,
     NamedFields,
     Op,
     Origin,
+    OwnGradient,
     Parameter,
     Ref,
     Tensor,
@@ -57,6 +59,7 @@ class OpRow(NamedTuple):
     location: str
     grad_enabled: bool
     writes: tuple[str, ...]
+    callers: tuple[str, ...] = ()
 
 
 class TensorRow(NamedTuple):
@@ -121,6 +124,15 @@ class FunctionRow(NamedTuple):
     ops: tuple[str, ...]
 
 
+class OwnGradientRow(NamedTuple):
+    """One place where the model works on gradients by itself, as a list."""
+
+    call: str
+    use: GradientUse
+    how: str
+    where: str
+
+
 class ConstantRow(NamedTuple):
     """One constant as a list."""
 
@@ -147,6 +159,8 @@ class GraphDocument:
     devices_meet_at: str = ""
     was_noticed: bool = True  # in files that do not tell
     functions: tuple[FunctionRow, ...] = ()
+    own_gradients: tuple[OwnGradientRow, ...] = ()
+    in_eval_mode: tuple[str, ...] = ()
 
 
 def value_document(value: Value) -> JsonValue:
@@ -225,6 +239,7 @@ _ROWS: Mapping[str, tuple[type[Any], type[Any], str]] = MappingProxyType(
         "constants": (ConstantRow, Constant, "name"),
         "calls": (CallRow, Call, "key"),
         "functions": (FunctionRow, FunctionCall, ""),
+        "own_gradients": (OwnGradientRow, OwnGradient, ""),
     }
 )
 _VALUES = ("arguments", "keywords", "result", "values")  # fields that hold arguments, in a nest
@@ -286,7 +301,7 @@ def _doubled(values: Mapping[str, Any]) -> Iterator[str]:
     names: dict[str, list[str]] = {
         name: [getattr(row, key or "name") for row in values[name]]
         for name, (_, _, key) in _ROWS.items()
-        if name != "functions"  # which may be called more than once
+        if name not in ("functions", "own_gradients")  # there may be several of one call
     }
     names["inputs"] = list(values["inputs"])
     for field, own in names.items():

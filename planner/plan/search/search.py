@@ -35,6 +35,7 @@ from autopar.planner.plan.declared.constraints import (
     Objective,
     constraints_of,
 )
+from autopar.planner.plan.declared.gradient_limits import with_own_gradients
 from autopar.planner.plan.declared.lone_rows import check_lone_rows
 from autopar.planner.plan.declared.scalars import with_whole_scalars
 from autopar.planner.plan.declared.whole_batch import with_whole_batch
@@ -127,6 +128,7 @@ def search(
 
 def completed(constraints: Constraints, cluster: Cluster, graph: Graph) -> Constraints:
     """Return the constraints with a global batch, and with what the model itself rules out."""
+    constraints = with_own_gradients(constraints, graph)
     constraints = with_whole_batch(with_batch(constraints, cluster, graph), graph)
     check_lone_rows(constraints, graph)
     return with_whole_scalars(constraints, graph)

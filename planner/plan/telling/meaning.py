@@ -9,7 +9,8 @@ from autopar.planner.findings.loss_of_parts import Follows, loss_of_parts
 from autopar.planner.findings.meeting_rows import meeting_rows
 from autopar.planner.findings.statistics import norm_of_rows
 from autopar.planner.graph import Graph
-from autopar.planner.ops import MODEL_DTYPE, Buffer, Op
+from autopar.planner.ops import MODEL_DTYPE, Buffer, GradientUse, Op
+from autopar.planner.plan.declared.gradient_limits import gradient_words
 from autopar.planner.plan.plan import Plan
 from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of
@@ -22,6 +23,8 @@ def meaning_notes(plan: Plan) -> tuple[str, ...]:
         statistics_apart(plan),
         draws_apart(plan),
         held_in_half(plan),
+        gradients_changed(plan),
+        evaluates_parts(plan),
         shares_nothing(plan),
     )
     return tuple(note for note in notes if note)
@@ -90,6 +93,33 @@ def held_in_half(plan: Plan) -> str:
         f"makes fp32, which torch does not multiply by weights in {precision}, so the plan holds "
         f"them in {precision}, as model.to(torch.{precision.torch_name}) does.{lost} A buffer is "
         "held in fp32 where the model casts it as it reads it: x + self.table.to(x.dtype)."
+    )
+
+
+def gradients_changed(plan: Plan) -> str:
+    """Return what a hook that changes gradients is given where the batch is split; "" elsewhere."""
+    arranged = plan.arrangement
+    changed = (one for one in plan.graph.own_gradients if one.use is GradientUse.CHANGED)
+    own = next(changed, None)
+    if own is None or arranged.data * arranged.microbatches == 1:
+        return ""
+    times = f", {arranged.data} times as large" if arranged.data > 1 else ""
+    return (
+        f"{gradient_words(own)}. What is changed there is the gradient of one microbatch of one "
+        f"data rank{times}: a factor or a mask trains as on one device, a limit or a norm does not."
+    )
+
+
+def evaluates_parts(plan: Plan) -> str:
+    """Return which parts of a model learn in eval mode, as the constructor has left them."""
+    parts = plan.graph.in_eval_mode
+    if not parts:
+        return ""
+    are = "is in eval mode, though it learns" if len(parts) == 1 else "are in eval mode, yet learn"
+    return (
+        f"{', '.join(parts)} {are}: dropout is off there, and batch norms keep their statistics, "
+        "as in a loop that never calls model.train(). To train in training mode, return "
+        "model.train() from build_model."
     )
 
 

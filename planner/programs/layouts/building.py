@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
@@ -14,11 +14,12 @@ from autopar.planner.graph import Graph
 from autopar.planner.layers import Layers
 from autopar.planner.layouts import REPLICATED, WHOLE, Kind, Layout, OpLayout
 from autopar.planner.ops import Op, Origin
+from autopar.planner.programs.layouts.alike import Kinds
 from autopar.planner.programs.layouts.conversions import Conversions
 from autopar.planner.programs.layouts.edges import Need, Structure, structure_of
 from autopar.planner.programs.layouts.keeps import keeps_of
 from autopar.planner.programs.layouts.pricing import Pricer
-from autopar.planner.programs.layouts.problem import Choice, Demand, Node, Problem, Source
+from autopar.planner.programs.layouts.problem import Alike, Choice, Demand, Node, Problem, Source
 from autopar.planner.programs.layouts.reach import Edge, reachable
 from autopar.planner.programs.layouts.rules import LayoutRules, permitted
 from autopar.planner.programs.layouts.strategies import strategies
@@ -84,7 +85,12 @@ class _Builder:
             sources=problem.sources,
             demands=tuple(self._demand(need, edges[need], places, problem) for need in self.needs),
             keeps=tuple(keeps_of(nodes, self.place.pricer, self._memory_bytes)),
+            alike=tuple(self._alike(nodes)),
         )
+
+    def _alike(self, nodes: Sequence[Node]) -> Iterator[Alike]:
+        kinds = Kinds(graph=self.graph, axes=self.axes, layers=self.place.layers)
+        return kinds.alike(nodes)
 
     # --- choices
 

@@ -84,6 +84,14 @@ class Keep:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class Alike:
+    """Some choices of two nodes: if one of the nodes has one of its own, so has the other."""
+
+    first: tuple[int, tuple[int, ...]]
+    second: tuple[int, tuple[int, ...]]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Problem:
     """All of it."""
 
@@ -91,6 +99,7 @@ class Problem:
     sources: tuple[Source, ...]
     demands: tuple[Demand, ...]
     keeps: tuple[Keep, ...]
+    alike: tuple[Alike, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -111,7 +120,12 @@ class Totals:
 
 
 def totals(problem: Problem, assignment: Assignment) -> Totals | None:
-    """Return what an assignment costs, None where a needed conversion does not exist."""
+    """Return what an assignment costs, None where it is not allowed.
+
+    That is where a needed conversion does not exist, or nodes that go together do not.
+    """
+    if not all(_go_together(assignment, one) for one in problem.alike):
+        return None
     picked = [n.choices[c] for n, c in zip(problem.nodes, assignment.choices, strict=True)]
     produced = _produced(problem, assignment, picked)
     seconds = sum(node.count * c.seconds for node, c in zip(problem.nodes, picked, strict=True))
@@ -131,6 +145,11 @@ def totals(problem: Problem, assignment: Assignment) -> Totals | None:
     return Totals(
         seconds=seconds, saved_bytes=_saved_bytes(problem, assignment), weight_bytes=weights
     )
+
+
+def _go_together(assignment: Assignment, alike: Alike) -> bool:
+    (i, mine), (j, theirs) = alike.first, alike.second
+    return (assignment.choices[i] in mine) == (assignment.choices[j] in theirs)
 
 
 def _produced(problem: Problem, assignment: Assignment, picked: Sequence[Choice]) -> list[Layout]:

@@ -12,6 +12,8 @@
                        a slot that e crosses into is a consumer that needs its own layout;
                        with one consumer, both are sums and equal: the relaxation is then tight
     holding            h[g,f] ≥ Σ_(c in form f) x[v,c] for each holder v
+    alike              Σ_(c of one way) x[v,c] = Σ_(c of one way) x[v',c]
+                       for nodes at the same place in layers of one kind
     budget             saved and weight bytes ≤ budget
 
     minimise  Σ x·compute + Σ w·conversion + Σ u·gradient sums (+ a price per byte, for ties)
@@ -71,6 +73,7 @@ class LayoutModel:
         _require_one_choice(self._model)
         _require_conversions(self._model)
         _require_holding(self._model)
+        _require_alike(self._model)
         self._seconds = _sum(self._model.seconds)
         self._bytes = _sum(self._model.bytes)
 
@@ -168,6 +171,15 @@ def _require_holding(model: _Model) -> None:
                 ]
                 if own:
                     model.require(held >= pulp.lpSum(own), f"holding_{g}_{f}_{i}")
+
+
+def _require_alike(model: _Model) -> None:
+    """Σ_(c of one way) x[v,c] = Σ_(c of one way) x[v',c]."""
+    for number, alike in enumerate(model.problem.alike):
+        (i, mine), (j, theirs) = alike.first, alike.second
+        first = pulp.lpSum(model.x[i][c] for c in mine)
+        second = pulp.lpSum(model.x[j][c] for c in theirs)
+        model.require(first == second, f"alike_{number}")
 
 
 def _require_budget(model: _Model, size: Sum, budget_bytes: float) -> None:

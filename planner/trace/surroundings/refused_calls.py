@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import wraps
 from pathlib import Path
@@ -17,19 +17,30 @@ from torch.nn.utils import stateless
 from autopar.planner.errors import TraceError
 from autopar.planner.trace.frames import calling_place, is_library_file
 
-_TAKES_GRADIENT = (
-    "the forward takes a gradient (torch.autograd.grad), which has no plain graph",
-    "losses that are made of the model's results, and not of their gradients",
-    "write the derivative out, or train this part of the loss outside autopar",
-)
 _PACKS = (
     "the model packs sequences by their lengths, so that shapes depend on numbers",
     "shapes that follow from the shapes of the batch",
     "give the layer the padded sequences, and read each row's last state: "
     "out[torch.arange(out.shape[0]), lengths - 1]",
 )
+_RUNS_BACKWARD = (
+    "the forward runs a backward by itself (backward()), whose gradients stay on the parameters",
+    "one backward for each step, which the script runs",
+    "take a gradient by torch.autograd.grad(…, create_graph=True), and add up losses",
+)
+_LEARNS_OUTSIDE = (
+    "the forward or the loss computes with a parameter that is not the model's, and that learns",
+    "parameters of modules of the model: these are built, split and optimized",
+    "make it, or the module that has it, a part of the model, and let forward compute with it "
+    "(return the loss, or what it needs); one that stays as it is: requires_grad_(False)",
+)
+_DERIVES = (
+    "the forward derives a function by torch.func, which has no plain graph",
+    "gradients that autograd takes",
+    "torch.autograd.grad(…, create_graph=True)",
+)
 _REFUSED = {
-    torch.autograd.grad: _TAKES_GRADIENT,
+    torch.Tensor.backward: _RUNS_BACKWARD,
     torch._VF._pack_padded_sequence: _PACKS,
 }
 
@@ -43,10 +54,28 @@ _TORCH = str(Path(torch.__file__).parent)
 
 
 def refuse_call(func: Callable[..., Any]) -> None:
-    """Raise a TraceError where a function has no part in a plan."""
-    if func in _REFUSED:
-        found, expected, fix = _REFUSED[func]
+    """Raise a TraceError where a function has no part in a plan, or runs where none has."""
+    refused = _REFUSED.get(func) or (_DERIVES if _is_derived() else None)
+    if refused is not None:
+        found, expected, fix = refused
         raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
+
+
+def refuse_learning_outside(args: Iterable[Any]) -> None:
+    """Raise a TraceError where code computes with a parameter that learns and is not the model's.
+
+    While a model is traced its own parameters are stand-ins.
+    """
+    if any(type(one) is torch.nn.Parameter and one.requires_grad for one in args):
+        found, expected, fix = _LEARNS_OUTSIDE
+        raise TraceError(found, where=calling_place(), expected=expected, fix=fix)
+
+
+def _is_derived() -> bool:
+    """Whether torch.func takes a derivative of what runs."""
+    outer = torch._C._functorch.peek_interpreter_stack()
+    kinds = torch._C._functorch.TransformType
+    return outer is not None and outer.key() in (kinds.Grad, kinds.Jvp)
 
 
 @contextmanager

@@ -131,19 +131,25 @@ def test_weights_in_float32_add_up_as_exactly_as_in_float64() -> None:
     torch.testing.assert_close(found, sums / sums.sum(), rtol=0, atol=1e-15)
 
 
-def test_a_number_that_the_loss_adds_to_its_counts_is_added_once() -> None:
-    counts, added = torch.tensor([[3.0, 0.0], [1.0, 2.0]]), (0.5, 1e-6)
+def test_the_divisor_of_a_whole_step_is_that_of_all_its_counts_together() -> None:
+    counts = torch.tensor([[0.25, 3.0, 0.0], [0.5, 0.0, 2.0]])
+
+    def divisor(counted: torch.Tensor, parts: float) -> torch.Tensor:
+        first, second, third = counted.unbind(-1)
+        mean = (third / parts + 1e-6) * parts
+        return torch.stack((first.clamp(min=1), second + 0.5, mean), dim=-1)
+
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
         rows = iter([{"counts": row} for row in counts])
-        weighed = weighed_ahead(rows, lambda x: x["counts"], mesh, microbatches=2, added=added)
+        weighed = weighed_ahead(rows, lambda x: x["counts"], mesh, microbatches=2, divisor=divisor)
         found = torch.stack([scale for _, scale in weighed])
     finally:
         dist.destroy_process_group()
-    more = torch.tensor(added, dtype=torch.float64)
-    sums = torch.tensor([[7.0, 0.0], [2.0, 5.0]], dtype=torch.float64)  # of what counts
-    means = sums / (counts + more)
-    torch.testing.assert_close((found * means).sum(0), sums.sum(0) / (counts.sum(0) + more))
+    sums = torch.tensor([[7.0, 0.0, 1.0], [2.0, 5.0, 4.0]], dtype=torch.float64)  # of what counts
+    losses = sums / torch.tensor([[1.0, 3.5, 1e-6], [1.0, 0.5, 2.0 + 1e-6]], dtype=torch.float64)
+    whole = torch.tensor([9.0 / 1.0, 5.0 / 3.5, 2.5 / (1.0 + 1e-6)], dtype=torch.float64)
+    torch.testing.assert_close((found * losses).sum(0), whole)
 
 
 def test_a_mean_over_no_targets_counts_nothing() -> None:

@@ -1,0 +1,247 @@
+"""Takes down what lies outside a model, and puts it back: running the model may change it.
+
+A trace keeps a plain value as it is. So a count that grows with each call (a global, an attribute
+of a class, a closure, a default argument, a module that a loss calls) would stay at its first value
+in printed code, and would grow with each microbatch elsewhere.
+
+Looked at are the globals of the model's files and the attributes of its modules, and what those
+hold: containers, functions with their closures and defaults, classes of these files and objects of
+them, modules. Objects of libraries are not looked into.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Set
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from types import CellType, FunctionType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch._subclasses import FakeTensor
+
+from autopar.planner.model.sources import loaded_sources
+
+PLAIN = (int, float, complex, str, bytes, type(None), itertools.count)
+_SHOWN = (float, complex, itertools.count)  # nan is not itself, and counts are compared as objects
+_LONGEST = 1000  # entries: a longer container holds data
+_LARGEST_BYTES = 2**20  # of an array
+_OF_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
+_OF_PYTHON = frozenset(
+    {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__builtins__"}
+)
+_CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+ABSENT = object()
+
+
+class Leaf(NamedTuple):
+    """A value: by what it is told from others, and whether that is its number or its identity."""
+
+    told_by: Any
+    is_number: bool
+    held: Any = None  # so that no other object takes its identity
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """Something that holds values under keys, and what it held: a dict, a list, an object."""
+
+    owner: Any
+    held: Mapping[Any, Any]
+
+    def now(self) -> Mapping[Any, Any]:
+        """Return what it holds now."""
+        return _held_by(self.owner)
+
+    def put_back(self) -> None:
+        """Have it hold what it held; what it holds already stays untouched."""
+        now = self.now()
+        keys = (*now, *(key for key in self.held if key not in now))
+        self.put({key: self.held.get(key, ABSENT) for key in keys})
+
+    def put(self, changed: Mapping[Any, Any]) -> None:
+        """Have it hold other values under some keys, or nothing where these are ABSENT."""
+        owner, now = self.owner, self.now()
+        if all(now.get(key, ABSENT) is value for key, value in changed.items()):
+            return
+        if isinstance(owner, (list, deque, set)):
+            held = [value for value in {**now, **changed}.values() if value is not ABSENT]
+            owner.clear()
+            (owner.update if isinstance(owner, set) else owner.extend)(held)
+            return
+        for key, value in changed.items():
+            if now.get(key, ABSENT) is not value:
+                _set(owner, key, value)
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """What lay outside: the plain values and tensors by name, and what held them."""
+
+    leaves: dict[str, Leaf] = field(default_factory=dict)
+    holders: dict[int, Holder] = field(default_factory=dict)
+
+    def put_back(self) -> None:
+        """Have everything hold what it held."""
+        for holder in self.holders.values():
+            holder.put_back()
+
+    def changes_to(self, after: Snapshot) -> Mapping[str, bool]:
+        """Return the places that hold something else later, and whether that is another number."""
+        return {
+            place: leaf.is_number
+            for place, leaf in after.leaves.items()
+            if place not in self.leaves or self.leaves[place].told_by != leaf.told_by
+        }
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Outside:
+    """What is looked at: the files of a model, and the model."""
+
+    files: tuple[ModuleType, ...]
+    model: nn.Module | None = None
+
+    def snapshot(self) -> Snapshot:
+        """Take down what is there now."""
+        walk = _Walk({file.__name__ for file in self.files})
+        for file in self.files:
+            walk.look_into(vars(file), Path(str(file.__file__)).name)
+        for path, module in self.model.named_modules() if self.model is not None else ():
+            walk.look_into(module, f"module {path or '(root)'}")
+        return walk.found
+
+
+def outside_of(path: Path, model: nn.Module | None = None) -> Outside:
+    """Return what lies outside a model that a file builds."""
+    return Outside(files=tuple(loaded_sources(path)), model=model)
+
+
+class _Walk:
+    """Goes through values, each object once."""
+
+    def __init__(self, files: Set[str]) -> None:
+        self.files = files
+        self.found = Snapshot()
+        self.met: set[int] = set()
+
+    def look_into(self, owner: Any, name: str) -> None:
+        """Take down what a module of the model holds, or the globals of a file."""
+        self.met.add(id(owner))
+        held = _held_by(owner)
+        self.found.holders[id(owner)] = Holder(owner, held)
+        for key, value in held.items():
+            if not key.startswith("__") and key not in _OF_TENSORS:
+                self.look(f"{key} of {name}", value)
+
+    def look(self, place: str, value: Any) -> None:
+        """Take down a value, or go on with what it holds."""
+        if isinstance(value, PLAIN):
+            told_by = repr(value) if isinstance(value, _SHOWN) else (type(value), value)
+            self.found.leaves[place] = Leaf(told_by, is_number=True)
+        elif isinstance(value, torch.Tensor):
+            self._look_at_tensor(place, value)
+        elif isinstance(value, np.ndarray):
+            if value.nbytes <= _LARGEST_BYTES:
+                self.found.leaves[place] = Leaf(value.tobytes(), is_number=True)
+        elif id(value) not in self.met:
+            self.met.add(id(value))
+            for name, inner in self._inside(value):
+                self.look(_joined(place, name), inner)
+
+    def _look_at_tensor(self, place: str, tensor: torch.Tensor) -> None:
+        """Note which tensor it is, and of one with numbers also how often it was written to."""
+        self.found.leaves[place] = Leaf(id(tensor), is_number=False, held=tensor)
+        if not isinstance(tensor, FakeTensor) and not tensor.is_inference():
+            written = (id(tensor), tensor._version)
+            self.found.leaves[_joined(place, "[:]")] = Leaf(written, is_number=True, held=tensor)
+
+    def _inside(self, value: Any) -> Iterable[tuple[str, Any]]:
+        if isinstance(value, FunctionType):
+            return self._of_function(value)
+        if isinstance(value, MethodType):
+            return (("", value.__self__), ("", value.__func__))
+        if isinstance(value, partial):
+            return (("", value.func), (".args", value.args), (".keywords", value.keywords))
+        if isinstance(value, _CONTAINERS) and len(value) > _LONGEST:
+            return (("", len(value)),)  # data
+        if isinstance(value, (*_CONTAINERS, CellType)) or self._is_own(value):
+            return self._of_holder(value)
+        return ()
+
+    def _is_own(self, value: Any) -> bool:
+        kind = value if isinstance(value, type) else type(value)
+        return kind.__module__ in self.files or isinstance(value, nn.Module)
+
+    def _of_function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
+        if function.__module__ not in self.files:
+            return
+        yield "", function.__dict__.get("__wrapped__")  # goes under the name of its wrapper
+        yield ".__defaults__", function.__defaults__
+        yield ".__kwdefaults__", function.__kwdefaults__
+        for name, cell in zip(
+            function.__code__.co_freevars, function.__closure__ or (), strict=True
+        ):
+            yield f".{name}", cell
+        yield from self._of_holder(function)
+
+    def _of_holder(self, value: Any) -> Iterator[tuple[str, Any]]:
+        held = _held_by(value)
+        if not isinstance(value, (tuple, frozenset)):
+            self.found.holders[id(value)] = Holder(value, held)
+        for key, inner in held.items():
+            if isinstance(value, CellType):
+                yield "", inner
+            elif isinstance(value, _CONTAINERS):
+                yield f"[{key!r}]", inner
+            elif isinstance(value, nn.Module) and key in _OF_TENSORS:
+                yield from ((f".{name[2:-2]}", one) for name, one in self._of_holder(inner))
+            elif key not in _OF_PYTHON:
+                yield f".{key}", inner
+
+
+def _held_by(owner: Any) -> Mapping[Any, Any]:
+    """Return what something holds, by key, place or attribute."""
+    if isinstance(owner, dict):
+        return dict(owner)
+    if isinstance(owner, (set, frozenset)):
+        return {repr(one): one for one in owner}
+    if isinstance(owner, _CONTAINERS):
+        return dict(enumerate(owner))
+    if isinstance(owner, CellType):
+        try:
+            return {"": owner.cell_contents}
+        except ValueError:  # of a name that is not set yet
+            return {}
+    kind = owner if isinstance(owner, type) else type(owner)
+    slots = [name for one in kind.__mro__ for name in getattr(one, "__slots__", ())]
+    own = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+    return {**own, **getattr(owner, "__dict__", {})}
+
+
+def _set(owner: Any, key: Any, value: Any) -> None:
+    """Have something hold a value under a key, or nothing."""
+    if isinstance(owner, dict):
+        if value is ABSENT:
+            del owner[key]
+        else:
+            owner[key] = value
+    elif isinstance(owner, CellType):
+        owner.cell_contents = value
+    elif isinstance(owner, nn.Module):  # which has registries of its own for what is set
+        _set(owner.__dict__, key, value)
+    elif value is ABSENT:
+        delattr(owner, key)
+    else:
+        setattr(owner, key, value)
+
+
+def _joined(place: str, inner: str) -> str:
+    """Return the name of what a named value holds: `CFG.step of model.py`."""
+    name, of, owner = place.partition(" of ")
+    return f"{name}{inner}{of}{owner}"

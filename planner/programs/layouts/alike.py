@@ -1,0 +1,113 @@
+"""Finds ops at the same place in unlike layers of one kind: they are split in the same way.
+
+Some layers of a model have adapters, others have none; before the first one nothing learns; the
+first layers of a mixture of experts are dense. What these layers have in common is the same code,
+and reads as the same code in a script if it is split alike.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+from autopar.planner.axes.infer import Axes
+from autopar.planner.graph import Graph
+from autopar.planner.layers import Layers
+from autopar.planner.layouts import WHOLE, Kind, Layout
+from autopar.planner.ops import refs
+from autopar.planner.programs.layouts.problem import Alike, Choice, Node
+
+_Way = Callable[[Choice], Hashable]
+_Ends = list[tuple[int, _Way]]  # nodes, and by what their choices go together
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kinds:
+    """What tells where an op stands in its layer, and how it may be split there."""
+
+    graph: Graph
+    axes: Axes
+    layers: Layers
+
+    def alike(self, nodes: Sequence[Node]) -> Iterator[Alike]:
+        """Yield the choices of nodes of several layer classes that go together."""
+        places: dict[Hashable, _Ends] = defaultdict(list)
+        counts: Counter[Hashable] = Counter()
+        made_by = {out: (number, k) for number, k, out in _made(nodes)}
+        for number, node in enumerate(nodes):
+            place = self._place_of_op(node)
+            if place is not None:
+                counts[node.layer_class, place] += 1  # the first such op in its call, the second, …
+                places[place, counts[node.layer_class, place]].append((number, self._strategy))
+        for place, tensor in self._results():
+            if tensor in made_by:
+                number, output = made_by[tensor]
+                places[place].append((number, partial(self._gives, output)))
+        for first, *others in places.values():
+            for other in others:
+                yield from _together(first, other, nodes)
+
+    def _place_of_op(self, node: Node) -> Hashable | None:
+        """Return where an op stands in the layers of its class; None if these are no modules."""
+        layer, calls = self._layer_of(node.layer_class), self.graph.calls
+        if layer is None or layer not in self.graph.index.around(node.op.call):
+            return None
+        own = calls[node.op.call]
+        names = (*node.op.inputs, *node.op.outputs)
+        shapes = tuple(self.graph.tensors[name].shape for name in names)
+        return self._within(node.op.call, layer), own.class_name, node.op.target, shapes
+
+    def _results(self) -> Iterator[tuple[Hashable, str]]:
+        """Yield what calls in the first layer of each class return, and where these stand."""
+        layers = filter(None, map(self._layer_of, range(len(self.layers.classes))))
+        inside = [(call, layer) for layer in layers for call in self.graph.index.ops_in]
+        for call, layer in inside:
+            if layer in self.graph.index.around(call):
+                for number, name in enumerate(refs(self.graph.calls[call].result)):
+                    if name in self.graph.tensors:
+                        shape = self.graph.tensors[name].shape
+                        yield (self._within(call, layer), number, shape), name
+
+    def _layer_of(self, layer_class: int) -> str | None:
+        """Return the call of the first layer of a class, None where it is no module."""
+        layer = self.layers.layers[self.layers.classes[layer_class].layers[0]].call
+        return layer if layer in self.graph.calls else None
+
+    def _within(self, call: str, layer: str) -> Hashable:
+        """Return the place of a call in the layers of a kind."""
+        around = self.graph.calls[layer]
+        return around.class_name, self.graph.calls[call].path.removeprefix(around.path)
+
+    def _strategy(self, choice: Choice) -> Hashable:
+        own = choice.strategy
+        return own.letter, tuple(map(self._told, (*own.needs, *own.gives)))
+
+    def _gives(self, output: int, choice: Choice) -> Hashable:
+        return self._told(choice.strategy.gives[output])
+
+    def _told(self, layout: Layout) -> Hashable:
+        """Return what a layout is, but for the gradient, which one of two layers may not have."""
+        if layout.kind is Kind.SPLIT:
+            return layout.dim, self.axes.names[layout.axis]
+        return WHOLE.kind if layout.kind is Kind.REPLICATED else layout.kind
+
+
+def _made(nodes: Sequence[Node]) -> Iterator[tuple[int, int, str]]:
+    for number, node in enumerate(nodes):
+        for place, out in enumerate(node.op.outputs):
+            yield number, place, out
+
+
+def _together(
+    one: tuple[int, _Way], other: tuple[int, _Way], nodes: Sequence[Node]
+) -> Iterator[Alike]:
+    """Yield for each way that two nodes both have the choices that are it."""
+    ways: dict[Hashable, tuple[list[int], list[int]]] = defaultdict(lambda: ([], []))
+    for side, (number, way) in enumerate((one, other)):
+        for place, choice in enumerate(nodes[number].choices):
+            ways[way(choice)][side].append(place)
+    for mine, theirs in ways.values():
+        if mine and theirs:
+            yield Alike(first=(one[0], tuple(mine)), second=(other[0], tuple(theirs)))

@@ -1,0 +1,101 @@
+"""Tells a cache from state, by what a step finds that an earlier one has left outside the model.
+
+A step is run twice. What the first one has left (see `outside`) is there for the second: numbers as
+they are, and in the place of tensors made of the batch or of weights others that nobody may read.
+A tensor made of constants is left out, for a cache is filled again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses import FakeTensor
+from torch.fx.experimental import proxy_tensor
+from torch.utils import _pytree as pytree
+
+from autopar.planner.model.outside import ABSENT, Holder, Snapshot
+
+
+@dataclass(slots=True)
+class LeftBehind:
+    """What a step has left in what held something before, some tensors replaced."""
+
+    changed: list[tuple[Holder, Mapping[Any, Any]]] = field(default_factory=list)
+    replaced: dict[int, torch.Tensor] = field(default_factory=dict)  # by identity
+    read: bool = False  # whether a later step has read one of the tensors
+
+    def put(self) -> None:
+        """Have it found by the next step."""
+        for holder, changed in self.changed:
+            holder.put(changed)
+
+    def note_read(self, given: Any) -> None:
+        """Note whether a function is given a tensor that an earlier step has left."""
+        if self.replaced and not self.read:
+            self.read = any(id(one) in self.replaced for one in pytree.tree_leaves(given))
+
+
+def left_behind(before: Snapshot, after: Snapshot) -> LeftBehind:
+    """Return what the step between two snapshots has left; it must still be traced."""
+    left = LeftBehind()
+    for key, holder in before.holders.items():
+        later = after.holders.get(key)
+        if later is not None and later.owner is holder.owner:
+            changed = _changed(holder.held, later.held, left.replaced)
+            if changed:
+                left.changed.append((holder, changed))
+    return left
+
+
+def _changed(
+    before: Mapping[Any, Any], after: Mapping[Any, Any], replaced: dict[int, torch.Tensor]
+) -> Mapping[Any, Any]:
+    """Return what something holds otherwise for the next step."""
+    pairs = {key: (before.get(key, ABSENT), after.get(key, ABSENT)) for key in (*before, *after)}
+    return {
+        key: _kept(value, old, replaced) for key, (old, value) in pairs.items() if value is not old
+    }
+
+
+def _kept(value: Any, old: Any, replaced: dict[int, torch.Tensor]) -> Any:
+    """Return a new value as the next step finds it."""
+    fakes = [one for one in pytree.tree_leaves(value) if isinstance(one, FakeTensor)]
+    if not fakes:
+        return value
+    if not any(map(_is_made_of_step, fakes)):
+        return old
+    kept = pytree.tree_map_only(FakeTensor, _real, value)
+    replaced |= {id(one): one for one in pytree.tree_leaves(kept) if isinstance(one, torch.Tensor)}
+    return kept
+
+
+def _real(fake: FakeTensor) -> torch.Tensor:
+    """Return a tensor of the sizes and the type of one that a trace has made."""
+    sizes = [size.node.hint if isinstance(size, torch.SymInt) else size for size in fake.shape]
+    return torch.zeros(sizes, dtype=fake.dtype, device=fake.device)
+
+
+def _is_made_of_step(tensor: torch.Tensor) -> bool:
+    """Whether a traced tensor follows from the batch or from weights, or is drawn at random."""
+    mode = proxy_tensor.get_proxy_mode()
+    slot = None if mode is None else proxy_tensor.get_proxy_slot(tensor, mode.tracer, None)
+    return slot is None or any(map(_is_of_step, _ancestors(slot.proxy.node)))
+
+
+def _is_of_step(node: fx.Node) -> bool:
+    is_drawn = torch.Tag.nondeterministic_seeded in getattr(node.target, "tags", ())
+    return node.op == "placeholder" or is_drawn
+
+
+def _ancestors(node: fx.Node) -> Iterable[fx.Node]:
+    met, waiting = {node}, [node]
+    while waiting:
+        for one in waiting.pop().all_input_nodes:
+            if one not in met:
+                met.add(one)
+                waiting.append(one)
+    return met
