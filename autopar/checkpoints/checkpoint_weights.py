@@ -12,7 +12,7 @@ from torch import Tensor
 from autopar.runtime.keeping.exported import export_dtype, tied_names
 from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.manifest import Exported
-from autopar.runtime.keeping.model_files import told, write_model
+from autopar.runtime.keeping.model_files import WeightsFile, files_of_model, told, write_model
 from autopar.runtime.keeping.places import Destination, check_destination
 from autopar.runtime.keeping.reading import Reader
 from autopar.runtime.keeping.safetensors_file import Entry, in_file_order
@@ -42,16 +42,17 @@ def export_weights(checkpoint: Checkpoint, path: Location) -> Weights:
         Entry(name=name, dtype=export_dtype(held[name].dtype, one.dtype), shape=held[name].shape)
         for name, one in exported.items()
     )
+    model = files_of_model(to, entries, tied_names(exported))
     with ExitStack() as files:
         reader = Reader(checkpoint, files)
 
-        def tensor_of(entry: Entry) -> Tensor:
+        def tensor_of(_: WeightsFile, entry: Entry) -> Tensor:
             full = torch.empty(entry.shape, dtype=entry.dtype)
             reader.fill(WEIGHT + entry.name, whole(entry.shape), full)
             return full
 
-        write_model(to, entries, tensor_of, tied_names(exported))
-    return Weights(place=told(to, entries), rounded=_rounded(checkpoint, entries))
+        write_model(to, model, tensor_of)
+    return Weights(place=told(to, model), rounded=_rounded(checkpoint, entries))
 
 
 def _exported(checkpoint: Checkpoint) -> Mapping[str, Exported]:

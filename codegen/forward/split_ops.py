@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+
 from autopar.codegen.forward.at_hand import AtHand
 from autopar.codegen.forward.opening import changes
 from autopar.codegen.forward.ops.arguments import whole_number
 from autopar.codegen.forward.ops.sizes import wanted
-from autopar.codegen.forward.ops.table import REDUCTIONS
+from autopar.codegen.forward.ops.table import BAG_MODES, REDUCTIONS
 from autopar.codegen.forward.text.expressions import (
     Expression,
     Form,
@@ -41,7 +44,7 @@ def rewritten(op: Op, body: AtHand) -> Form | None:
         operands = [body.value(name, split.need(op, i), op) for i, name in enumerate(op.inputs[:2])]
         return call("F.linear", *operands)
     if changes.is_vocabulary_split(op, split):
-        return _embedding(op, body) if rule.kind is OpKind.LOOKUP else _loss(op, body)
+        return _SPLIT_VOCABULARY[rule.kind](op, body)
     return None
 
 
@@ -81,6 +84,35 @@ def _embedding(op: Op, body: AtHand) -> Form:
     return call("vocab_parallel_embedding", indices, weight, body.axis, keywords=tuple(keywords))
 
 
+def _bag(op: Op, body: AtHand) -> Form:
+    given = dict(zip(op.inputs, body.inputs(op), strict=True))
+    mode, offsets = op.argument("mode"), op.argument("offsets")
+    weight, indices = op.argument("weight"), op.argument("indices")
+    assert isinstance(mode, int)
+    assert isinstance(weight, Ref)
+    assert isinstance(indices, Ref)
+    assert isinstance(offsets, Ref)
+    keywords: list[tuple[str, Expression]] = [
+        ("parts", _parts(op, 0, body)),
+        ("mode", literal(BAG_MODES[mode])),
+    ]
+    weights = op.argument("per_sample_weights")
+    if isinstance(weights, Ref):
+        keywords.append(("per_sample_weights", given[weights.tensor]))
+    if op.argument("include_last_offset"):
+        keywords.append(("include_last_offset", literal(value=True)))
+    if op.argument("padding_idx") is not None:
+        keywords.append(("padding_idx", literal(whole_number(op.argument("padding_idx")))))
+    return call(
+        "vocab_parallel_embedding_bag",
+        given[indices.tensor],
+        given[weight.tensor],
+        given[offsets.tensor],
+        body.axis,
+        keywords=tuple(keywords),
+    )
+
+
 def _loss(op: Op, body: AtHand) -> Form:
     logits, target, *_ = body.inputs(op)
     if len(body.graph.tensors[op.inputs[0]].shape) > 2:  # classes stand behind the rows
@@ -94,6 +126,11 @@ def _loss(op: Op, body: AtHand) -> Form:
     if isinstance(smoothing, float) and smoothing:
         keywords.append(("label_smoothing", literal(smoothing)))
     return call("vocab_parallel_cross_entropy", logits, target, body.axis, keywords=tuple(keywords))
+
+
+_SPLIT_VOCABULARY: Mapping[OpKind, Callable[[Op, AtHand], Form]] = MappingProxyType(
+    {OpKind.LOOKUP: _embedding, OpKind.BAG: _bag, OpKind.CROSS_ENTROPY: _loss}
+)
 
 
 def _parts(op: Op, position: int, body: AtHand) -> Expression:

@@ -124,7 +124,26 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
             draws=_stepped(make, _stand_ins(sizes), [torch.ones(())] * len(sizes)).draws,
         )
     except Exception:  # whatever a step does that works on other devices alone
+        _refuse_sparse(make, every, type(optimizer).__name__, where)
         return None
+
+
+def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
+    """Refuse an optimizer that steps with sparse gradients and not with dense ones."""
+    parameters = [one for one in _stand_ins(every) if one.ndim == 2]
+    try:
+        optimizer = make(parameters)
+        for one in parameters:
+            one.grad = torch.ones_like(one).to_sparse(1)
+        optimizer.step()
+    except Exception:  # so it is not for lack of these
+        return
+    raise InputError(
+        f"{name} takes sparse gradients alone",
+        where=where,
+        expected="an optimizer for dense gradients: ranks add these up, also where sparse=True",
+        fix="AdamW, Adagrad or SGD",
+    )
 
 
 def _is_mistake(cause: BaseException | None) -> bool:

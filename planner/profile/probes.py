@@ -104,7 +104,7 @@ def _moves_nothing(pricer: Pricer, op: Op, split: OpSplit | None) -> bool:
 def _is_runtime_code(op: Op, pricer: Pricer, split: OpSplit) -> bool:
     if kind_of(op) is OpKind.CROSS_ENTROPY:
         return True
-    if kind_of(op) is not OpKind.LOOKUP:
+    if not kind_of(op).reads_table:
         return False
     shapes, table = pricer.shapes(op, split), op.inputs[0]
     return shapes.shape(table)[0] < pricer.graph.tensors[table].shape[0].at(pricer.batch)
@@ -160,7 +160,7 @@ def _below(shapes: LocalShapes) -> int:
     """Return what integers are smaller than, so that every one of them names a place."""
     rule = rule_of(shapes.op.target)
     sizes = shapes.shape(shapes.op.inputs[0]) if shapes.op.inputs else ()
-    if rule.kind in (OpKind.LOOKUP, OpKind.BAG):
+    if rule.kind.reads_table:
         return sizes[0]
     if rule.kind.is_class_loss:
         return sizes[1 if len(sizes) > 1 else 0]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from autopar.planner.extent import ONE
+from autopar.planner.extent import ONE, Extent
 from autopar.planner.ops import refs
-from autopar.planner.rules.shapes import ShapeFunction, aligned, opaque
+from autopar.planner.rules.shapes import ShapeFunction, aligned, by_batch, opaque
 from autopar.planner.rules.signature import Case, Dims, Letters, Pattern, Signature, names_of
 from autopar.planner.rules.terms import UNIT, Dim, product
 
@@ -76,6 +76,37 @@ def embedding(case: Case) -> Signature:
     """Rows of a table; gradients by how often a row is taken need all that is taken of it."""
     is_counted = case.argument("scale_grad_by_freq")
     return opaque(case) if is_counted else _ENTRIES.signature(case)
+
+
+_MAX = 2  # the mode of bags
+
+
+def bags(case: Case) -> Signature:
+    """Sums, means or maxima of rows of a table: weight v d, … -> b d.
+
+    Columns of the table are columns of the result. Rows of it may lie on several ranks where the
+    result is a sum. So is a mean, once each rank divides by how many entries a bag has. Bags begin
+    at places among the indices, so these are not split.
+    """
+    if case.argument("scale_grad_by_freq"):
+        return opaque(case)
+    letters, batch = Letters(), dict[Extent, Dim]()
+    weight = case.tensor("weight") or ""
+    entries, columns = letters.of(case.shape(weight))
+    dims = {
+        name: by_batch(case.shape(name), letters, batch)
+        for name in (*case.op.inputs, *case.op.outputs)
+    }
+    known = {weight: (entries, columns), case.result: (*dims[case.result][:1], columns)}
+    named = {"v": entries, "d": columns}
+    splits = (columns,) if case.argument("mode") == _MAX else (entries, columns)
+    every = names_of(*(dim for own in (dims | known).values() for dim in own))
+    return Signature(
+        operands=tuple((name, (dims | known)[name]) for name in case.op.inputs),
+        results=tuple((name, (dims | known)[name]) for name in case.op.outputs),
+        whole=every - names_of(*splits),
+        letters={name: dim for name, dim in named.items() if dim != UNIT},
+    )
 
 
 def added_product(first: str, second: str) -> ShapeFunction:

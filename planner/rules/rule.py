@@ -75,6 +75,11 @@ class OpKind(StrEnum):
         return self.is_class_loss or self is OpKind.LOSS
 
     @property
+    def reads_table(self) -> bool:
+        """Whether it takes rows of a table: ranks that have other rows make a sum together."""
+        return self in (OpKind.LOOKUP, OpKind.BAG)
+
+    @property
     def keeps_entries(self) -> bool:
         """Whether the result has the entries of the first input, each once, or casts of them."""
         return self in (OpKind.VIEW, OpKind.COPY, OpKind.CAST, OpKind.CONTIGUOUS)
@@ -86,6 +91,7 @@ class Traffic(StrEnum):
     ALL = "all"  # reads its inputs, writes its results
     NONE = "none"  # another look at the same memory
     GATHERED = "gathered"  # reads as much of a table as it writes
+    BAGGED = "bagged"  # reads a row of a table for each index, and writes one for each bag
 
 
 class Linear(StrEnum):

@@ -253,19 +253,19 @@ def opaque(case: Case) -> Signature:
     """An op of which nothing is known but, where it is recognisable, its batch."""
     letters = Letters()
     batch: dict[Extent, Dim] = {}
-
-    def dims(name: str) -> Dims:
-        shape = case.shape(name)
-        made_dims = list(letters.of(shape))
-        if shape and not shape[0].is_constant:
-            made_dims[0] = batch.setdefault(shape[0], made_dims[0])
-        return tuple(made_dims)
-
-    operands = tuple((name, dims(name)) for name in case.op.inputs)
-    results = tuple((name, dims(name)) for name in case.op.outputs)
+    operands = tuple((name, by_batch(case.shape(name), letters, batch)) for name in case.op.inputs)
+    results = tuple((name, by_batch(case.shape(name), letters, batch)) for name in case.op.outputs)
     every = names_of(*(d for _, ds in (*operands, *results) for d in ds))
     whole = every - names_of(*batch.values())
     return Signature(operands=operands, results=results, whole=whole, is_opaque=True)
+
+
+def by_batch(shape: tuple[Extent, ...], letters: Letters, batch: dict[Extent, Dim]) -> Dims:
+    """Return new letters, but for a first size that depends on the batch: equal ones share one."""
+    dims = list(letters.of(shape))
+    if shape and not shape[0].is_constant:
+        dims[0] = batch.setdefault(shape[0], dims[0])
+    return tuple(dims)
 
 
 def of_first(case: Case, dims: Dims) -> tuple[tuple[str, Dims], ...]:

@@ -221,9 +221,10 @@ _RULES = (
     # --- look-ups
     *_lines("embedding", contractions.embedding, "indices", traffic=Traffic.GATHERED,
             kind=OpKind.LOOKUP, names="v=entries d=embed"),
-    *_lines("embedding_bag embedding_bag.padding_idx", s.opaque, "indices, offsets, "
-            "per_sample_weights, weight if per_sample_weights", traffic=Traffic.GATHERED,
-            kind=OpKind.BAG, computes=m.bags, alike="weight per_sample_weights"),
+    *_lines("embedding_bag embedding_bag.padding_idx", contractions.bags, "indices, offsets, "
+            "per_sample_weights, weight if per_sample_weights", traffic=Traffic.BAGGED,
+            kind=OpKind.BAG, computes=m.bags, alike="weight per_sample_weights",
+            names="v=vocab d=embed"),
     # --- norms and softmax
     *_lines("layer_norm", "input … [d], weight? d, bias? d -> … d",
             _NORM_SAVES + ", f32(…), f32(…)", kind=OpKind.NORM, names="d=embed", alike="*inputs"),

@@ -131,7 +131,15 @@ def _model(model_file: ModelFile, device: str) -> nn.Module:
         found, fix = f"{name} returned {_kind(model)}", f"let {name} return the model, and it alone"
         raise InputError(found, where=where, expected="a torch.nn.Module", fix=fix)
     check_root_trains(model, model_file.build_model, name, where)
+    _take_dense_gradients(model)
     return model
+
+
+def _take_dense_gradients(model: nn.Module) -> None:
+    """Have tables of embeddings take dense gradients, as scripts do: ranks add them up."""
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False
 
 
 def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -15,19 +15,45 @@ from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.keeping.exported import export_dtype, exported_of, tied_names
 from autopar.runtime.keeping.holdings import weights_held
 from autopar.runtime.keeping.manifest import Exported
-from autopar.runtime.keeping.model_files import told, write_model
+from autopar.runtime.keeping.model_files import WeightsFile, files_of_model, told, write_model
 from autopar.runtime.keeping.overlaps import overlaps
-from autopar.runtime.keeping.owners import Here, Owned, owners
-from autopar.runtime.keeping.places import Destination
+from autopar.runtime.keeping.owners import Here, Owned, every_rank, owners
+from autopar.runtime.keeping.places import Destination, refuse_foreign
 from autopar.runtime.keeping.safetensors_file import Entry, as_bytes, in_file_order
+from autopar.runtime.keeping.saved_model import SavedModel
 from autopar.runtime.ranks.console import say
-from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.chunks import whole
 from autopar.runtime.weights.beginning import Begun
+from autopar.runtime.weights.initial_weights import Recipe
+from autopar.runtime.weights.saving.saved_form import SavedForm, UnsavableError
 
-CONFIG = "config.json"
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Exporting:
+    """Where the trained weights go, and what the model itself would write there."""
+
+    place: Destination
+    form: SavedForm | None  # None: the weights under their names in the model
+
+
+def exporting(place: Destination | None, recipe: Recipe, mesh: Mesh) -> Exporting | None:
+    """Ask the model what it would write to a folder, before anything is trained."""
+    if place is None:
+        return None
+    form = _form(recipe) if place.is_folder and mesh.rank == 0 else None
+    if form is not None:
+        refuse_foreign(place, [one.name for one in form.files])
+    return Exporting(place=place, form=form)
+
+
+def _form(recipe: Recipe) -> SavedForm | None:
+    try:
+        return recipe.saved_form()
+    except UnsavableError as error:
+        say(f"note: {error}, so --export writes the weights under their names in the model")
+        return None
 
 
 @torch.no_grad()
@@ -35,7 +61,7 @@ def export(
     parts: Sequence[nn.Module],
     optimizer: Optimizer,
     begun: Begun,
-    to: Destination | None,
+    to: Exporting | None,
     mesh: Mesh,
 ) -> None:
     """Write the weights of the whole model, of which each rank holds a part.
@@ -49,26 +75,37 @@ def export(
         return
     exported = exported_of(parts, begun.recipe.dtypes, mesh)
     holdings = [one for one in weights_held(parts, optimizer) if one.key in exported]
-    owned = owners(holdings, mesh)
-    whole_model = _Whole(owned, Here(holdings), exported, begun, mesh)
-    entries = whole_model.entries
+    whole_model = _Whole(owners(holdings, mesh), Here(holdings), exported, begun, mesh)
     try:
-        if mesh.rank == 0:
-            is_config_free = not (to.path / CONFIG).exists() or any(to.earlier())
-            write_model(to, entries, whole_model.gathered, tied_names(exported))
-            if to.is_folder and is_config_free:
-                _write_config(to.path / CONFIG, parts[0])
-            say(f"the trained weights are {told(to, entries)}")
-            if whole_model.rounded:
-                say(_note_rounded(whole_model.rounded))
-        else:
-            for one in entries:
-                whole_model.gathered(one)
+        _write(whole_model, to, exported, mesh)
     except OSError as error:
         refuse(
-            f"the trained weights cannot be written to {to.path}: {error.strerror}",
+            f"the trained weights cannot be written to {to.place.path}: {error.strerror}",
             fix="make room there, or --export another place; what --checkpoint keeps is unharmed",
         )
+
+
+def _write(
+    whole_model: _Whole, to: Exporting, exported: Mapping[str, Exported], mesh: Mesh
+) -> None:
+    """Have the first rank write, and all others send it what it asks for."""
+    saved = SavedModel(to.form, whole_model.gathered) if to.form is not None else None
+    entries = whole_model.entries
+    wanted = saved.weights if saved is not None else tuple(one.name for one in entries)
+    (wanted, *_) = every_rank(wanted, mesh)  # of the first rank, which alone knows the form
+    if mesh.rank != 0:
+        for name in wanted:
+            whole_model.gathered(name)
+        return
+    if saved is None:
+        files = files_of_model(to.place, entries, tied_names(exported))
+        write_model(to.place, files, whole_model.tensor_of)
+    else:
+        files = saved.files
+        write_model(to.place, files, saved.tensor_of)
+    say(f"the trained weights are {told(to.place, files)}")
+    if whole_model.rounded:
+        say(_note_rounded(whole_model.rounded))
 
 
 class _Whole:
@@ -95,19 +132,23 @@ class _Whole:
             for key, own in self._owned.items()
         )
 
-    def gathered(self, entry: Entry) -> Tensor:
+    def gathered(self, name: str) -> Tensor:
         """Return a whole tensor on the first rank; others send it what they own, and get nothing.
 
-        All ranks come here for every tensor, in one order.
+        All ranks come here for the same tensors, in one order.
         """
-        owned = self._owned[entry.name]
-        first = self._mesh.rank == 0
-        full = torch.empty(entry.shape if first else (0,), dtype=owned[0].dtype)
+        owned = self._owned[name]
+        shape, first = owned[0].held.global_shape, self._mesh.rank == 0
+        full = torch.empty(shape if first else (0,), dtype=owned[0].dtype)
         for one in owned:
             piece = self._moved(one)
-            for target, source in overlaps(whole(entry.shape), one.chunks) if first else ():
+            for target, source in overlaps(whole(shape), one.chunks) if first else ():
                 full[target] = piece[source]
-        return self._as_built(full, entry) if first else full
+        return self._as_built(full, owned[0]) if first else full
+
+    def tensor_of(self, file: WeightsFile, entry: Entry) -> Tensor:  # noqa: ARG002 - of any file
+        """Return a tensor of a file that has the model's own names."""
+        return self.gathered(entry.name)
 
     def _moved(self, one: Owned) -> Tensor:
         """Return a piece, once it has come from its rank to the first."""
@@ -125,17 +166,18 @@ class _Whole:
             dist.recv(sent, src=one.rank, group=mesh.world.group)
         return sent.cpu().view(one.dtype).view(shape)
 
-    def _as_built(self, full: Tensor, entry: Entry) -> Tensor:
+    def _as_built(self, full: Tensor, own: Owned) -> Tensor:
         """Return a tensor in the type that the constructor gave it.
 
         What the training has rounded to 16 bits and not changed is as it was in the beginning.
         """
-        if full.dtype in HALF_DTYPES and entry.dtype.itemsize > full.dtype.itemsize:
-            for made in self._begun.values((entry.name, *self._exported[entry.name].aliases)):
+        dtype = self._dtype(own)
+        if full.dtype in HALF_DTYPES and dtype.itemsize > full.dtype.itemsize:
+            for made in self._begun.values((own.key, *self._exported[own.key].aliases)):
                 if made.shape == full.shape and torch.equal(made.to(full.dtype), full):
-                    return made.to(entry.dtype)
-            self.rounded.append(entry.name)
-        return full.to(entry.dtype)
+                    return made.to(dtype)
+            self.rounded.append(own.key)
+        return full.to(dtype)
 
     def _dtype(self, one: Owned) -> torch.dtype:
         return export_dtype(one.dtype, self._exported[one.key].dtype)
@@ -146,10 +188,3 @@ def _note_rounded(names: Sequence[str]) -> str:
         f"note: {len(names)} frozen weights ({', '.join(names[:4])}{', …' * (len(names) > 4)}) are "
         "exported as the training has them, in 16 bits: give the --weights that they came from"
     )
-
-
-def _write_config(path: Location, root: nn.Module) -> None:
-    """Leave beside the shards what from_pretrained reads, where the model has it."""
-    config: Any = getattr(root, "config", None)
-    if hasattr(config, "to_json_string"):
-        write(path, [config.to_json_string().encode()])

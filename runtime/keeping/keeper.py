@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
 from autopar.runtime.keeping.evaluations import Evaluations
-from autopar.runtime.keeping.export import export
+from autopar.runtime.keeping.export import Exporting, export, exporting
 from autopar.runtime.keeping.finding import (
     AUTO,
     NEVER,
@@ -62,7 +62,8 @@ class Keeper:
     ) -> None:
         self._mesh, self._options, self._model = mesh, options, model
         self._rows_per_step = rows_per_step
-        self._export = destination(options.export, mesh)
+        self._place = destination(options.export, mesh)
+        self._exporting: Exporting | None = None
         self._folder = _folder(options)
         self._found: Checkpoint | None = None
         if self._folder is not None:
@@ -99,6 +100,7 @@ class Keeper:
         """Take charge of a training that is about to begin, and put it where its checkpoint is."""
         self._parts, self._optimizer, self._loss_scale = parts, optimizer, loss_scale
         self._recipe = recipe
+        self._exporting = exporting(self._place, recipe, self._mesh)
         if self._found is not None:
             self._go_on(self._found, parts, optimizer, scheduler)
         optimizer.register_step_pre_hook(self._note_rate)
@@ -175,11 +177,11 @@ class Keeper:
         self._wish.let_go()
         assert self._optimizer is not None
         assert self._recipe is not None
-        if self._export is not None and (told := self._broken()) is not None:
+        if self._exporting is not None and (told := self._broken()) is not None:
             self._refuse_broken(self._last_step, told)
-            self._export = None
+            self._exporting = None
         begun = Begun(self._recipe, self._options.weights)
-        export(self._parts, self._optimizer, begun, self._export, self._mesh)
+        export(self._parts, self._optimizer, begun, self._exporting, self._mesh)
         self._metrics.add(event=Event.FINISHED, step=self._last_step)
 
     def _go_on(

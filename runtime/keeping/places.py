@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from types import MappingProxyType
 
@@ -13,8 +13,9 @@ from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 
 NONE = "none"
-INDEX = "model.safetensors.index.json"
+WEIGHTS = ("*model*.safetensors", "*.safetensors.index.json")  # what libraries look for in a folder
 MARK = MappingProxyType({"written_by": "autopar"})
+_FIX = "name another place with --export, or --export none to keep no weights"
 _HEADER_BYTES = 100 * 10**6  # the most that safetensors takes
 
 
@@ -34,8 +35,8 @@ class Destination:
         if not self.is_folder:
             yield from [self.path] if self.path.exists() else []
         elif self.path.is_dir():
-            yield from located(self.path, "model*.safetensors")
-            yield from [self.path / INDEX] if (self.path / INDEX).exists() else []
+            for pattern in WEIGHTS:
+                yield from located(self.path, pattern)
 
     def remove_earlier(self) -> None:
         """Remove weights that an earlier training left, the index first: it would name others."""
@@ -52,15 +53,15 @@ def destination(text: str, mesh: Mesh) -> Destination | None:
         return None
     to = Destination(location(text).resolve())
     if mesh.rank == 0:
-        fix = "name another place with --export, or --export none to keep no weights"
-        check_destination(to, option="--export", fix=fix)
+        check_destination(to, option="--export", fix=_FIX)
     return to
 
 
 def check_destination(to: Destination, *, option: str, fix: str) -> None:
     """Leave where weights cannot be written, or would replace those of another program."""
     try:
-        _refuse_foreign(to, option=option, fix=fix)
+        _refuse_wrong_kind(to, option=option, fix=fix)
+        _refuse_foreign(to.earlier(), fix=fix)
     except OSError as error:  # of a store that lets nobody look
         refuse(f"nothing can be written to {to.path}: {error.strerror}", fix=fix)
     refuse_unwritable(to.path if to.is_folder else to.path.parent, fix=fix)
@@ -71,11 +72,19 @@ def temporary(path: Location) -> Location:
     return path.with_name(f".{path.name}.tmp")
 
 
-def _refuse_foreign(to: Destination, *, option: str, fix: str) -> None:
+def refuse_foreign(to: Destination, names: Iterable[str]) -> None:
+    """Leave where files of these names in a folder are those of another program."""
+    _refuse_foreign([path for name in names if (path := to.path / name).exists()], fix=_FIX)
+
+
+def _refuse_wrong_kind(to: Destination, *, option: str, fix: str) -> None:
     if to.path.exists() and to.path.is_dir() != to.is_folder:
         kind = "a folder" if to.path.is_dir() else "a file"
         refuse(f"{option}: {to.path} is {kind}", fix=fix)
-    for path in to.earlier():
+
+
+def _refuse_foreign(found: Iterable[Location], *, fix: str) -> None:
+    for path in found:
         if not _is_ours(path):
             refuse(f"{path} is there, and autopar has not written it: it is not replaced", fix=fix)
 

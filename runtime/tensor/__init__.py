@@ -19,7 +19,11 @@ from autopar.runtime.tensor.collectives import (
     take_shard,
 )
 from autopar.runtime.tensor.shards import Split, local_size, shard_parameters
-from autopar.runtime.tensor.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from autopar.runtime.tensor.vocabulary import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+    vocab_parallel_embedding_bag,
+)
 
 __all__ = [
     "Split",
@@ -40,4 +44,5 @@ __all__ = [
     "take_shard",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
+    "vocab_parallel_embedding_bag",
 ]

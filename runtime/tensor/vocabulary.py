@@ -1,4 +1,4 @@
-"""Embeds and scores a vocabulary that is split over the tensor axis.
+"""Embeds and scores a vocabulary, or a table, that is split over the tensor axis.
 
 No rank ever holds the logits of the whole vocabulary: the loss needs one small message per target
 (Megatron-LM's vocabulary-parallel cross entropy, here with label smoothing and uneven shards).
@@ -7,8 +7,8 @@ No rank ever holds the logits of the whole vocabulary: the loss needs one small 
 from typing import Any
 
 import torch
-from torch import Tensor
-from torch.nn.functional import cross_entropy, embedding
+from torch import Tensor, nn
+from torch.nn.functional import cross_entropy, embedding, embedding_bag
 
 from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.ranks.transport import gathered
@@ -26,6 +26,59 @@ def vocab_parallel_embedding(
         return weight_local.sum(0).expand(*ids.shape, -1)
     rows = embedding(local, weight_local, _local_row(padding_idx, parts, axis))
     return rows.masked_fill(~held.unsqueeze(-1), 0)
+
+
+def vocab_parallel_embedding_bag(
+    ids: Tensor,
+    weight_local: Tensor,
+    offsets: Tensor,
+    axis: Axis,
+    *,
+    parts: Parts,
+    mode: str,
+    per_sample_weights: Tensor | None = None,
+    include_last_offset: bool = False,
+    padding_idx: int | None = None,
+) -> Tensor:
+    """Add up in each bag the rows that this rank holds: layout P.
+
+    A mean is divided by how many entries a bag has on all ranks together. Maxima are no sums.
+    """
+    if axis.size == 1:
+        return embedding_bag(
+            ids,
+            weight_local,
+            offsets,
+            mode=mode,
+            per_sample_weights=per_sample_weights,
+            include_last_offset=include_last_offset,
+            padding_idx=padding_idx,
+        )
+    local, held = _local_ids(ids, parts, axis)
+    is_entry = torch.ones_like(held) if padding_idx is None else ids != padding_idx
+    bags = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, _ends(offsets, ids))
+    if not weight_local.shape[0]:  # more ranks than rows; gradients are still asked for
+        weighed = 0 if per_sample_weights is None else per_sample_weights[:0].sum()
+        return (weight_local.sum(0) + weighed).expand(len(bags[0]), -1)
+    counts = (held & is_entry).to(weight_local.dtype)
+    weights = counts if per_sample_weights is None else per_sample_weights * counts
+    sums = embedding_bag(
+        local,
+        weight_local,
+        offsets,
+        mode="sum",
+        per_sample_weights=weights,
+        include_last_offset=include_last_offset,
+    )
+    if mode == "sum":
+        return sums
+    before = nn.functional.pad(is_entry.cumsum(0), (1, 0))  # entries before each place
+    return sums / (before[bags[1]] - before[bags[0]]).clamp(min=1).unsqueeze(-1)
+
+
+def _ends(offsets: Tensor, ids: Tensor) -> Tensor:
+    """Return where bags end, of which the last one ends with the ids."""
+    return torch.cat((offsets[1:], offsets.new_full((1,), len(ids))))
 
 
 def vocab_parallel_cross_entropy(

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from functools import cached_property
-from typing import Any
 
 from torch import Tensor
 
 from autopar.runtime.ranks.options import StartingWeights
 from autopar.runtime.weights.initial_weights import Recipe
-from autopar.runtime.weights.safetensors_weights import opened
+from autopar.runtime.weights.safetensors_weights import stored_model
+from autopar.runtime.weights.saving.saved_form import SavedForm, UnsavableError
+from autopar.runtime.weights.saving.stored_model import StoredModel
 
 
 class Begun:
@@ -26,11 +27,19 @@ class Begun:
 
         The files may be others by now, or none: a training may have gone on from a checkpoint.
         """
-        yield from (self._stored[one].get_tensor(one) for one in names if one in self._stored)
+        stored = None if self._stored is None else self._stored.source(names)
+        if stored is not None:
+            yield stored[...]
         yield from (self.recipe.make(one) for one in names if one in self.recipe.shapes)
 
     @cached_property
-    def _stored(self) -> Mapping[str, Any]:
+    def _stored(self) -> StoredModel | None:
         if self._weights is None or not self._weights.files.exists():
-            return {}
-        return dict(opened(self._weights.files, self._files))
+            return None
+        return stored_model(self._weights.files, self._files, self._form)
+
+    def _form(self) -> SavedForm | None:
+        try:
+            return self.recipe.saved_form()
+        except UnsavableError:  # the weights had the names of the model
+            return None

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 
 import torch
@@ -36,6 +36,7 @@ from autopar.runtime.weights.recording.left_over import make_real, new_objects_a
 from autopar.runtime.weights.recording.recorded_model import move_to_meta, recorded_model
 from autopar.runtime.weights.recording.recorded_ops import UnrecordableError
 from autopar.runtime.weights.recording.recording import META, Recording
+from autopar.runtime.weights.saving.saved_form import SavedForm, saved_form, unseen
 
 NEVER_FILLED = "takes memory for it (torch.empty) and never fills that"
 ON_META = "leaves it on the meta device, where tensors have no numbers"
@@ -50,6 +51,14 @@ class Recipe:
     dtypes: Mapping[str, torch.dtype]  # as the constructor chose them
     bare: Mapping[str, str] = field(default_factory=dict)  # what has no numbers, and why
     digests: Callable[[], Mapping[str, int]] = dict  # by which processes compare what they made
+    whole: Callable[[], nn.Module] | None = None  # builds the model once more, uncut, on meta
+
+    def saved_form(self) -> SavedForm | None:
+        """Return what the model's `save_pretrained` would write, or None where it has none."""
+        if self.whole is None:
+            return None
+        with unseen():
+            return saved_form(self.whole())
 
     @torch.no_grad()
     def materialise(
@@ -105,7 +114,15 @@ def record(
     """
     with unset_fake_temporarily():  # of a dry run: the constructor may read numbers
         model, recipe = _record(factory, seed)
-    return (in_float64(model) if dtype is torch.float64 else model), recipe
+    for module in model.modules():
+        if isinstance(module, (nn.Embedding, nn.EmbeddingBag)):
+            module.sparse = False  # ranks add up dense gradients
+
+    def whole() -> nn.Module:
+        return record(factory, seed=seed, dtype=dtype)[0]
+
+    model = in_float64(model) if dtype is torch.float64 else model
+    return model, replace(recipe, whole=whole)
 
 
 def _record(factory: Callable[[], nn.Module], seed: int) -> tuple[nn.Module, Recipe]:

@@ -1,8 +1,12 @@
 """Turns safetensors, a file or a folder of them, into this rank's parameters, slice by slice."""
 
+from __future__ import annotations
+
+import json
 import sys
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
+from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from typing import Any
 
@@ -14,7 +18,9 @@ from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.shards import Place, Split, group_aliases, places, tied_names
 from autopar.runtime.weights.filling import ShapeError, fill
-from autopar.runtime.weights.stored_tensors import open_tensors
+from autopar.runtime.weights.saving.saved_form import SavedForm
+from autopar.runtime.weights.saving.stored_model import StoredModel
+from autopar.runtime.weights.stored_tensors import INDEX, open_tensors
 
 _MOST_TOLD = 5
 
@@ -29,48 +35,72 @@ def load_safetensors(
     device: torch.device,
     dtype: torch.dtype | None = None,
     may_lack: Sequence[str] = (),
+    ask: Callable[[], SavedForm | None] = lambda: None,
 ) -> list[str]:
     """Give a model on meta this rank's part of every parameter that it has in the files.
+
+    Names are those of the model, or those that its `save_pretrained` writes: `ask` returns these.
 
     Buffers come from the files where they are there; the rest is left to Recipe.materialise. The
     names of parameters that the files lack, or have in another shape, are returned: `may_lack`
     allows that.
     """
-    aliases, left = group_aliases(places(model)), list[str]()
+    left = list[str]()
     with ExitStack() as files:
-        stored = dict(opened(folder, files))
-        spared = [_is_spared(model, group, may_lack) for group in aliases]
-        _check_all_there(
-            model,
-            [group for group, is_spared in zip(aliases, spared, strict=True) if not is_spared],
-            stored,
-            folder,
-        )
-        for group, is_spared in zip(aliases, spared, strict=True):
-            name = _stored_name(model, group, stored)
-            if name is None:
-                left += [group[0].name] if isinstance(group[0].tensor, nn.Parameter) else []
+        stored = stored_model(folder, files, ask)
+        found = [
+            _Found.of(model, group, stored, may_lack) for group in group_aliases(places(model))
+        ]
+        _check_all_there([one for one in found if one.is_missing], stored, folder)
+        for one in found:
+            if one.source is None:
+                left += [one.name] if isinstance(one.group[0].tensor, nn.Parameter) else []
                 continue
-            source = stored[name].get_slice(name)
-            shape = tuple(source.get_shape())
             try:
-                fill(group, source, splits, axis, shape=shape, device=device, dtype=dtype)
+                shape = tuple(one.source.get_shape())
+                fill(one.group, one.source, splits, axis, shape=shape, device=device, dtype=dtype)
             except ShapeError as error:
-                if is_spared:
-                    left.append(group[0].name)
+                if one.is_spared:
+                    left.append(one.name)
                     continue
                 refuse(
                     f"weights of {folder} do not fit: {error}",
                     fix="give those of a model of these sizes, or plan with theirs (--arg …); "
-                    f"{_allowing(group[0].name)}",
+                    f"{_allowing(one.name)}",
                 )
     return left
 
 
-def _is_spared(model: nn.Module, group: list[Place], may_lack: Sequence[str]) -> bool:
-    """Whether a tensor need not be in the files, by one of its names."""
-    names = [name for place in group for name in tied_names(model, place.name)]
-    return any(fnmatchcase(name, pattern) for name in names for pattern in may_lack)
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Found:
+    """A tensor of the model, and what the files have of it."""
+
+    group: list[Place]
+    source: Any  # None: nothing
+    is_spared: bool  # the files may lack it
+    is_missing: bool  # the files should have it
+
+    @classmethod
+    def of(
+        cls, model: nn.Module, group: list[Place], stored: StoredModel, may_lack: Sequence[str]
+    ) -> _Found:
+        """Look for a tensor under each of its names, also those that other stages have for it."""
+        first = group[0]
+        names = [name for place in group for name in tied_names(model, place.name)]
+        source = stored.source(names)
+        is_spared = any(fnmatchcase(name, pattern) for name in names for pattern in may_lack)
+        is_missing = (
+            source is None
+            and isinstance(first.tensor, nn.Parameter)
+            and not is_spared
+            and stored.is_expected(names)
+        )
+        return cls(group=group, source=source, is_spared=is_spared, is_missing=is_missing)
+
+    @property
+    def name(self) -> str:
+        """The first of its names."""
+        return self.group[0].name
 
 
 def _allowing(name: str) -> str:
@@ -95,23 +125,35 @@ def _shown(names: Sequence[str]) -> str:
     return ", ".join(names[:_MOST_TOLD]) + (" …" if len(names) > _MOST_TOLD else "")
 
 
-def note_unused(folder: Location, names: Collection[str], mesh: Mesh) -> None:
+def note_unused(
+    folder: Location,
+    names: Collection[str],
+    mesh: Mesh,
+    ask: Callable[[], SavedForm | None] = lambda: None,
+) -> None:
     """Say on the first rank which tensors in the files, if any, are none of the whole model's."""
     if mesh.rank != 0:
         return
     with ExitStack() as files:
-        stored = sorted(dict(opened(folder, files)))
-    unused = [name for name in stored if name not in names]
+        stored = stored_model(folder, files, ask)
+        unused = stored.unused(names)
     if unused:
         print(
-            f"note: {len(unused)} of the {len(stored)} tensors in {folder} are none of the "
+            f"note: {len(unused)} of the {len(stored.stored)} tensors in {folder} are none of the "
             f"model's, and are not used: {_shown(unused)}",
             file=sys.stderr,
             flush=True,
         )
 
 
-def opened(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
+def stored_model(
+    folder: Location, files: ExitStack, ask: Callable[[], SavedForm | None]
+) -> StoredModel:
+    """Open the files of a model's weights."""
+    return StoredModel(stored=dict(_open(folder, files)), ask=ask, is_folder=not folder.is_file())
+
+
+def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
     """Find which file holds which tensor."""
     from safetensors import SafetensorError
 
@@ -132,7 +174,7 @@ def _paths(folder: Location) -> Sequence[Location]:
     try:
         if not folder.exists():
             refuse(f"there is no {folder}", fix="--weights names a .safetensors file, or a folder")
-        paths = [folder] if folder.is_file() else located(folder, "*.safetensors")
+        paths = [folder] if folder.is_file() else _in_folder(folder)
     except OSError as error:
         refuse(f"{folder} cannot be read: {error.strerror}", fix="--weights names a place that can")
     if not paths:
@@ -142,26 +184,26 @@ def _paths(folder: Location) -> Sequence[Location]:
     return paths
 
 
-def _stored_name(model: nn.Module, group: list[Place], stored: Mapping[str, Any]) -> str | None:
-    """Find a tensor under one of its names; files keep one name of a tied weight.
-
-    That may be the name which another stage has for it.
-    """
-    names = (name for place in group for name in tied_names(model, place.name))
-    return next((name for name in names if name in stored), None)
-
-
-def _check_all_there(
-    model: nn.Module, aliases: list[list[Place]], stored: Mapping[str, Any], folder: Location
-) -> None:
-    missing = [
-        group[0].name
-        for group in aliases
-        if isinstance(group[0].tensor, nn.Parameter) and _stored_name(model, group, stored) is None
-    ]
+def _in_folder(folder: Location) -> list[Location]:
+    """Return the files of weights in a folder: those that its index names, or else all."""
+    index = folder / INDEX
+    if not index.exists():
+        return located(folder, "*.safetensors")
+    try:
+        named = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        refuse(f"{index} does not say which file has which tensor", fix="copy it again")
+    missing = [name for name in named if not (folder / name).exists()]
     if missing:
-        has = ", ".join(sorted(stored)[:_MOST_TOLD])
-        refuse(
-            f"{folder} lacks {len(missing)} parameters: {_shown(missing)}; it has {has} …",
-            fix=f"give weights of this model, under its names; {_allowing(missing[0])}",
-        )
+        refuse(f"{folder} lacks {_shown(missing)}, which {INDEX} names", fix="copy it again, whole")
+    return [folder / name for name in named]
+
+
+def _check_all_there(missing: Sequence[_Found], stored: StoredModel, folder: Location) -> None:
+    if not missing:
+        return
+    names, has = [one.name for one in missing], ", ".join(sorted(stored.stored)[:_MOST_TOLD])
+    refuse(
+        f"{folder} lacks {len(names)} parameters: {_shown(names)}; it has {has} …",
+        fix=f"give weights of this model, under its names; {_allowing(names[0])}",
+    )

@@ -24,6 +24,7 @@ KINDS = {
     torch.bool: "BOOL",
 }  # fmt: skip
 DTYPES = {word: dtype for dtype, word in KINDS.items()}
+INDEX = "model.safetensors.index.json"  # of a folder: which file has which tensor
 _MOST_HEADER_BYTES = 100 * 10**6  # as safetensors has it
 
 

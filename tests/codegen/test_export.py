@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from itertools import product
@@ -32,11 +33,14 @@ from tests.codegen.matrix_cells import SUBJECTS
 from tests.codegen.plain_cells import KINDS as PLAIN_KINDS
 from tests.field import trial
 from tests.field.cells import KINDS as FIELD_KINDS
+from tests.field.cells import MODELS, Subject
 from tests.field.cells import SUBJECTS as FIELD_SUBJECTS
 from tests.planner.subjects import zoo_file
+from tests.redrawn import redrawn
 from tests.runtime.processes import run_on_ranks
 
 EXACT = ("--dtype", "float64", "--data", "synthetic")
+STILL = ("--steps", "1", "--lr", "0")  # a step that changes nothing
 STAND = (("gpt2 uneven", "dp×tp 4"), ("llama", "zero-3 2"), ("t5", "pp 1f1b 2"))
 CELLS = list(product(SUBJECTS, ("ddp 2", "dp×tp 4", "pp 1f1b 2", "zero-3 2")))
 FAMILIES = (
@@ -44,6 +48,7 @@ FAMILIES = (
     "Whisper", "ViT", "ResNet",
 )  # fmt: skip
 LORA = PLAIN_KINDS["LoRA"]
+STAND_OF_FAMILIES = (("GPT-2", "tp 2"), ("Mixtral", "pp 2"), ("ViT", "zero-3 2"))
 OF_FAMILIES = list(product(FAMILIES, ("dp 2", "tp 2", "pp 2", "zero-3 2")))
 
 
@@ -114,7 +119,7 @@ def test_what_learns_nothing_is_exported_as_one_process_would_save_it(
 def test_weights_that_one_plan_has_exported_another_one_starts_from(tmp_path: Path) -> None:
     first, again = tmp_path / "first.safetensors", tmp_path / "again.safetensors"
     trained(plan_of("tp_zero1"), tmp_path, "--steps", "1", "--export", str(first))
-    still = ("--steps", "1", "--lr", "0", "--weights", str(first))
+    still = (*STILL, "--weights", str(first))
     trained(plan_of("interleaved"), tmp_path, *still, "--export", str(again))
     assert again.read_bytes() == first.read_bytes()
 
@@ -152,15 +157,6 @@ def test_after_a_step_of_nothing_in_16_bits_the_export_is_what_it_began_with(
         assert name not in exported or torch.equal(exported[name], value), name
 
 
-def redrawn(model: nn.Module) -> nn.Module:
-    """Give all parameters of a model numbers that no script would start from."""
-    drawn = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.copy_(torch.rand(parameter.shape, generator=drawn, dtype=parameter.dtype))
-    return model
-
-
 def saved_names(model: nn.Module) -> set[str]:
     """Return the names of a state dict, of tied ones the first."""
     firsts: dict[int, str] = {}
@@ -169,32 +165,66 @@ def saved_names(model: nn.Module) -> set[str]:
     return set(firsts.values())
 
 
-@pytest.mark.parametrize(("family", "kind"), cells(OF_FAMILIES, [("GPT-2", "tp 2")]))
-def test_a_family_goes_from_one_process_through_a_plan_to_from_pretrained(
+@pytest.mark.parametrize(("family", "kind"), cells(OF_FAMILIES, STAND_OF_FAMILIES))
+def test_a_family_goes_from_save_pretrained_through_a_plan_to_from_pretrained(
     family: str, kind: str, tmp_path: Path
 ) -> None:
-    subject, one, folder = FIELD_SUBJECTS[family], tmp_path / "one.safetensors", tmp_path / "out"
+    subject, first, folder = FIELD_SUBJECTS[family], tmp_path / "first", tmp_path / "out"
     plan = trial.plan_of(subject, FIELD_KINDS[kind])
     build_model = load_model_file(str(subject.path), subject.arguments).build_model
     model: Any = redrawn(build(build_model, seed=0).double())
-    save_model(model, str(one))
-    still = ("--steps", "1", "--lr", "0", "--weights", str(one), "--export", str(folder))
-    held = trained(plan, tmp_path, *still)
-    parameters, found = dict(model.named_parameters()), load_file(folder / "model.safetensors")
-    assert found.keys() == saved_names(model)
-    assert not differing(found, held)
+    model.save_pretrained(first)
+    words = ("--weights", str(first), "--export", str(folder))
+    held = trained(plan, tmp_path, *STILL, *words)
+    assert not differing(dict(model.named_parameters()), held)
+    same_folders(folder, first)
     again, told = type(model).from_pretrained(folder, dtype=torch.float64, output_loading_info=True)
     assert not any(told.values()), told
-    assert not differing(parameters, dict(again.named_parameters()))
-    assert not differing(found, again.state_dict())
+    assert not differing(dict(model.named_parameters()), dict(again.named_parameters()))
 
 
-def test_a_folder_of_shards_is_read_by_from_pretrained(tmp_path: Path) -> None:
-    transformers, folder = pytest.importorskip("transformers"), tmp_path / "out"
-    plan = trial.plan_of(FIELD_SUBJECTS["GPT-2"], FIELD_KINDS["dp 2"])
-    held = trained(plan, tmp_path, "--steps", "1", "--export", str(folder), shard_bytes=40_000)
-    names = {path.name for path in folder.iterdir()}
-    assert {"model.safetensors.index.json", "config.json"} < names
-    assert len(names) > 3
-    model = transformers.GPT2LMHeadModel.from_pretrained(folder, dtype=torch.float64)
-    assert not differing(dict(model.named_parameters()), held)
+def same_folders(found: Path, expected: Path) -> None:
+    """Compare all files, of weights the tensors."""
+    assert files_in(found) == files_in(expected)
+    for name in files_in(found):
+        if not name.endswith(".safetensors"):
+            assert (found / name).read_bytes() == (expected / name).read_bytes(), name
+            continue
+        tensors, wanted = load_file(found / name), load_file(expected / name)
+        assert tensors.keys() == wanted.keys()
+        assert not differing(tensors, wanted)
+
+
+def files_in(folder: Path) -> set[str]:
+    return {str(one.relative_to(folder)) for one in folder.rglob("*") if one.is_file()}
+
+
+def test_a_folder_of_shards_says_where_each_tensor_lies(tmp_path: Path) -> None:
+    folder = tmp_path / "out"
+    words = ("--steps", "1", "--export", str(folder))
+    held = trained(plan_of("zero3"), tmp_path, *words, shard_bytes=40_000)
+    index = json.loads((folder / "model.safetensors.index.json").read_text())
+    assert len(set(index["weight_map"].values())) > 1
+    for name, file in index["weight_map"].items():
+        assert torch.equal(load_file(folder / file)[name].double(), held[name])
+    again = trained(plan_of("pp"), tmp_path, *STILL, "--weights", str(folder))
+    assert not differing({name: held[name] for name in index["weight_map"]}, again)
+
+
+ADAPTERS = Subject(path=MODELS / "peft_adapters.py")
+
+
+@pytest.mark.parametrize("kind", cells(("dp 2", "zero-3 2", "tp 2", "pp 2"), ("tp 2",)))
+def test_of_a_model_with_adapters_these_alone_are_exported(kind: str, tmp_path: Path) -> None:
+    peft = pytest.importorskip("peft")
+    plan, folder = trial.plan_of(ADAPTERS, FIELD_KINDS[kind]), tmp_path / "out"
+    held = trained(plan, tmp_path, "--steps", "2", "--lr", "0.01", "--export", str(folder))
+    assert files_in(folder) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
+    base = load_model_file(str(ADAPTERS.path) + ":build_base", ()).build_model().double()
+    model = peft.PeftModel.from_pretrained(base, folder, is_trainable=True)
+    learning = {name: one for name, one in model.named_parameters() if one.requires_grad}
+    assert len(learning) == 4 * 2 + 1  # two layers, of each two adapters of two, and the head
+    assert not differing(learning, held)
+    assert all(one.any() for one in learning.values())
+    again = trained(plan, tmp_path, *STILL, "--weights", str(folder))
+    assert not differing(learning, again)

@@ -13,7 +13,18 @@ from torch import Tensor, nn
 
 FOLDER = Path(__file__).resolve().parents[2] / "models_zoo"
 
-MODEL_FILES = ("gpt2", "llama", "bert", "t5", "vit", "resnet", "mnist", "intent", "transformer_lm")
+MODEL_FILES = (
+    "gpt2",
+    "llama",
+    "bert",
+    "t5",
+    "vit",
+    "resnet",
+    "mnist",
+    "intent",
+    "dlrm",
+    "transformer_lm",
+)
 
 
 @cache

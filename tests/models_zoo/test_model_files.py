@@ -23,6 +23,7 @@ LEARNS = {
     "resnet": (40, 3e-3, 0.25),
     "mnist": (40, 1e-3, 0.25),
     "intent": (100, 2e-2, 0.25),
+    "dlrm": (150, 1e-2, 0.75),  # clicks are random to a part
     "transformer_lm": (60, 3e-3, 0.5),
 }
 

@@ -36,6 +36,9 @@ PUBLISHED = {
     ("mnist", "512"): 669_706,
     # PyTorch's text classification tutorial (95811 words, 64 wide), by hand: 95811·64 + 64·4 + 4.
     ("intent", "ag_news"): 6_132_164,
+    # Rows of Criteo's Kaggle data are counted in the data: 33,762,577 · 16 in tables. By hand, of
+    # the reference's perceptrons: 13-512-256-64-16, and of 16 + 27 · 26 / 2 = 367, 512-256-1.
+    ("dlrm", "kaggle"): 540_201_232 + 155_984 + 320_001,
     # The tutorial's shape (200 wide and inside, 2 layers) over the 33278 words of WikiText-2
     # (Merity et al. 2016, table 1). By hand: 33278·200 in, 33278·200 + 33278 out, and per layer
     # 4 (200² + 200) attention, 2 (200² + 200) feed-forward, 4·200 norms = 242000.

@@ -13,7 +13,7 @@ from tests.planner.huggingface.families import FAMILIES
 ZOO = Path(__file__).parents[2] / "models_zoo"
 ZOO_MODELS = (
     "gpt2.py", "llama.py", "bert.py", "t5.py", "vit.py", "resnet.py", "mnist.py", "intent.py",
-    "transformer_lm.py",
+    "dlrm.py", "transformer_lm.py",
 )  # fmt: skip
 
 

@@ -12,7 +12,7 @@ from autopar.planner.rules.rule import OpKind
 from autopar.planner.rules.table import kind_of, rule_of
 from autopar.planner.rules.terms import Dim, Leaf
 
-_VOCABULARY_DIMS = {OpKind.LOOKUP: 0, OpKind.CROSS_ENTROPY: 1}  # of the first input
+_VOCABULARY_DIMS = {OpKind.LOOKUP: 0, OpKind.BAG: 0, OpKind.CROSS_ENTROPY: 1}  # of the first input
 
 
 def argument(op: Op, name: str) -> Value:
@@ -44,7 +44,7 @@ def is_changed(op: Op, split: Split) -> bool:
 
 
 def is_vocabulary_split(op: Op, split: Split) -> bool:
-    """Whether an embedding, or a loss, is split along the vocabulary."""
+    """Whether an embedding, a bag of them, or a loss is split along the vocabulary."""
     dim = _VOCABULARY_DIMS.get(kind_of(op))
     return dim is not None and is_split(split.need(op, 0)) and split.need(op, 0).dim == dim
 

@@ -25,6 +25,7 @@ _MODULES: Mapping[str, str] = MappingProxyType(
         "scale_loss": "autopar.runtime.data",
         "vocab_parallel_cross_entropy": "autopar.runtime.tensor",
         "vocab_parallel_embedding": "autopar.runtime.tensor",
+        "vocab_parallel_embedding_bag": "autopar.runtime.tensor",
     }
     | {c.function: "autopar.runtime.tensor" for c in CONVERSIONS.values()}
 )

@@ -83,12 +83,14 @@ def dropout_backward_seconds(elements: float, *, element_bytes: float, rates: Th
 
 
 def embedding_forward_seconds(
-    tokens: int, width: int, *, element_bytes: float, rates: Throughput
+    tokens: int, width: int, *, written: int, element_bytes: float, rates: Throughput
 ) -> float:
-    """Return the seconds of a table look-up: gathers one row per token and writes it."""
-    return memory_seconds(
-        2.0 * tokens * width * element_bytes, rates=rates, access=rates.access.gather
-    )
+    """Return the seconds of a table look-up: gathers one row per token.
+
+    It writes as many rows as it is said to: one per token, or one per bag of tokens.
+    """
+    moved = float(tokens + written) * width * element_bytes
+    return memory_seconds(moved, rates=rates, access=rates.access.gather)
 
 
 def embedding_backward_seconds(

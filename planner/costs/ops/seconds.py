@@ -148,17 +148,27 @@ def _softmax(case: OpCase) -> Seconds:
     )
 
 
+_PASSES_OVER_IDS = 10  # which turn them into rows of this rank, and count those of a bag
+
+
 def _embedding(case: OpCase) -> Seconds:
-    """A look-up; where the table's rows are split, rows of other ranks are blanked afterwards."""
+    """A look-up of rows, or of sums of rows in bags.
+
+    Where the table's rows are split, rows of other ranks are blanked: after a look-up, or by a
+    weight of 0 in a bag.
+    """
     table = next(refs(case.argument("weight")))
+    ids = next(refs(case.argument("indices")))
     vocabulary, width = case.shapes.shape(table)
-    tokens = case.shapes.numel(next(refs(case.argument("indices"))))
-    size = case.element_bytes(table)
+    tokens, size = case.shapes.numel(ids), case.element_bytes(table)
+    written = case.shapes.numel(case.result) // max(width, 1)
     forward = kernels.embedding_forward_seconds(
-        tokens, width, element_bytes=size, rates=case.memory
+        tokens, width, written=written, element_bytes=size, rates=case.memory
     )
     if vocabulary < case.graph.tensors[table].shape[0].at(case.shapes.batch):
-        forward += kernels.memory_seconds(2 * case.bytes(case.result), rates=case.memory)
+        is_bag = case.rule.kind is OpKind.BAG
+        blanked = _PASSES_OVER_IDS * case.bytes(ids) if is_bag else 2 * case.bytes(case.result)
+        forward += kernels.memory_seconds(blanked, rates=case.memory)
     backward = kernels.embedding_backward_seconds(
         tokens, width, vocabulary=vocabulary, element_bytes=size, rates=case.memory
     )

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from autopar.planner.costs.kernels.elementwise import memory_seconds
 from autopar.planner.costs.ops.case import OpCase, Seconds
 from autopar.planner.graph import Graph
-from autopar.planner.ops import Op
+from autopar.planner.ops import Op, refs
 from autopar.planner.rules.rule import Linear, OpKind, Traffic
 from autopar.planner.rules.table import rule_of
 
@@ -38,9 +38,12 @@ def forward_bytes(case: OpCase) -> int:
 def moved_bytes(op: Op, graph: Graph, size: Callable[[str], int]) -> int:
     """Return what an op reads and writes of tensors of these sizes.
 
-    A gather reads as much of a table as it writes.
+    A gather reads as much of a table as it writes; bags read so many rows more as they hold.
     """
     rule, written = rule_of(op.target), sum(map(size, op.outputs))
+    if rule.traffic is Traffic.BAGGED:
+        ids, bags = (sum(map(size, refs(op.argument(key)))) for key in ("indices", "offsets"))
+        return written + ids + size(op.outputs[0]) * ids // max(bags, 1)
     if rule.traffic is Traffic.NONE:
         copied = graph.tensors[op.outputs[0]].storage == op.outputs[0]
         return 2 * written if copied and rule.kind is OpKind.CONTIGUOUS else 0

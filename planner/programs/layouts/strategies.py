@@ -132,14 +132,19 @@ class _Strategies:
         return False
 
     def _split_along(self, candidate: Candidate) -> Iterator[OpLayout]:
-        results = occurrences(self.op.outputs, self.signature.results, candidate)
-        if None in results:
-            if not self._sums() or not all(map(self._is_float, self.op.outputs)):
+        found = occurrences(self.op.outputs, self.signature.results, candidate)
+        results = dict(zip(self.op.outputs, found, strict=True))
+        read = {name: dim for name, dim in results.items() if self._is_read(name)}
+        summed = None in read.values()
+        if summed:
+            if not self._sums() or not all(map(self._is_float, read)):
                 return
-            if any(dim is not None for dim in results):
+            if any(dim is not None for dim in read.values()):
                 return
-        summed = None in results
-        gives = [_layout(candidate, dim, PARTIAL) for dim in results]
+        gives = [
+            _layout(candidate, dim, PARTIAL) if name in read else WHOLE
+            for name, dim in results.items()
+        ]
         needs = [
             _layout(candidate, dim, self._without_letter(i, summed=summed))
             for i, dim in enumerate(occurrences(self.op.inputs, self.signature.operands, candidate))
@@ -174,7 +179,11 @@ class _Strategies:
     def _sums(self) -> bool:
         """Whether it sums over a letter that no result has. The parts of a mean would be means."""
         kind = self.rule.kind
-        return bool(self.rule.contracts) or kind.is_loss or kind in (OpKind.SUM, OpKind.LOOKUP)
+        return bool(self.rule.contracts) or kind.is_loss or kind is OpKind.SUM or kind.reads_table
+
+    def _is_read(self, name: str) -> bool:
+        """Whether anything takes a result: ops of ATen give more than people ask for."""
+        return name == self.op.outputs[0] or bool(self.graph.index.readers.get(name))
 
     def _is_added(self, place: int) -> bool:
         return self.arguments[place] == self.rule.added

@@ -74,6 +74,12 @@ def by_place(parameters: list[nn.Parameter]) -> optim.Optimizer:
     return optim.AdamW([{"params": [one], "lr": 1e-3 * n} for n, one in enumerate(parameters)])
 
 
+def test_one_that_takes_sparse_gradients_alone_is_refused() -> None:
+    file = replace(zoo_file("gpt2.py"), build_optimizer=optim.SparseAdam, build_scheduler=None)
+    with pytest.raises(InputError, match="SparseAdam takes sparse gradients alone"):
+        optimizer_traits(file, GRAPH)
+
+
 @pytest.mark.parametrize(
     ("make", "reach", "groups_by_place"),
     [

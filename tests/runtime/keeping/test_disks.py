@@ -15,7 +15,7 @@ from autopar.runtime.keeping.finding import find_checkpoint, verify_checkpoint
 from autopar.runtime.keeping.keeper import Keeper
 from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
-from autopar.runtime.keeping.model_files import write_model
+from autopar.runtime.keeping.model_files import WeightsFile, files_of_model, write_model
 from autopar.runtime.keeping.places import Destination
 from autopar.runtime.keeping.safetensors_file import Entry
 from autopar.runtime.keeping.step_folders import checkpoints_in
@@ -80,16 +80,16 @@ def test_a_training_on_a_full_disk_goes_on_and_keeps_again_once_there_is_room(
 
 
 def test_weights_that_do_not_fit_leave_nothing_behind_and_what_was_there(disk: Path) -> None:
-    def tensor_of(entry: Entry) -> torch.Tensor:
+    def tensor_of(_: WeightsFile, entry: Entry) -> torch.Tensor:
         return torch.ones(entry.shape)
 
     to = Destination(disk / "model.safetensors")
     entry = Entry(name="x", dtype=torch.float32, shape=(1000,))
-    write_model(to, [entry], tensor_of, {})
+    write_model(to, files_of_model(to, [entry], {}), tensor_of)
     before = to.path.read_bytes()
     large = Entry(name="x", dtype=torch.float32, shape=(SMALL_BYTES,))
     with pytest.raises(OSError, match="No space left on device"):
-        write_model(to, [large], tensor_of, {})
+        write_model(to, files_of_model(to, [large], {}), tensor_of)
     assert [one.name for one in disk.iterdir()] == ["model.safetensors"]
     assert to.path.read_bytes() == before
 

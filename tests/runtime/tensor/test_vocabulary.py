@@ -6,12 +6,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.nn.functional import cross_entropy, embedding
+from torch.nn.functional import cross_entropy, embedding, embedding_bag
 
 from autopar.runtime.ranks.mesh import Axis, start
-from autopar.runtime.tensor.collectives import sum_partials, take_shard
+from autopar.runtime.tensor.collectives import sum_gradients, sum_partials, take_shard
 from autopar.runtime.tensor.cuts import Parts, cut
-from autopar.runtime.tensor.vocabulary import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from autopar.runtime.tensor.vocabulary import (
+    vocab_parallel_cross_entropy,
+    vocab_parallel_embedding,
+    vocab_parallel_embedding_bag,
+)
 from tests.runtime.processes import run_on_ranks
 
 EVEN: Parts = ((12, 1),)
@@ -131,6 +135,54 @@ def test_the_split_embedding_equals_the_whole_one(
     padding: int | None, parts: Parts, size: int
 ) -> None:
     run_on_ranks(_check_embedding, size, parts, padding)
+
+
+BAGS: dict[str, dict[str, Any]] = {
+    "sum": {"mode": "sum"},
+    "mean": {"mode": "mean"},
+    "weighed": {"mode": "sum", "per_sample_weights": True},
+    "with the end": {"mode": "mean", "include_last_offset": True},
+    "padded": {"mode": "mean", "padding_idx": 1},
+    "padded and weighed": {"mode": "sum", "padding_idx": 0, "per_sample_weights": True},
+}
+
+
+def _check_bags(parts: Parts, options: dict[str, Any]) -> None:
+    axis = _axis()
+    rows = cut(parts, axis.size).whole
+    ids = torch.arange(14).mul(5).remainder(rows)
+    offsets = torch.tensor([0, 4, 4, 5, 9])  # the second bag is empty
+    if options.get("include_last_offset"):
+        offsets = torch.cat((offsets, torch.tensor([14])))
+    found_grads = []
+    results = []
+    for is_split in (False, True):
+        given, weight = dict(options), _random(rows, 3).requires_grad_()
+        leaves = [weight]
+        if options.get("per_sample_weights"):
+            leaves.append(_random(14).requires_grad_())
+            given["per_sample_weights"] = leaves[1]
+        if is_split:
+            if len(leaves) > 1:
+                given["per_sample_weights"] = sum_gradients(leaves[1], axis)
+            local = take_shard(weight, 0, axis, parts)
+            partial = vocab_parallel_embedding_bag(ids, local, offsets, axis, parts=parts, **given)
+            bags = sum_partials(partial, axis)
+        else:
+            bags = embedding_bag(ids, weight, offsets, **given)
+        (bags.sin() * _random(*bags.shape)).sum().backward()  # type: ignore[no-untyped-call]
+        results.append(bags)
+        found_grads.append([leaf.grad for leaf in leaves])
+    torch.testing.assert_close(results[1], results[0], rtol=0, atol=1e-12)
+    for found, expected in zip(found_grads[1], found_grads[0], strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+@pytest.mark.parametrize("parts", [EVEN, UNEVEN, FEWER_THAN_RANKS])
+@pytest.mark.parametrize("kind", BAGS)
+def test_split_bags_equal_whole_ones(kind: str, parts: Parts, size: int) -> None:
+    run_on_ranks(_check_bags, size, parts, BAGS[kind])
 
 
 def test_one_rank_gets_the_plain_functions() -> None:

@@ -71,8 +71,11 @@ def test_exponentials_bind_where_they_are_slow() -> None:
 def test_a_table_is_gathered_and_its_gradient_filled_and_scattered() -> None:
     # Gather at 0.4 of the stream: 2 · 10,000 · 1000 · 2 bytes = 40 MB ÷ 200 GB/s = 200 us.
     rates = round_rates()
-    forward = embedding_forward_seconds(10_000, 1000, element_bytes=2, rates=rates)
+    forward = embedding_forward_seconds(10_000, 1000, written=10_000, element_bytes=2, rates=rates)
     assert forward == pytest.approx(201e-6, rel=1e-4)
+    # Of bags of ten: (10,000 + 1000) · 1000 · 2 bytes = 22 MB ÷ 200 GB/s = 110 us.
+    bags = embedding_forward_seconds(10_000, 1000, written=1000, element_bytes=2, rates=rates)
+    assert bags == pytest.approx(111e-6, rel=1e-4)
     # Fill 50,000 · 1000 · 2 = 100 MB: 200 us; scatter 60 MB ÷ 200 GB/s = 300 us; two launches.
     backward = embedding_backward_seconds(
         10_000, 1000, vocabulary=50_000, element_bytes=2, rates=rates

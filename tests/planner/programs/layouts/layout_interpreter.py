@@ -145,6 +145,14 @@ class Interpreter:
         is_lookup = op.target == "aten.embedding.default"
         if is_lookup and strategy.needs[0].kind is Kind.SPLIT and strategy.needs[0].dim == 0:
             return [self._partial_rows(op, strategy, inputs, rank)]
+        if op.target.startswith("aten.embedding_bag.") and strategy.needs[0].kind is Kind.SPLIT:
+            cut = self.cut(op.inputs[0], strategy.needs[0])
+            assert cut is not None
+            if cut.dim == 0:  # rows of other ranks are zeros here
+                return list(called(op, [cut.padded(inputs[0], rank), *inputs[1:]], self.batch))
+            return list(
+                called(op, inputs, self.batch, exact=True)
+            )  # what nobody reads, of any size
         if op.target.startswith("aten.conv") and strategy.needs[1].kind is Kind.SPLIT:
             op = self._with_own_groups(op, inputs, shapes[0][1])
         result = called(op, inputs, self.batch, exact=True)

@@ -1,0 +1,238 @@
+"""Asks a model that has `save_pretrained` what that would write, without any numbers.
+
+The method runs on tensors of the meta device, and the ops that it applies to them are recorded.
+Each tensor that it hands to safetensors is then made from the parameters and buffers that it is
+computed from, and from no others. Other files (`config.json`) are taken as they are written.
+"""
+
+from __future__ import annotations
+
+import io
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import safetensors.torch
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from autopar.runtime.tensor.shards import Place, group_aliases, places
+from autopar.runtime.weights.saving.saving_ops import SavingOps, View, laid_out_as, run
+
+
+class UnsavableError(Exception):
+    """A `save_pretrained` that cannot run on tensors without numbers; the text says why."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedTensor:
+    """A tensor of a file, and the parameters and buffers that it is made from."""
+
+    file: str  # its name below the folder
+    name: str
+    view: View
+    sources: tuple[str, ...]  # by the first of their names in the whole model
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedFile:
+    """A .safetensors file that would be written."""
+
+    name: str  # below the folder
+    tensors: tuple[SavedTensor, ...]
+    metadata: Mapping[str, str]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SavedForm:
+    """What `save_pretrained` of a model writes."""
+
+    files: tuple[SavedFile, ...]
+    others: Mapping[str, bytes]  # other files, by their names below the folder
+    ops: SavingOps
+    sources: Mapping[str, View]  # parameters and buffers, by the first of their names
+    prefix: str = ""  # `base_model_prefix`, which files may have or lack before a name
+
+    @property
+    def tensors(self) -> Iterator[SavedTensor]:
+        """Yield the tensors of all files."""
+        for file in self.files:
+            yield from file.tensors
+
+    def made(self, tensors: Sequence[SavedTensor], numbers: Mapping[str, Tensor]) -> list[Tensor]:
+        """Compute tensors of files from the parameters and buffers that they are made from."""
+        ops = self.ops.needed({one.view.memory for one in tensors})
+        memories = {
+            self.sources[name].memory: laid_out_as(self.sources[name], one).untyped_storage()
+            for name, one in numbers.items()
+        }
+        for memory in frozenset[int]().union(*(op.writes for op in ops)) & memories.keys():
+            own = memories[memory]  # what belongs to others stays as it is
+            memories[memory] = own.clone()  # type: ignore[no-untyped-call]
+        with torch.no_grad():
+            for op in ops:
+                run(op, memories)
+        return [one.view.of(memories[one.view.memory]) for one in tensors]
+
+
+def saved_form(model: nn.Module) -> SavedForm | None:
+    """Return what the model's `save_pretrained` would write, or None where it has none.
+
+    The model is whole, on the meta device, and may be changed by its method.
+    """
+    save: Callable[[Path], Any] | None = getattr(model, "save_pretrained", None)
+    if save is None:
+        return None
+    ops = SavingOps()
+    sources = {
+        group[0].name: ops.view(group[0].tensor)
+        for group in group_aliases(places(model))
+        if _is_saved_whole(group[0])
+    }
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        try:
+            with _as_one_process(), _catching() as caught, torch.no_grad(), ops:
+                save(folder)
+            files = tuple(_file(one, folder, ops, sources) for one in caught)
+            if not files:
+                raise ValueError("it hands no tensors to safetensors")
+        except Exception as error:  # whatever a method does that tensors without numbers cannot
+            raise UnsavableError(_told(model, f"{type(error).__name__}: {error}")) from error
+        written = [one for one in sorted(folder.rglob("*")) if one.is_file()]
+        others = {one.relative_to(folder).as_posix(): one.read_bytes() for one in written}
+    prefix = getattr(model, "base_model_prefix", "")
+    return SavedForm(
+        files=files,
+        others=others,
+        ops=ops,
+        sources=sources,
+        prefix=prefix if isinstance(prefix, str) else "",
+    )
+
+
+def _told(model: nn.Module, why: str) -> str:
+    return (
+        f"what save_pretrained of {type(model).__name__} writes cannot be found out on tensors "
+        f"without numbers ({why})"
+    )
+
+
+def _is_saved_whole(place: Place) -> bool:
+    """Whether a tensor belongs to a state dict, and has its memory to itself."""
+    size_bytes = place.tensor.numel() * place.tensor.itemsize
+    is_alone = size_bytes == place.tensor.untyped_storage().nbytes()
+    return is_alone and place.attribute not in place.module._non_persistent_buffers_set
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Caught:
+    """What was handed to safetensors for one file."""
+
+    path: Path
+    tensors: Mapping[str, Tensor]
+    metadata: Mapping[str, str]
+
+
+def _file(caught: _Caught, folder: Path, ops: SavingOps, sources: Mapping[str, View]) -> SavedFile:
+    """Describe a file that would be written."""
+    name = caught.path.relative_to(folder).as_posix()
+    names = {one.memory: name for name, one in sources.items()}
+    return SavedFile(
+        name=name,
+        tensors=tuple(
+            SavedTensor(
+                file=name,
+                name=key,
+                view=(view := ops.view(one)),
+                sources=_sources_of(view, ops, names),
+            )
+            for key, one in caught.tensors.items()
+        ),
+        metadata=caught.metadata,
+    )
+
+
+def _sources_of(view: View, ops: SavingOps, names: Mapping[int, str]) -> tuple[str, ...]:
+    """Return the names of the parameters and buffers that a tensor is computed from."""
+    needed = ops.needed({view.memory})
+    read = {view.memory}.union(*(op.reads for op in needed))
+    unknown = read - names.keys() - {one.memory for op in needed for one in op.results}
+    if unknown:
+        raise ValueError("a tensor that it writes is made of no parameter and no buffer")
+    return tuple(sorted(names[memory] for memory in read & names.keys()))
+
+
+@contextmanager
+def _catching() -> Iterator[list[_Caught]]:
+    """Catch what is handed to safetensors, under whatever name a module has its function."""
+    found: list[_Caught] = []
+
+    def save_file(
+        tensors: Mapping[str, Tensor],
+        filename: str | Path,
+        metadata: Mapping[str, str] | None = None,
+    ) -> None:
+        found.append(
+            _Caught(path=Path(filename), tensors=dict(tensors), metadata=dict(metadata or {}))
+        )
+
+    def save(*_: Any, **__: Any) -> None:
+        raise TypeError("it writes weights by torch.save, not by safetensors")
+
+    with _replaced(safetensors.torch.save_file, save_file), _replaced(torch.save, save):
+        yield found
+
+
+@contextmanager
+def _as_one_process() -> Iterator[None]:
+    """Have every rank do what a lone process does: libraries write on the first rank alone."""
+    answers: tuple[tuple[Callable[..., Any], int], ...] = (
+        (dist.is_initialized, False),
+        (dist.get_rank, 0),
+        (dist.get_world_size, 1),
+    )
+    with ExitStack() as replaced:
+        for function, answer in answers:
+            replaced.enter_context(_replaced(function, partial(_answered, answer)))
+        yield
+
+
+def _answered(answer: int, *_: Any, **__: Any) -> int:
+    return answer
+
+
+@contextmanager
+def _replaced(old: Callable[..., Any], new: Callable[..., Any]) -> Iterator[None]:
+    """Put a function in the place of another one in all modules, also those imported meanwhile."""
+    _replace(old, new)
+    try:
+        yield
+    finally:
+        _replace(new, old)
+
+
+def _replace(old: Callable[..., Any], new: Callable[..., Any]) -> None:
+    for module in list(sys.modules.values()):
+        own = getattr(module, "__dict__", {})
+        for name, value in list(own.items()):
+            if value is old:
+                own[name] = new
+
+
+@contextmanager
+def unseen() -> Iterator[None]:
+    """Keep what a library tells from the console: of files, say, that are not written yet."""
+    with (
+        warnings.catch_warnings(action="ignore"),
+        redirect_stdout(io.StringIO()),
+        redirect_stderr(io.StringIO()),
+    ):
+        yield

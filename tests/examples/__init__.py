@@ -1,0 +1,1 @@
+"""The examples, on small models that tests leave on the disk."""
