@@ -32,6 +32,7 @@ from tests.codegen.evaluated_models import (
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import plan_for
 from tests.runtime.processes import run_on_ranks
+from tests.strict.ranks import run_on_strict_ranks
 
 STEPS = 5
 GPT2 = ("layers=4", "dropout=0.1")
@@ -48,7 +49,7 @@ def trained(plan: Plan, folder: Path, *arguments: str, steps: int = STEPS) -> li
     """Train by the script of a plan, which keeps its checkpoints and tells its metrics."""
     script = write_script(plan, folder, force=True)
     own = ["--steps", str(steps), *arguments]
-    return run_on_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
+    return run_on_strict_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
 
 
 def small_plan(

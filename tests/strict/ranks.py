@@ -1,0 +1,36 @@
+"""Runs a function on ranks as strict as those of nccl, and looks through what they told each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tests.runtime.processes import LOG, run_on_ranks
+from tests.strict import group
+from tests.strict.log import Event
+from tests.strict.replay import Durations, step_seconds
+
+Result = TypeVar("Result")
+
+
+def run_on_strict_ranks(
+    function: Callable[..., Result], size: int, *args: Any, timeout_seconds: float = 60.0
+) -> list[Result]:
+    """Call function(*args) on ranks 0 … size − 1; fail where streams of nccl would stand still."""
+    found = logged_on_ranks(function, size, *args, timeout_seconds=timeout_seconds)
+    step_seconds([log for _, log in found], Durations())
+    return [result for result, _ in found]
+
+
+def logged_on_ranks(
+    function: Callable[..., Result], size: int, *args: Any, timeout_seconds: float = 60.0
+) -> list[tuple[Result, list[Event]]]:
+    """Return the results with the logs of the ranks."""
+    return run_on_ranks(
+        _logged, size, function, *args, timeout_seconds=timeout_seconds, backend=group.NAME
+    )
+
+
+def _logged(function: Callable[..., Result], *args: Any) -> tuple[Result, list[Event]]:
+    return function(*args), list(LOG.events)
