@@ -17,7 +17,6 @@ from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.ranks.console import say
@@ -28,7 +27,6 @@ _STANDARD = sysconfig.get_path("stdlib")
 _PATIENCE_SECONDS = 5.0  # in which the other ranks answer
 _POLL_SECONDS = 0.1
 _PATIENT = 3  # times as long for a checkpoint or an evaluation
-_LEAST_TIMEOUT = timedelta(minutes=30)  # of messages: the watch, which knows more, comes first
 
 
 class Watch:
@@ -52,10 +50,6 @@ class Watch:
         self._step, self._tell = step, tell
         own = (uuid4().hex, os.environ.get("GROUP_RANK"), os.getpid())
         self._ranks: list[tuple[str, str, int]] = every_rank(own, self._mesh)
-        for group in dist.distributed_c10d._world.pg_map:
-            _set_pg_timeout(
-                max((_PATIENT + 1) * timedelta(seconds=self._seconds), _LEAST_TIMEOUT), group
-            )
         threading.Thread(target=self._look, daemon=True).start()
 
     def note(self, step: int, *, evaluates_next: bool = False) -> None:

@@ -37,26 +37,27 @@ def register(log: Log, *, device_type: str = "cpu", seconds: float = 60.0) -> No
         gloo = dist.ProcessGroupGloo(
             options.store, options.group_rank, options.group_size, timedelta(seconds=seconds)
         )
-        return StrictGroup(
-            Communicator(name=options.group_id, ranks=ranks), gloo, log, device_type=device_type
-        )
+        communicator = Communicator(name=options.group_id, ranks=ranks)
+        return StrictGroup(communicator, gloo, log, device_type=device_type)
 
     dist.Backend.register_backend(NAME, made, extended_api=True, devices=[device_type])
-    if not hasattr(dist.batch_isend_irecv, "is_strict"):
-        dist.batch_isend_irecv = _batched(dist.batch_isend_irecv)
+    batches_as_one()
 
 
-def _batched(issue: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
-    """Have torch's batches run as one operation: it asks groups written in Python for no batch."""
+def batches_as_one() -> None:
+    """Have batch_isend_irecv run as one operation: torch asks groups written in Python for none."""
+    issue = dist.batch_isend_irecv
+    if hasattr(issue, "is_as_one"):
+        return
 
-    def batch_isend_irecv(operations: list[dist.P2POp]) -> list[Any]:
+    def as_one(operations: list[dist.P2POp]) -> Any:
         group = operations[0].group
         if not isinstance(group, StrictGroup):
             return issue(operations)
         return group.batch(lambda: issue(operations))
 
-    batch_isend_irecv.is_strict = True  # type: ignore[attr-defined]
-    return batch_isend_irecv
+    as_one.is_as_one = True  # type: ignore[attr-defined]
+    vars(dist)["batch_isend_irecv"] = as_one
 
 
 class StrictGroup(dist.ProcessGroup):
@@ -93,7 +94,7 @@ class StrictGroup(dist.ProcessGroup):
 
     abort = shutdown
 
-    def batch(self, issue: Callable[[], Iterable[Work]]) -> list[Work]:
+    def batch(self, issue: Callable[[], Iterable[Any]]) -> list[Any]:
         """Run what is issued as one operation."""
         self._batch = []
         try:

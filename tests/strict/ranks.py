@@ -1,5 +1,4 @@
-"""Runs a function on ranks as strict as those of nccl, and looks through what they told each other.
-"""
+"""Runs a function on ranks as strict as those of nccl, and replays what they told each other."""
 
 from __future__ import annotations
 

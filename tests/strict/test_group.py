@@ -100,7 +100,10 @@ def touched(changes: str) -> str:
 REFUSED: dict[str, tuple[Callable[[], Tensor], str]] = {
     "int16": (lambda: torch.ones(2, dtype=torch.int16), "data type is not supported"),
     "strided": (lambda: torch.ones(2, 2).T, "must be contiguous"),
-    "sparse": (lambda: torch.sparse_coo_tensor(torch.zeros(1, 1), torch.ones(1), (2,)), "must be on cpu and dense"),
+    "sparse": (
+        lambda: torch.sparse_coo_tensor(torch.zeros(1, 1), torch.ones(1), (2,)),
+        "must be on cpu and dense",
+    ),
     "elsewhere": (lambda: torch.ones(2, device="meta"), "must be on cpu and dense"),
 }
 

@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a7697041b06d4f8d.
+# Written by autopar 0.1.0, which never overwrites changes by hand: f22c900de0697a4e.
 
 from __future__ import annotations
 
@@ -276,7 +276,7 @@ def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterat
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parse_args(argv)
-    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
+    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     model, recipe = build_model(mesh, options.dtype, options.seed)
     # Where there is a checkpoint, the training goes on from it.

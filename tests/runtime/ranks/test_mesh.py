@@ -1,6 +1,9 @@
 import io
 import os
 from contextlib import redirect_stderr
+from datetime import timedelta
+from socket import socket
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -43,6 +46,25 @@ def _sum_along_axes() -> tuple[float, ...]:
 def test_every_axis_has_its_own_group() -> None:
     sums = run_on_ranks(_sum_along_axes, 4)
     assert sums == [(1, 2, 6), (1, 4, 6), (5, 2, 6), (5, 4, 6)]
+
+
+def _timeouts_of_groups(port: int) -> set[timedelta]:
+    """Join anew, as under torchrun, and return the time that messages of each group have."""
+    dist.destroy_process_group()
+    with patch.dict(os.environ, {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}):
+        mesh = start(pipeline=2, data=2, tensor=1, timeout=7200)
+    groups = dist.distributed_c10d._world.pg_map
+    found: set[timedelta] = {group._get_backend(mesh.device).options._timeout for group in groups}
+    assert len(groups) == 3
+    stop(mesh)
+    return found
+
+
+def test_messages_of_all_groups_have_longer_than_a_step() -> None:
+    with socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    assert run_on_ranks(_timeouts_of_groups, 4, port) == [{timedelta(hours=8)}] * 4
 
 
 def _start_too_large() -> str:
