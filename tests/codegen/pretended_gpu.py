@@ -1,7 +1,7 @@
 """Dry-runs ranks of scripts on a device that is not there: `python -m … SCRIPT RANK/WORLD …`.
 
 Tensors say that they lie on it and hold no values. As on a GPU, an op over tensors there and on the
-CPU raises, which a dry run on the CPU would not show.
+CPU raises, and so does a message that nccl would refuse, which a dry run on the CPU would not show.
 """
 
 from __future__ import annotations
@@ -23,14 +23,18 @@ from torch._subclasses.fake_impls import register_op_impl
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.fsdp._fully_shard import _fsdp_collectives
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.backend_registration import (
     _DummyBackendModule,
     _setup_privateuseone_for_python_backend,
 )
 
+from autopar.codegen.proof.dryrun import watching
 from autopar.codegen.proof.dryrun.rank import report_of
+from autopar.codegen.proof.dryrun.watching import Recording
 from autopar.runtime import pipeline  # noqa: F401  loaded once for all processes
 from autopar.runtime.ranks import mesh
+from tests.strict.refusals import refuse
 
 NAME = "pretended"
 DEVICE = f"{NAME}:0"
@@ -119,8 +123,26 @@ def _convolved_backward(
     return torch.empty_like(x), torch.empty_like(weight), gradient.new_empty(gradient.shape[1])
 
 
+class _Refusing(Recording):
+    """Refuses messages that nccl refuses."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Tensor):
+                    refuse(func.name(), one, NAME)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 def main(jobs: Sequence[str]) -> None:
     """Print a report for each script and rank, each from a process that has met no other."""
+    vars(watching)["Recording"] = _Refusing
     _setup_privateuseone_for_python_backend(NAME, backend_module=_Device())
     torch.accelerator.current_stream = _Stream  # type: ignore[assignment]
     vars(_fsdp_collectives)["record_grad_output_stream"] = lambda *_: None  # in C, of torch 2.15
