@@ -4,27 +4,23 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import sysconfig
 import threading
-import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch.distributed as dist
 
 from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.keeping.places_in_code import place_of_main_thread
 from autopar.runtime.keeping.roll_call import Found, Place, RollCall, told_places
 from autopar.runtime.keeping.under_way import under_way
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import FAILED
 
-_STANDARD = sysconfig.get_path("stdlib")
 _STORE_SECONDS = 30.0  # in which the store of torchrun answers
 _PATIENT = 3  # times as long for a checkpoint or an evaluation
 
@@ -107,20 +103,6 @@ class Watch:
         if node == self._ranks[self._mesh.rank][1]:
             with suppress(OSError):
                 os.kill(process, signal.SIGKILL)
-
-
-def place_of_main_thread() -> str:
-    """Return where the main thread is: in the script, and the innermost line of no library."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    frames = traceback.extract_stack(frame)
-    own = [one for one in frames if "site-packages" not in one.filename]
-    own = [one for one in own if not one.filename.startswith(_STANDARD)] or list(frames)
-    script = [one for one in own if Path(one.filename) == Path(sys.argv[0]).resolve()]
-    return ", ".join(dict.fromkeys(map(_line, [*script[-1:], own[-1]])))
-
-
-def _line(frame: traceback.FrameSummary) -> str:
-    return f"in {frame.name} ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
 
 
 def _store() -> Any:
