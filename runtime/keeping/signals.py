@@ -114,7 +114,7 @@ class StopWish:
                 say(
                     f"error: rank {self._mesh.rank} was told to stop, and no step has ended for "
                     f"{_LAST_SECONDS:,.0f} s: it is {place_of_main_thread()}\n"
-                    "  fix: look at what it waits for; --resume auto goes on from the last checkpoint"
+                    "  fix: --resume auto goes on from the last checkpoint"
                 )
                 os._exit(FAILED)
 

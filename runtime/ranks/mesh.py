@@ -150,6 +150,13 @@ def stop(mesh: Mesh) -> None:
 def _device() -> torch.device:
     if not torch.cuda.is_available() or os.environ.get(DRY_RUN):
         return torch.device("cpu")
+    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if processes > devices:
+        refuse(
+            f"{processes} processes have started on this machine, which has {devices} devices",
+            fix=f"torchrun --nproc-per-node {devices} on each of more machines, or plan for fewer "
+            f"devices: autopar plan --gpus {devices}",
+        )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device

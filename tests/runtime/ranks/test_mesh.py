@@ -67,6 +67,12 @@ def test_messages_of_all_groups_have_longer_than_a_step() -> None:
     assert run_on_ranks(_timeouts_of_groups, 4, port) == [{timedelta(hours=8)}] * 4
 
 
+@pytest.fixture
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", DRY_RUN):
+        monkeypatch.delenv(name, raising=False)
+
+
 def _start_too_large() -> str:
     told = io.StringIO()
     with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
@@ -80,15 +86,23 @@ def test_a_wrong_number_of_processes_is_told_with_the_right_command() -> None:
     assert "--nproc-per-node 8" in text
 
 
+@pytest.mark.usefixtures("no_torchrun")
+def test_more_processes_than_devices_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="6"):
+        start(pipeline=1, data=1, tensor=1)
+    told = capsys.readouterr().err
+    assert "4 processes have started on this machine, which has 2 devices" in told
+
+
 def test_a_shard_count_that_does_not_divide_the_data_axis_is_refused() -> None:
     with pytest.raises(ValueError, match="3 ranks cannot share"):
         start(pipeline=1, data=4, tensor=1, shard=3)
-
-
-@pytest.fixture
-def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", DRY_RUN):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("no_torchrun")
