@@ -17,7 +17,7 @@ from autopar.runtime.keeping.holdings import weights_held
 from autopar.runtime.keeping.manifest import Exported
 from autopar.runtime.keeping.model_files import told, write_model
 from autopar.runtime.keeping.overlaps import overlaps
-from autopar.runtime.keeping.owners import Here, Owned, owners
+from autopar.runtime.keeping.owners import Here, Owned, Owners
 from autopar.runtime.keeping.places import Destination
 from autopar.runtime.keeping.safetensors_file import Entry, as_bytes, in_file_order
 from autopar.runtime.ranks.console import say
@@ -48,7 +48,7 @@ def export(
         return
     exported = exported_of(parts, recipe.dtypes, mesh)
     holdings = [one for one in weights_held(parts, optimizer) if one.key in exported]
-    owned = owners(holdings, mesh)
+    owned = Owners(mesh).of(holdings)
     whole_model = _Whole(owned, Here(holdings), exported, recipe, mesh)
     entries = whole_model.entries
     try:

@@ -25,7 +25,7 @@ from autopar.runtime.keeping.finding import (
 from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.numbers import broken_of, told_broken
-from autopar.runtime.keeping.owners import every_rank, owners
+from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
 from autopar.runtime.keeping.profiling import StepProfile
 from autopar.runtime.keeping.progress import GO_ON, Planned, Progress
@@ -35,7 +35,7 @@ from autopar.runtime.keeping.saving import Saved, Saving
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.watch import Watch
-from autopar.runtime.keeping.writing import plan_digest, said, snapshot
+from autopar.runtime.keeping.writing import Agreed, plan_digest, said, snapshot
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.curves import Curves
@@ -79,6 +79,7 @@ class Keeper:
         self._recipe: Recipe | None = None
         self._rate: Any = None
         self._wish = StopWish(mesh)
+        self._agreed = Agreed(mesh)
         self._saving, self._begun_at = Saving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
         curves = Curves(options.tensorboard, mesh, begun=self.step)
@@ -194,7 +195,7 @@ class Keeper:
         if scheduler is not None:
             _step_again(scheduler, moment.updates)
         self._evaluations.go_on(found.folder.parent, moment.step)
-        owned = owners(everything_held(parts, optimizer), self._mesh)
+        owned = self._agreed.owned(everything_held(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             set_random_states(own_random_states(found, self._mesh.rank), self._mesh.device)
         else:  # other ranks draw: not what the first steps have drawn
@@ -230,7 +231,7 @@ class Keeper:
             self._model,
             self._parts,
             self._optimizer,
-            self._mesh,
+            self._agreed,
             built=self._recipe.dtypes,
         )
         if isinstance(taken, str):

@@ -164,6 +164,19 @@ class StrictGroup(dist.ProcessGroup):
 
         return self._collective("all_gather", inputs, every, act)
 
+    def gather(  # type: ignore[override]
+        self, outputs: list[list[Tensor]], inputs: list[Tensor], opts: Any = None
+    ) -> Work:
+        """Gather tensors in a list of one rank; nccl's others send theirs as messages."""
+        every = [one for several in outputs for one in several]
+
+        def act(copies: Sequence[Tensor]) -> Sequence[Tensor]:
+            made = [[torch.empty_like(one) for one in several] for several in outputs]
+            self._gloo.gather(made, list(copies), opts).wait()
+            return [one for several in made for one in several]
+
+        return self._collective("gather", inputs, every, act)
+
     def reduce_scatter_single(self, output: Tensor, every: Tensor, opts: Any = None) -> Work:
         """Give each rank its part of the reduced tensor."""
         return self.reduce_scatter_single_coalesced([output], [every], opts)

@@ -16,7 +16,7 @@ from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.restoring import restore
 from autopar.runtime.keeping.saving import Saving
-from autopar.runtime.keeping.writing import Snapshot, snapshot
+from autopar.runtime.keeping.writing import Agreed, Snapshot, snapshot
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.weights.initial_weights import Recipe
@@ -26,7 +26,7 @@ from tests.runtime.keeping.test_progress import no_weights, options
 def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> Snapshot:
     optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
     moment = Moment(step=1, rows=1, updates=1)
-    found = snapshot(folder, moment, "", [model], optimizer, mesh)
+    found = snapshot(folder, moment, "", [model], optimizer, Agreed(mesh))
     assert isinstance(found, Snapshot)
     return found
 
