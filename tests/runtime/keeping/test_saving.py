@@ -50,12 +50,10 @@ def test_what_is_written_is_what_was_there_at_its_step(tmp_path: Path, mesh: Mes
 def test_without_room_for_a_copy_it_is_written_at_once(
     tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("autopar.runtime.keeping.saving.copied", no_room)
+    (tmp_path / "meminfo").write_text("MemAvailable: 1 kB\n", encoding="utf-8")
+    monkeypatch.setattr("autopar.runtime.keeping.host_copies._MEMORY", tmp_path / "meminfo")
     saving = Saving(mesh)
-    saving.begin(_taken(tmp_path, nn.Linear(2, 2), mesh), time.perf_counter())
+    saving.begin(_taken(tmp_path, nn.Linear(20, 20), mesh), time.perf_counter())
     assert not saving.is_writing
     assert saving.finish().failure is None
     assert find_checkpoint(tmp_path, AUTO, mesh) is not None
