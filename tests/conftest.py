@@ -88,3 +88,10 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_collected() -> Iterator[None]:
+    """Have Python collect garbage again where a test has begun a training and not ended it."""
+    yield
+    gc.enable()

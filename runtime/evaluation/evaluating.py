@@ -96,7 +96,7 @@ class Evaluation:
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros_like(total)
         for batch, times in rows:
-            count = self._count(batch, rows).to(device, torch.float64)
+            count = self._count(batch, rows).to(device, torch.float64, non_blocking=True)
             given = rows.placed(self._weighed(batch, rows))
             loss = self._loss(given).double()
             total += scale_loss(loss, once(with_added(count, added), times))

@@ -22,6 +22,7 @@ from autopar.runtime.keeping.finding import (
     Checkpoint,
     find_checkpoint,
 )
+from autopar.runtime.keeping.garbage import Garbage
 from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.numbers import broken_of, told_broken
@@ -79,7 +80,7 @@ class Keeper:
         self._recipe: Recipe | None = None
         self._rate: Any = None
         self._wish = StopWish(mesh)
-        self._agreed = Agreed(mesh)
+        self._agreed, self._garbage = Agreed(mesh), Garbage()
         self._saving, self._begun_at = Saving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
         curves = Curves(options.tensorboard, mesh, begun=self.step)
@@ -109,6 +110,7 @@ class Keeper:
             self._wish.listen()
         self._watch.begin(self.step, self._note_stop)
         self._profile.begin(self.step + 1)
+        self._garbage.begin(self.step)
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
         """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
@@ -144,6 +146,7 @@ class Keeper:
     def after(self, step: int) -> None:
         """Do what is due after a step: it is told or kept, or a signal asks to leave."""
         self._profile.end(step)
+        self._garbage.after(step)
         self._keep(step)
         self._profile.begin(step + 1)
 
@@ -172,6 +175,7 @@ class Keeper:
     def export(self) -> None:
         """Write the trained weights of the whole model."""
         self._watch.end()
+        self._garbage.end()
         self._wish.let_go()
         assert self._optimizer is not None
         assert self._recipe is not None
@@ -297,6 +301,7 @@ class Keeper:
     def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
         """End this process after a signal, with all others."""
         self._watch.end()
+        self._garbage.end()
         self._wish.ignore()
         if is_kept:
             self._metrics.add(event=Event.PREEMPTED, step=step)

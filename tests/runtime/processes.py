@@ -200,6 +200,7 @@ def _answer_call(task: bytes, rank: int, size: int, store: Path | None) -> bytes
         return pickle.dumps((False, traceback.format_exc()))
     finally:
         torch.set_default_dtype(torch.float32)
+        gc.enable()
         _drop_extra_groups()
 
 
