@@ -19,7 +19,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "weighed_ahead weighed_terms_ahead"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
-        "autopar.runtime.evaluation": "Evaluation read_evaluation",
+        "autopar.runtime.evaluation": "Evaluation one_by_one read_evaluation",
         "autopar.runtime.keeping": "Keeper",
         "autopar.runtime.model": (
             "Crossing StagePart freeze keep_apart named names_of numbered submodules take_classes"

@@ -3,8 +3,8 @@
 Scripts import from here; files import from each other.
 """
 
-from autopar.runtime.evaluation.evaluating import Evaluation
+from autopar.runtime.evaluation.evaluating import Evaluation, one_by_one
 from autopar.runtime.evaluation.row_metrics import Outputs
 from autopar.runtime.evaluation.rows import read_evaluation
 
-__all__ = ["Evaluation", "Outputs", "read_evaluation"]
+__all__ = ["Evaluation", "Outputs", "one_by_one", "read_evaluation"]

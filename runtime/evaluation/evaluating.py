@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -19,6 +21,7 @@ from autopar.runtime.evaluation.sums import once, over_ranks
 from autopar.runtime.evaluation.untouched import evaluated
 
 Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
+Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbatches, in their order
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -29,6 +32,11 @@ class Evaluated:
     metrics: Mapping[str, float]
     rows: int
     seconds: float
+
+
+def one_by_one(loss: Callable[[Batch], Tensor]) -> Losses:
+    """Return what computes the losses of microbatches one after the other."""
+    return partial(map, loss)
 
 
 def evaluates_after(step: int, options: Namespace) -> bool:
@@ -49,7 +57,7 @@ class Evaluation:
 
     def __init__(
         self,
-        loss: Callable[[Batch], Tensor],
+        losses: Losses,
         parts: Sequence[nn.Module],
         rows: EvaluationRows | None,
         *,
@@ -59,7 +67,7 @@ class Evaluation:
         microbatches: int = 1,
         metrics: Measure | None = None,
     ) -> None:
-        self._loss, self._parts, self._rows = loss, parts, rows
+        self._losses, self._parts, self._rows = losses, parts, rows
         self._targets, self._terms, self._added = targets, terms, added
         self._microbatches, self._measure = microbatches, metrics
         self._all_terms: Tensor | None = None  # their counts of all rows
@@ -95,16 +103,30 @@ class Evaluation:
             self._all_terms = over_ranks(torch.stack(own).sum(0).to(device), rows.mesh).cpu()
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros_like(total)
-        for batch, times in rows:
+        for batch, times, given, loss in self._computed(rows):
             count = self._count(batch, rows).to(device, torch.float64, non_blocking=True)
-            given = rows.placed(self._weighed(batch, rows))
-            loss = self._loss(given).double()
-            total += scale_loss(loss, once(with_added(count, added), times))
+            total += scale_loss(loss.double(), once(with_added(count, added), times))
             weight += once(count, times)
             metrics.add(rows.whole(given), times)
         total, weight = over_ranks(torch.stack([total, weight]), rows.mesh)
         total *= rows.mesh.pipeline.size  # only the last of its ranks has losses
         return float(total / with_added(weight, added)) * self._microbatches
+
+    def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
+        """Yield each microbatch, how often its rows are there, what the model is given, its loss.
+
+        A pipeline reads several before it has the loss of the first.
+        """
+        under_way: deque[tuple[Batch, int, Batch]] = deque()
+
+        def given() -> Iterator[Batch]:
+            for batch, times in rows:
+                placed = rows.placed(self._weighed(batch, rows))
+                under_way.append((batch, times, placed))
+                yield placed
+
+        for loss in self._losses(given()):
+            yield *under_way.popleft(), loss
 
     def _count(self, batch: Batch, rows: EvaluationRows) -> Tensor:
         """Return how much of a microbatch its mean counts."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from autopar.runtime.data.loss import scale_loss
 from autopar.runtime.model.parts import Crossing, StagePart
-from autopar.runtime.pipeline.forward_only import loss_through
+from autopar.runtime.pipeline.forward_only import losses_through
 from autopar.runtime.pipeline.stage import Shapes, Stage, cut, stage_of
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.pairs import Pairs, neighbour_groups
@@ -184,9 +184,9 @@ class Pipeline:
             return torch.zeros((), device=device)
         return scale_loss(torch.stack(losses).detach(), factors).sum()
 
-    def loss_of(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of a microbatch that is evaluated; zero where there is no last stage."""
-        return loss_through(self.stages, batch)
+    def losses_of(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+        """Yield the losses of microbatches that are evaluated; zeros where no last stage is."""
+        return losses_through(self.stages, batches)
 
 
 def _own_loss(output: tuple[Tensor, ...], _: object) -> Tensor:

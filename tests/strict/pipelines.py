@@ -55,6 +55,11 @@ def small_logs(kind: ScheduleKind, shape: PipelineShape) -> list[list[Event]]:
     return logs_alone(_run_small, shape.ranks, kind, shape)
 
 
+def evaluation_logs(kind: ScheduleKind, shape: PipelineShape) -> list[list[Event]]:
+    """Return the logs of an evaluation by a pipeline of small layers."""
+    return logs_alone(_evaluate_small, shape.ranks, kind, shape)
+
+
 def script_logs(path: Path, ranks: int) -> list[list[Event]]:
     """Return the logs of the pipeline in a step of a script."""
     return logs_alone(_run_script, ranks, path)
@@ -74,6 +79,23 @@ class SmallStage(nn.Module):
 
 
 def _run_small(log: Log, kind: ScheduleKind, shape: PipelineShape) -> None:
+    pipeline = _small_pipeline(kind, shape)
+    with _step_alone(log):
+        pipeline.step(_rows(shape), [1.0] * shape.microbatches)
+
+
+def _evaluate_small(log: Log, kind: ScheduleKind, shape: PipelineShape) -> None:
+    pipeline = _small_pipeline(kind, shape)
+    log.events.clear()
+    with torch.no_grad(), patch.object(Stage, "evaluate", _noting(Stage.evaluate, log)):
+        assert len(list(pipeline.losses_of(_rows(shape)))) == shape.microbatches
+
+
+def _rows(shape: PipelineShape) -> list[dict[str, Tensor]]:
+    return [{"x": torch.zeros(1, WIDTH)}] * shape.microbatches
+
+
+def _small_pipeline(kind: ScheduleKind, shape: PipelineShape) -> Pipeline:
     mesh = start(pipeline=shape.ranks, data=1, tensor=1)
     crossing = (cut(1, WIDTH),)
     stages = [
@@ -87,10 +109,7 @@ def _run_small(log: Log, kind: ScheduleKind, shape: PipelineShape) -> None:
         )
         for index in stage_indices(kind, mesh.pipeline.rank, shape.ranks, shape.stages_per_rank)
     ]
-    pipeline = build_schedule(kind, stages, shape.microbatches)
-    rows = [{"x": torch.zeros(1, WIDTH)}] * shape.microbatches
-    with _step_alone(log):
-        pipeline.step(rows, [1.0] * shape.microbatches)
+    return build_schedule(kind, stages, shape.microbatches)
 
 
 def _run_script(log: Log, path: Path) -> None:
@@ -131,6 +150,7 @@ def _noting(run: Callable[..., Any], log: Log) -> Callable[..., Any]:
 
 
 _KINDS = {
+    ("evaluate", True): ActionKind.FORWARD,
     ("forward_one_chunk", True): ActionKind.FORWARD,
     ("backward_one_chunk", True): ActionKind.BACKWARD,
     ("backward_one_chunk", False): ActionKind.INPUT_GRADIENT,

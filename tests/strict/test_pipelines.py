@@ -10,12 +10,12 @@ import pytest
 
 from autopar.codegen.emit import write_script
 from autopar.planner.costs.schedules.pipeline import pipeline_seconds
-from autopar.planner.costs.schedules.simulation import StageSeconds
+from autopar.planner.costs.schedules.simulation import StageSeconds, even_stages
 from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind
 from autopar.planner.costs.steps.step import pipeline_shape
 from tests.codegen.plans import pinned_plan
 from tests.strict.log import Event
-from tests.strict.pipelines import durations, script_logs, small_logs
+from tests.strict.pipelines import durations, evaluation_logs, script_logs, small_logs
 from tests.strict.replay import blocked_share, step_seconds
 
 TOLERANCE = 0.02
@@ -65,6 +65,24 @@ def test_a_step_takes_what_is_planned(kind: ScheduleKind, ranks: int) -> None:
     planned = pipeline_seconds(kind, shape, stages, transfer_seconds=transfers).step_seconds
     found = step_seconds(logs_of(kind, ranks), durations(stages, TRANSFER_SECONDS))
     assert planned == pytest.approx(found, rel=TOLERANCE)
+
+
+@pytest.mark.parametrize(("kind", "ranks"), CELLS)
+def test_an_evaluation_keeps_all_ranks_busy(kind: ScheduleKind, ranks: int) -> None:
+    shape = shape_of(kind, ranks)
+    stages = even_stages(
+        shape.stages,
+        forward_seconds=1.0,
+        input_gradient_seconds=0.0,
+        weight_gradient_seconds=0.0,
+    )
+    transfer_seconds = TRANSFER_SECONDS / 2  # a forward alone sends half of what a step does
+    logs, times = evaluation_logs(kind, shape), durations(stages, transfer_seconds)
+    found = step_seconds(logs, times)
+    busy = shape.microbatches * shape.stages_per_rank
+    fills = shape.stages - 1  # and empties
+    assert found < (busy + fills) * (1 + 2 * transfer_seconds)
+    assert blocked_share(logs, times) < TOLERANCE
 
 
 @pytest.mark.parametrize("kind", ScheduleKind)
