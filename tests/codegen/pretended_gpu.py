@@ -123,7 +123,7 @@ def _convolved_backward(
     return torch.empty_like(x), torch.empty_like(weight), gradient.new_empty(gradient.shape[1])
 
 
-class _Refusing(Recording):
+class _Refusing(Recording):  # type: ignore[no-untyped-call]
     """Refuses messages that nccl refuses."""
 
     def __torch_dispatch__(

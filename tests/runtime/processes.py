@@ -24,7 +24,7 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection, wait
 from multiprocessing.process import BaseProcess
 from pathlib import Path
-from typing import Any, TypeAlias, TypeVar
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -33,7 +33,6 @@ from tests.strict import group
 from tests.strict.log import Log
 
 Result = TypeVar("Result")
-_Call: TypeAlias = tuple[Callable[..., Any], tuple[Any, ...], str]
 LOG = Log()  # of this rank's strict groups, of the call that runs
 # Parameters with gradient hooks are cycles through C++, which nothing collects: what a call has
 # trained stays, with its process groups, until its processes end.
@@ -70,21 +69,26 @@ def run_on_ranks(
 
     The backend "strict" is as strict as nccl; see `tests/strict/group.py`.
     """
-    call = (function, args, backend)
     try:
-        return _run(call, size, timeout_seconds)
+        return _run(function, size, args, timeout_seconds, backend)
     except JoinError:
-        return _run(call, size, timeout_seconds)
+        return _run(function, size, args, timeout_seconds, backend)
 
 
-def _run(call: _Call, size: int, timeout_seconds: float) -> list[Any]:
+def _run(
+    function: Callable[..., Result],
+    size: int,
+    args: tuple[Any, ...],
+    timeout_seconds: float,
+    backend: str,
+) -> list[Result]:
     pool = _pool(size)
     if pool.calls == MOST_CALLS:
         pool.kill()
         _pool.cache_clear()
         pool = _pool(size)
     try:
-        return pool.run(call, timeout_seconds)
+        return pool.run(function, args, timeout_seconds, backend=backend)
     except RankError:
         pool.kill()  # a rank that failed alone leaves the others inside a collective
         _pool.cache_clear()
@@ -112,10 +116,17 @@ class Pool:
             self.pipes.append(here)
             self.processes.append(process)
 
-    def run(self, call: _Call, seconds: float) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        seconds: float,
+        *,
+        backend: str = "gloo",
+    ) -> list[Any]:
         """Send the call to every rank and gather the answers, or say which rank failed how."""
         self.calls += 1
-        task = pickle.dumps(call)
+        task = pickle.dumps((function, args, backend))
         for pipe in self.pipes:
             pipe.send_bytes(task)
         answers: dict[int, Any] = {}
