@@ -21,6 +21,7 @@ settings.load_profile("busy")
 # few cores, so one worker gets them all; the others go by the file.
 ON_MANY_PROCESSES = (
     "tests/runtime/",
+    "tests/strict/",
     "tests/codegen/forward/test_ranks.py",
     "tests/codegen/test_equality_matrix.py",
     "tests/codegen/test_plain_loops.py",

@@ -23,7 +23,7 @@ DTYPES = frozenset(
 )
 
 
-class RefusedError(ValueError):
+class RefusedError(RuntimeError):
     """What nccl would not do."""
 
 

@@ -13,6 +13,7 @@ from autopar.planner.costs.schedules.pipeline import pipeline_seconds
 from autopar.planner.costs.schedules.simulation import StageSeconds, even_stages
 from autopar.planner.costs.schedules.table import PipelineShape, ScheduleKind
 from autopar.planner.costs.steps.step import pipeline_shape
+from tests.cells import cells
 from tests.codegen.plans import pinned_plan
 from tests.strict.log import Event
 from tests.strict.pipelines import durations, evaluation_logs, script_logs, small_logs
@@ -85,7 +86,10 @@ def test_an_evaluation_keeps_all_ranks_busy(kind: ScheduleKind, ranks: int) -> N
     assert blocked_share(logs, times) < TOLERANCE
 
 
-@pytest.mark.parametrize("kind", ScheduleKind)
+SCRIPTS = (ScheduleKind.INTERLEAVED_1F1B, ScheduleKind.ZERO_BUBBLE_V)
+
+
+@pytest.mark.parametrize("kind", cells(ScheduleKind, SCRIPTS))
 def test_a_script_sends_what_its_plan_is_priced_by(kind: ScheduleKind, tmp_path: Path) -> None:
     per_rank = 1 if kind.has_closed_form else 2
     plan = pinned_plan(

@@ -7,7 +7,6 @@ import torch
 
 from autopar.runtime.keeping.host_copies import Room, blocks_of, free_host_bytes
 
-
 NEEDS_GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
 DEVICES = ["cpu", pytest.param("cuda", marks=NEEDS_GPU)]
 
