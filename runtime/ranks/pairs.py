@@ -15,6 +15,8 @@ import torch.distributed as dist
 
 from autopar.runtime.ranks.mesh import Mesh
 
+_DESCRIBED = "mesh_pipeline"  # as torch describes the group of the axis, in what it records
+
 
 class Pairs(Enum):
     """Which pipeline ranks have a group of two."""
@@ -73,10 +75,10 @@ def _group_of_this_rank(
     world = dist.group.WORLD
     assert world is not None
     if world.bound_device_id is not None:
-        return dist.split_group(split_ranks=list(groups), timeout=timeout)
+        return dist.split_group(split_ranks=list(groups), timeout=timeout, group_desc=_DESCRIBED)
     own: dist.ProcessGroup | None = None
     for ranks in groups:
-        made = dist.new_group(ranks, timeout=timeout)
+        made = dist.new_group(ranks, timeout=timeout, group_desc=_DESCRIBED)
         if dist.get_rank() in ranks:
             own = made
     return own

@@ -81,6 +81,6 @@ def split_randomness(axis: Axis) -> Iterator[None]:
 def _generators() -> list[torch.Generator]:
     """Return what ops here draw from: torch.manual_seed seeds all devices, which takes 0.1 ms."""
     found = [torch.default_generator]
-    if torch.cuda.is_available():
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         found.append(torch.cuda.default_generators[torch.cuda.current_device()])
     return found
