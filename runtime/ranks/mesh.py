@@ -81,36 +81,32 @@ def start(
     if data % shard:
         raise ValueError(f"{shard} ranks cannot share a sharded copy: the data axis has {data}")
     needed = pipeline * data * tensor
-    dry_run = os.environ.get(DRY_RUN)
-    owns_processes = not dist.is_initialized()
     message_timeout = max(_STEPS_OF_MESSAGE * timedelta(seconds=timeout), _LEAST_TIMEOUT)
-    if owns_processes and dry_run:
-        _join_fake(dry_run, needed)
-    elif owns_processes:
+    owns_processes = not dist.is_initialized()
+    if owns_processes:
         _join(needed, message_timeout)
     _check_world(dist.get_world_size(), needed)
     device = _device()
     sizes = {"pipeline": pipeline, "replica": data // shard, "shard": shard, "tensor": tensor}
     device_mesh = _device_mesh(device, sizes)
+    if owns_processes:
+        _set_timeouts(message_timeout)
     axes = {name: _axis(device_mesh[name]) if size > 1 else ALONE for name, size in sizes.items()}
-    mesh = Mesh(
-        pipeline=axes["pipeline"],
-        replica=axes["replica"],
-        shard=axes["shard"],
-        tensor=axes["tensor"],
+    return Mesh(
         device=device,
         rank=dist.get_rank(),
         world_size=needed,
+        pipeline=axes["pipeline"],
         data=_data_axis(device_mesh, axes),
+        tensor=axes["tensor"],
         world=_axis_of_group(dist.group.WORLD),
         device_mesh=device_mesh,
-        is_dry_run=bool(dry_run),
+        shard=axes["shard"],
+        replica=axes["replica"],
+        is_dry_run=bool(os.environ.get(DRY_RUN)),
         owns_processes=owns_processes,
         message_timeout=message_timeout,
     )
-    if owns_processes and not dry_run:
-        _set_timeouts(message_timeout)
-    return mesh
 
 
 def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -127,6 +123,8 @@ def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
 
 def _set_timeouts(timeout: timedelta) -> None:
     """Give all groups their time: those of a device mesh have ten minutes under nccl."""
+    if dist.get_backend() == "fake":
+        return
     for group in dist.distributed_c10d._world.pg_map:
         _set_pg_timeout(timeout, group)
 
@@ -164,6 +162,9 @@ def _device() -> torch.device:
 
 def _join(needed: int, timeout: timedelta) -> None:
     """Join under torchrun; without torchrun this process is the whole world."""
+    if place := os.environ.get(DRY_RUN):
+        _join_fake(place, needed)
+        return
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()  # which is torchrun
     _check_world(int(os.environ.get("WORLD_SIZE", "1")), needed)
