@@ -26,7 +26,7 @@ from autopar.runtime.data_parallel import wrap
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.keeping.saving import Saved, Saving
-from autopar.runtime.keeping.writing import Snapshot, rank_file, snapshot
+from autopar.runtime.keeping.writing import Agreed, Snapshot, rank_file, snapshot
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.ranks import start, stop
 
@@ -55,12 +55,12 @@ def main() -> None:
 
     def taken(number: int) -> Snapshot:
         moment = Moment(step=number, rows=0, updates=0)
-        found = snapshot(folder, moment, "", [model], optimizer, mesh)
+        found = snapshot(folder, moment, "", [model], optimizer, agreed)
         assert isinstance(found, Snapshot), found
         return found
 
     folder = Path(options.folder) / "checkpoint-stall"
-    saving, at_once, beside = Saving(mesh), [], []
+    agreed, saving, at_once, beside = Agreed(mesh), Saving(mesh), [], []
     calm, busy = [], []
     for number in range(options.pairs):
         calm += [step() for _ in range(STEPS)]

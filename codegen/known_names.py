@@ -19,7 +19,9 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "weighed_ahead weighed_terms_ahead with_plain"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
-        "autopar.runtime.evaluation": "Evaluation Plainly first_step_checked read_evaluation",
+        "autopar.runtime.evaluation": (
+            "Evaluation Plainly first_step_checked one_by_one read_evaluation"
+        ),
         "autopar.runtime.keeping": "Keeper",
         "autopar.runtime.model": (
             "Crossing StagePart freeze keep_apart named names_of numbered submodules take_classes"

@@ -21,6 +21,7 @@ settings.load_profile("busy")
 # few cores, so one worker gets them all; the others go by the file.
 ON_MANY_PROCESSES = (
     "tests/runtime/",
+    "tests/strict/",
     "tests/codegen/forward/test_ranks.py",
     "tests/codegen/test_equality_matrix.py",
     "tests/codegen/test_plain_loops.py",
@@ -88,3 +89,10 @@ def no_process_group_is_left() -> Iterator[None]:
     yield
     if dist.is_initialized():
         dist.destroy_process_group()
+
+
+@pytest.fixture(autouse=True)
+def _garbage_is_collected() -> Iterator[None]:
+    """Have Python collect garbage again where a test has begun a training and not ended it."""
+    yield
+    gc.enable()

@@ -22,15 +22,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from tests.strict.refusals import refuse
+
 NAME = "late"
 _DELAY_SECONDS = 0.3e-3  # before a tensor is read, and again before a result is written
 _CYCLES_PER_SECOND = 1.8e9  # of a GPU, about
-_KNOWN_TYPES = frozenset(
-    {
-        torch.float64, torch.float32, torch.float16, torch.bfloat16, torch.int64, torch.int32,
-        torch.int8, torch.uint8, torch.bool,
-    }
-)  # fmt: skip
 _REDUCTIONS: dict[Any, Callable[[Tensor], Tensor]] = {
     dist.ReduceOp.SUM: lambda stack: stack.sum(0),
     dist.ReduceOp.AVG: lambda stack: stack.sum(0) / len(stack),
@@ -291,12 +287,7 @@ class LateGroup(_Group):  # type: ignore[misc]
 
     def _check(self, tensors: Sequence[Tensor]) -> None:
         for one in tensors:
-            if one.device.type != self._device.type:
-                raise RuntimeError(f"No backend type associated with device type {one.device.type}")
-            if not one.is_contiguous():
-                raise RuntimeError(f"Tensors must be contiguous: {tuple(one.shape)} {one.stride()}")
-            if one.dtype not in _KNOWN_TYPES:
-                raise RuntimeError(f"Unconvertible NCCL type {one.dtype}")
+            refuse(NAME, one, self._device.type)
 
     def _mark_now(self) -> Any:
         if self._device.type != "cuda":

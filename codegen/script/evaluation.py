@@ -72,11 +72,11 @@ def absent_notes(subject: Subject) -> Iterator[str]:
 
 
 def _model(plan: Plan, subject: Subject) -> tuple[str, str]:
-    """Return what gives a microbatch's loss, and what a rank holds of the model."""
+    """Return what gives the losses of microbatches, and what a rank holds of the model."""
     if plan.arrangement.pipeline > 1:
-        return "model.loss_of", "model.parts"
+        return "model.losses_of", "model.parts"
     split = ", tensor=mesh.tensor" if subject.opened.loss is not None else ""
-    return f"partial(loss_of, model{split})", "[model]"
+    return f"one_by_one(partial(loss_of, model{split}))", "[model]"
 
 
 def _rows(plan: Plan, subject: Subject) -> Group:

@@ -53,7 +53,8 @@ def weighed_ahead(
     """
     steps, read = 1, list(islice(data, microbatches))
     while read:
-        counts = torch.stack([valid_targets(Exact(batch)) for batch in read]).to(mesh.device)
+        own = torch.stack([valid_targets(Exact(batch)) for batch in read])
+        counts = own.to(mesh.device, non_blocking=True)  # else the host waits for the device
         shares = _shares(counts, divisor, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
         coming: list[Batch] = []

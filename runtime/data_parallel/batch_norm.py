@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.nn.modules._functions import SyncBatchNorm as CudaSyncBatchNorm
 from torch.nn.modules.batchnorm import _BatchNorm, _NormBase
 from torch.overrides import TorchFunctionMode
 
@@ -114,13 +113,7 @@ class _Synchronised(_BatchNorm):
         if not training:
             return functional.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
         arguments = (running_mean, running_var, eps, momentum, self.axis)
-        if input.is_cuda and weight is not None:
-            *shared, axis = arguments
-            output = CudaSyncBatchNorm.apply(  # type: ignore[no-untyped-call]
-                input.contiguous(), weight, bias, *shared, axis.group, axis.size
-            )
-        else:
-            output = _Normalise.apply(input, weight, bias, *arguments)  # type: ignore[no-untyped-call]
+        output = _Normalise.apply(input, weight, bias, *arguments)  # type: ignore[no-untyped-call]
         assert isinstance(output, Tensor)
         return output
 
@@ -133,7 +126,11 @@ def _synchronised_class(kind: type[nn.Module]) -> type[_Synchronised]:
 
 
 class _Normalise(torch.autograd.Function):
-    """Batch norm with one collective each way, on any backend."""
+    """Batch norm with one collective each way, on any device.
+
+    torch's SyncBatchNorm has the host wait in each forward (it masks out ranks of no rows), and
+    lays channels_last inputs out anew.
+    """
 
     @staticmethod
     def forward(

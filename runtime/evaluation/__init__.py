@@ -3,7 +3,7 @@
 Scripts import from here; files import from each other.
 """
 
-from autopar.runtime.evaluation.evaluating import Evaluation
+from autopar.runtime.evaluation.evaluating import Evaluation, one_by_one
 from autopar.runtime.evaluation.first_step import Plainly, first_step_checked
 from autopar.runtime.evaluation.outputs import Absent, Outputs, named_outputs
 from autopar.runtime.evaluation.rows import read_evaluation
@@ -15,5 +15,6 @@ __all__ = [
     "Plainly",
     "first_step_checked",
     "named_outputs",
+    "one_by_one",
     "read_evaluation",
 ]

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import time
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, TypeAlias
 
 import torch
@@ -20,6 +22,7 @@ from autopar.runtime.evaluation.sums import once, over_ranks
 from autopar.runtime.evaluation.untouched import evaluated
 
 Counting: TypeAlias = Callable[[Mapping[str, Any]], Tensor]
+Losses: TypeAlias = Callable[[Iterable[Batch]], Iterator[Tensor]]  # of microbatches, in their order
 
 
 def weighed_alike(batch: Batch, terms: Counting | None) -> Batch:
@@ -37,6 +40,11 @@ class Evaluated:
     metrics: Mapping[str, float]
     rows: int
     seconds: float
+
+
+def one_by_one(loss: Callable[[Batch], Tensor]) -> Losses:
+    """Return what computes the losses of microbatches one after the other."""
+    return partial(map, loss)
 
 
 def evaluates_after(step: int, options: Namespace) -> bool:
@@ -57,7 +65,7 @@ class Evaluation:
 
     def __init__(
         self,
-        loss: Callable[[Batch], Tensor],
+        losses: Losses,
         parts: Sequence[nn.Module],
         rows: EvaluationRows | None,
         *,
@@ -67,7 +75,7 @@ class Evaluation:
         microbatches: int = 1,
         metrics: Measure | None = None,
     ) -> None:
-        self._loss, self._parts, self._rows = loss, parts, rows
+        self._losses, self._parts, self._rows = losses, parts, rows
         self._targets, self._terms, self._divisor = targets, terms, divisor
         self._microbatches, self._measure = microbatches, metrics
         self._all_terms: Tensor | None = None  # their counts of all rows
@@ -84,7 +92,7 @@ class Evaluation:
         with self._untouched(self._rows, metrics):
             batch, times = next(iter(self._rows))
             given = self._rows.placed(weighed_alike(batch, self._terms))
-            self._loss(given)
+            _ = list(self._losses([given]))
             metrics.add(self._rows.whole(given), times)
 
     def run(self) -> Evaluated:
@@ -117,16 +125,30 @@ class Evaluation:
             self._all_terms = over_ranks(torch.stack(own).sum(0).to(device), rows.mesh).cpu()
         total = torch.zeros((), dtype=torch.float64, device=device)
         weight = torch.zeros_like(total)
-        for batch, times in rows:
-            count = self._count(batch, rows).to(device, torch.float64)
-            given = rows.placed(self._weighed(batch, rows))
-            loss = self._loss(given).double()
-            total += scale_loss(loss, once(divisor(count, 1), times))
+        for batch, times, given, loss in self._computed(rows):
+            count = self._count(batch, rows).to(device, torch.float64, non_blocking=True)
+            total += scale_loss(loss.double(), once(divisor(count, 1), times))
             weight += once(count, times)
             metrics.add(rows.whole(given), times)
         total, weight = over_ranks(torch.stack([total, weight]), rows.mesh)
         total *= rows.mesh.pipeline.size  # only the last of its ranks has losses
         return float(total / divisor(weight, _parts_of(rows))) * self._microbatches
+
+    def _computed(self, rows: EvaluationRows) -> Iterator[tuple[Batch, int, Batch, Tensor]]:
+        """Yield each microbatch, how often its rows are there, what the model is given, its loss.
+
+        A pipeline reads several before it has the loss of the first.
+        """
+        under_way: deque[tuple[Batch, int, Batch]] = deque()
+
+        def given() -> Iterator[Batch]:
+            for batch, times in rows:
+                placed = rows.placed(self._weighed(batch, rows))
+                under_way.append((batch, times, placed))
+                yield placed
+
+        for loss in self._losses(given()):
+            yield *under_way.popleft(), loss
 
     def _count(self, batch: Batch, rows: EvaluationRows) -> Tensor:
         """Return how much of a microbatch its mean counts."""

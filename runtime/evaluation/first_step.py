@@ -19,7 +19,7 @@ from autopar.runtime.data.loss import Weighed, loss_in
 from autopar.runtime.data_parallel.batch_norm import widen_norms
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel.half_precision import compute_in
-from autopar.runtime.evaluation.evaluating import Counting, weighed_alike
+from autopar.runtime.evaluation.evaluating import Counting, Losses, weighed_alike
 from autopar.runtime.evaluation.untouched import computes_as_trained
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
@@ -82,7 +82,7 @@ class _Found:
 
 def first_step_checked(
     data: Iterator[Read],
-    loss: Callable[[Batch], Tensor],
+    losses: Losses,
     parts: Sequence[nn.Module],
     plainly: Plainly,
     options: Namespace,
@@ -103,7 +103,7 @@ def first_step_checked(
     first = next(data)
     batch = weighed_alike(first[0] if isinstance(first, tuple) else first, terms)
     with computes_as_trained(parts, mesh, options.seed):
-        ours = loss(batch).double()
+        (ours,) = losses([batch])
     rest = gathered_rows({key: batch[key] for key in own}, (), rows_over, rows=rows)
     found = _Found()
     if mesh.rank == 0:
@@ -111,9 +111,9 @@ def first_step_checked(
         torch.cuda.empty_cache()
     is_counted = mesh.data.rank == mesh.tensor.rank == 0  # of a pipeline the last stage has it
     told = [
-        ours if is_counted else torch.zeros_like(ours),
-        ours.new_tensor(found.loss),
-        ours.new_tensor(bool(found.failure)),
+        ours.double() if is_counted else torch.zeros_like(ours, dtype=torch.float64),
+        torch.tensor(found.loss, dtype=torch.float64, device=ours.device),
+        torch.tensor(float(bool(found.failure)), dtype=torch.float64, device=ours.device),
     ]
     every = torch.stack(told)
     script, plain, has_failed = summed(every, mesh.world) if mesh.world.size > 1 else every

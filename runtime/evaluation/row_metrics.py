@@ -29,7 +29,7 @@ class RowMetrics:
     def __init__(self, measure: Measure | None, mesh: Mesh) -> None:
         self._measure, self._mesh = measure, mesh
         self._outputs: list[Any] = []  # of the last microbatch, where this rank has them
-        self._sums: dict[str, Tensor] = {}  # of the elements, and how many they are
+        self.sums: dict[str, Tensor] = {}  # of the elements, and how many they are
 
     @contextmanager
     def watching(self, parts: Sequence[nn.Module]) -> Iterator[None]:
@@ -53,11 +53,12 @@ class RowMetrics:
             return
         with told("metrics() of the model file"):
             found = self._measure(self._outputs.pop(), batch)
-        _check(found, like=self._sums)
+        _check(found, like=self.sums)
         for name, value in found.items():
-            elements = value.double()
-            own = torch.stack([elements.sum(), elements.new_tensor(value.numel())])
-            self._sums[name] = self._sums.get(name, 0) + once(own, times)
+            # On the device, where they are summed over the ranks: numpy leaves them on the CPU.
+            elements = value.to(self._mesh.device, torch.float64)
+            own = torch.stack([elements.sum(), elements.new_full((), value.numel())])
+            self.sums[name] = self.sums.get(name, 0) + once(own, times)
 
     def means(self) -> dict[str, float]:
         """Return the means over the rows of all data ranks."""
@@ -65,16 +66,16 @@ class RowMetrics:
         if not names:
             return {}
         nothing = torch.zeros(2, dtype=torch.float64, device=self._mesh.device)
-        own = torch.stack([self._sums.get(name, nothing) for name in names], 1)
+        own = torch.stack([self.sums.get(name, nothing) for name in names], 1)
         sums, counts = over_ranks(own, self._mesh)
         return dict(zip(names, (sums / counts).tolist(), strict=True))
 
     def _names(self) -> Sequence[str]:
         """Return the names of the metrics, which in a pipeline not all ranks know."""
         if self._measure is None or self._mesh.pipeline.size == 1:
-            return [*self._sums]
+            return [*self.sums]
         known: list[Any] = [None] * self._mesh.pipeline.size
-        dist.all_gather_object(known, [*self._sums], group=self._mesh.pipeline.group)
+        dist.all_gather_object(known, [*self.sums], group=self._mesh.pipeline.group)
         return next((names for names in known if names), [])
 
 

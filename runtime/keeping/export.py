@@ -17,7 +17,7 @@ from autopar.runtime.keeping.holdings import weights_held
 from autopar.runtime.keeping.manifest import Exported
 from autopar.runtime.keeping.model_files import WeightsFile, files_of_model, told, write_model
 from autopar.runtime.keeping.overlaps import overlaps
-from autopar.runtime.keeping.owners import Here, Owned, every_rank, owners
+from autopar.runtime.keeping.owners import Here, Owned, Owners, every_rank
 from autopar.runtime.keeping.places import Destination, refuse_foreign
 from autopar.runtime.keeping.safetensors_file import Entry, as_bytes, in_file_order
 from autopar.runtime.keeping.saved_model import SavedModel
@@ -75,7 +75,7 @@ def export(
         return
     exported = exported_of(parts, begun.recipe.dtypes, mesh)
     holdings = [one for one in weights_held(parts, optimizer) if one.key in exported]
-    whole_model = _Whole(owners(holdings, mesh), Here(holdings), exported, begun, mesh)
+    whole_model = _Whole(Owners(mesh).of(holdings), Here(holdings), exported, begun, mesh)
     try:
         _write(whole_model, to, exported, mesh)
     except OSError as error:

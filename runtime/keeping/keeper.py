@@ -22,10 +22,11 @@ from autopar.runtime.keeping.finding import (
     Checkpoint,
     find_checkpoint,
 )
+from autopar.runtime.keeping.garbage import Garbage
 from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.numbers import broken_of, told_broken
-from autopar.runtime.keeping.owners import every_rank, owners
+from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
 from autopar.runtime.keeping.profiling import StepProfile
 from autopar.runtime.keeping.progress import GO_ON, Planned, Progress
@@ -35,7 +36,7 @@ from autopar.runtime.keeping.saving import Saved, Saving
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
 from autopar.runtime.keeping.watch import Watch
-from autopar.runtime.keeping.writing import plan_digest, said, snapshot
+from autopar.runtime.keeping.writing import Agreed, plan_digest, said, snapshot
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.curves import Curves
@@ -81,6 +82,7 @@ class Keeper:
         self._recipe: Recipe | None = None
         self._rate: Any = None
         self._wish = StopWish(mesh)
+        self._agreed, self._garbage = Agreed(mesh), Garbage()
         self._saving, self._begun_at = Saving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
         curves = Curves(options.tensorboard, mesh, begun=self.step)
@@ -111,6 +113,7 @@ class Keeper:
             self._wish.listen()
         self._watch.begin(self.step, self._note_stop)
         self._profile.begin(self.step + 1)
+        self._garbage.begin(self.step)
 
     def progress(self, amount: int, unit: str, planned: Planned) -> Progress:
         """Return what tells the steps from here on; `amount` is what a step trains on, in units."""
@@ -146,6 +149,7 @@ class Keeper:
     def after(self, step: int) -> None:
         """Do what is due after a step: it is told or kept, or a signal asks to leave."""
         self._profile.end(step)
+        self._garbage.after(step)
         self._keep(step)
         self._profile.begin(step + 1)
 
@@ -174,6 +178,7 @@ class Keeper:
     def export(self) -> None:
         """Write the trained weights of the whole model."""
         self._watch.end()
+        self._garbage.end()
         self._wish.let_go()
         assert self._optimizer is not None
         assert self._recipe is not None
@@ -198,7 +203,7 @@ class Keeper:
         if scheduler is not None:
             _step_again(scheduler, moment.updates)
         self._evaluations.go_on(found.folder.parent, moment.step)
-        owned = owners(everything_held(parts, optimizer), self._mesh)
+        owned = self._agreed.owned(everything_held(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
             set_random_states(own_random_states(found, self._mesh.rank), self._mesh.device)
         else:  # other ranks draw: not what the first steps have drawn
@@ -234,7 +239,7 @@ class Keeper:
             self._model,
             self._parts,
             self._optimizer,
-            self._mesh,
+            self._agreed,
             built=self._recipe.dtypes,
         )
         if isinstance(taken, str):
@@ -300,6 +305,7 @@ class Keeper:
     def _leave(self, step: int, *, is_kept: bool) -> NoReturn:
         """End this process after a signal, with all others."""
         self._watch.end()
+        self._garbage.end()
         self._wish.ignore()
         if is_kept:
             self._metrics.add(event=Event.PREEMPTED, step=step)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import math
+import pickle
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from heapq import nsmallest
 from typing import Any
 
 import torch
@@ -17,6 +19,9 @@ from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.tensor.chunks import Chunks
 
 SMALL = 2**14  # elements that one rank writes alone, though others hold them as well
+# Of what a rank writes, in how many pieces at least: all of them about as large, so that ranks
+# have about as much to write, and no more pieces than that takes.
+_PIECES = 16
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -46,13 +51,26 @@ class _Held:
     is_buffer: bool
 
 
-def owners(holdings: Iterable[Holding], mesh: Mesh) -> tuple[Owned, ...]:
-    """Return what each rank writes, the same on all ranks, in the order of keys."""
-    here = [
-        _Held(key=one.key, dtype=one.tensor.dtype, chunks=one.chunks, is_buffer=one.is_buffer)
-        for one in holdings
-    ]
-    return shared_out(every_rank(here, mesh))
+class Owners:
+    """Who writes what, agreed on once, and again where what a rank holds is not what it was.
+
+    An optimizer makes its states when a parameter has its first gradient.
+    """
+
+    def __init__(self, mesh: Mesh) -> None:
+        self._mesh = mesh
+        self._here: Sequence[_Held] | None = None
+        self._owned: tuple[Owned, ...] = ()
+
+    def of(self, holdings: Iterable[Holding]) -> tuple[Owned, ...]:
+        """Return what each rank writes, the same on all ranks, in the order of keys."""
+        here = [
+            _Held(key=one.key, dtype=one.tensor.dtype, chunks=one.chunks, is_buffer=one.is_buffer)
+            for one in holdings
+        ]
+        if any_rank(here != self._here, self._mesh):
+            self._here, self._owned = here, shared_out(every_rank(here, self._mesh))
+        return self._owned
 
 
 class Here:
@@ -70,12 +88,31 @@ class Here:
 
 
 def every_rank(value: Any, mesh: Mesh) -> list[Any]:
-    """Return what each rank has, on all of them."""
+    """Return what each rank has, on all of them; what is equal is read once."""
     if mesh.world.size == 1:
         return [value]
     found: list[Any] = [None] * mesh.world.size
-    dist.all_gather_object(found, value, group=mesh.world.group)
-    return found
+    dist.all_gather_object(found, pickle.dumps(value), group=mesh.world.group)
+    read = {one: pickle.loads(one) for one in set(found)}
+    return [read[one] for one in found]
+
+
+def on_first(value: Any, mesh: Mesh) -> list[Any]:
+    """Return what each rank has on the first of them, and nothing on others."""
+    if mesh.world.size == 1:
+        return [value]
+    found: list[Any] | None = [None] * mesh.world.size if mesh.rank == 0 else None
+    dist.gather_object(value, found, dst=0, group=mesh.world.group)
+    return found or []
+
+
+def any_rank(is_so: bool, mesh: Mesh) -> bool:
+    """Whether something is so on any rank."""
+    if mesh.world.size == 1:
+        return is_so
+    found = torch.tensor(float(is_so), device=mesh.device)
+    dist.all_reduce(found, op=dist.ReduceOp.MAX, group=mesh.world.group)
+    return bool(found.item())
 
 
 def shared_out(ranks: Sequence[Sequence[_Held]]) -> tuple[Owned, ...]:
@@ -83,32 +120,46 @@ def shared_out(ranks: Sequence[Sequence[_Held]]) -> tuple[Owned, ...]:
 
     A buffer is written by the first of its ranks: statistics need not be equal on all of them.
     """
-    holders: dict[_Held, list[int]] = {}
-    for rank, held in enumerate(ranks):
-        for one in held:
-            if one.chunks.elements == 0 and math.prod(one.chunks.global_shape) > 0:
-                continue
-            found = holders.setdefault(one, [])
-            if rank not in found:  # a tied weight may be here twice, in two stages
-                found.append(rank)
+    holders = _holders(ranks)
+    elements = sum(one.chunks.elements for one in holders)
+    piece = max(1, elements // (_PIECES * len(ranks)))
     load: defaultdict[int, int] = defaultdict(int)
     owned: list[Owned] = []
     for one in sorted(holders, key=lambda held: (held.key, held.chunks.ranges)):
-        for part in _parts(one, holders[one], load):
+        for part in _parts(one, holders[one], load, piece):
             load[part.rank] += part.chunks.elements * part.dtype.itemsize
             owned.append(part)
     return tuple(owned)
 
 
-def _parts(one: _Held, holders: Sequence[int], load: defaultdict[int, int]) -> list[Owned]:
-    count, shape = len(holders), one.chunks.local_shape
-    if one.is_buffer or count == 1:
+def _holders(ranks: Sequence[Sequence[_Held]]) -> dict[_Held, list[int]]:
+    """Return which ranks hold each shard; what copies of a model hold is looked at once."""
+    alike: dict[int, tuple[Sequence[_Held], list[int]]] = {}
+    for rank, held in enumerate(ranks):
+        alike.setdefault(id(held), (held, []))[1].append(rank)  # every_rank reads equal ones once
+    holders: defaultdict[_Held, list[int]] = defaultdict(list)
+    for held, same in alike.values():
+        for one in dict.fromkeys(held):  # a tied weight may be here twice, in two stages
+            if one.chunks.elements > 0 or math.prod(one.chunks.global_shape) == 0:
+                holders[one] += same
+    return {one: sorted(found) for one, found in holders.items()}
+
+
+def _parts(
+    one: _Held, holders: Sequence[int], load: defaultdict[int, int], piece: int
+) -> list[Owned]:
+    """Cut a shard into rows for some of its holders, as few as make pieces of so many elements."""
+    shape = one.chunks.local_shape
+    if one.is_buffer or len(holders) == 1:
         return [Owned(key=one.key, dtype=one.dtype, rank=holders[0], held=one.chunks)]
+    count = min(len(holders), -(-one.chunks.elements // piece))
     if one.chunks.elements < SMALL or shape[0] < count:
-        least = min(holders, key=lambda rank: (load[rank], rank))
-        return [Owned(key=one.key, dtype=one.dtype, rank=least, held=one.chunks)]
+        count = 1
+    least = sorted(nsmallest(count, holders, key=lambda rank: (load[rank], rank)))
+    if count == 1:
+        return [Owned(key=one.key, dtype=one.dtype, rank=least[0], held=one.chunks)]
     ends = [shape[0] * n // count for n in range(count + 1)]
     return [
         Owned(key=one.key, dtype=one.dtype, rank=rank, held=one.chunks, rows=(low, high))
-        for rank, low, high in zip(holders, ends, ends[1:], strict=False)
+        for rank, low, high in zip(least, ends, ends[1:], strict=False)
     ]

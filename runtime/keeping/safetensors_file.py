@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from autopar.runtime.keeping.host_copies import blocks_of
 from autopar.runtime.ranks.locations import Location, write
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.weights.stored_tensors import KINDS
@@ -63,11 +64,14 @@ def write_tensors(
 def _blocks(
     entries: Sequence[Entry], tensors: Iterator[Tensor], metadata: Mapping[str, str]
 ) -> Iterator[bytes | memoryview]:
+    def flat() -> Iterator[Tensor]:
+        for entry, tensor in zip(entries, tensors, strict=True):
+            assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
+            if tensor.numel():
+                yield as_bytes(tensor)
+
     yield _header(entries, metadata)
-    for entry, tensor in zip(entries, tensors, strict=True):
-        assert (tuple(tensor.shape), tensor.dtype) == (entry.shape, entry.dtype), entry
-        if tensor.numel():
-            yield as_bytes(tensor.cpu()).numpy().data
+    yield from blocks_of(flat())
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 
-import torch
-from torch import Tensor
-
+from autopar.runtime.keeping.host_copies import Room
 from autopar.runtime.keeping.safetensors_file import Written
 from autopar.runtime.keeping.writing import Snapshot, put_in_place
 from autopar.runtime.ranks.mesh import Mesh
@@ -42,7 +39,7 @@ class Saving:
     """
 
     def __init__(self, mesh: Mesh) -> None:
-        self._mesh = mesh
+        self._mesh, self._room = mesh, Room()
         self._one: _UnderWay | None = None
 
     @property
@@ -62,7 +59,7 @@ class Saving:
         """
         file: Future[Written | str] = Future()
         try:
-            taken = replace(taken, tensors=copied(taken.tensors))
+            taken = replace(taken, tensors=self._room.copied(taken.tensors))
         except (MemoryError, RuntimeError):
             _write(taken, file)
         else:  # a rank that fails leaves at once, whether this has ended or not
@@ -95,17 +92,3 @@ def _write(taken: Snapshot, file: Future[Written | str]) -> None:
         file.set_result(taken.write())
     except BaseException as error:  # which the main thread raises
         file.set_exception(error)
-
-
-@torch.no_grad()
-def copied(tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """Return tensors as they are now, in the memory of the host."""
-    copies = [
-        torch.empty(one.shape, dtype=one.dtype, pin_memory=one.device.type == "cuda")
-        for one in tensors
-    ]
-    for copy, one in zip(copies, tensors, strict=True):
-        copy.copy_(one, non_blocking=True)
-    if any(one.device.type == "cuda" for one in tensors):
-        torch.cuda.synchronize()
-    return copies

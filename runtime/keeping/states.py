@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -102,12 +103,14 @@ def _of(target: Target, optimizer: Optimizer) -> Iterator[Holding]:
 
 def scalars(parts: Iterable[nn.Module], optimizer: Optimizer) -> dict[str, Scalar]:
     """Return the numbers that an optimizer keeps of the parameters of this rank."""
-    return {
-        f"{STATE}{key}/{target.name}": _scalar(value)
+    found = {
+        f"{STATE}{key}/{target.name}": value
         for target in targets(parts, optimizer)
         for key, value in _state(target, optimizer).items()
         if is_scalar(value, target)
     }
+    read = numbers_of([value for value in found.values() if isinstance(value, Tensor)])
+    return {key: _scalar(value, read) for key, value in found.items()}
 
 
 def is_scalar(value: Any, target: Target) -> bool:
@@ -117,11 +120,23 @@ def is_scalar(value: Any, target: Target) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _scalar(value: Any) -> Scalar:
+def numbers_of(tensors: Sequence[Tensor]) -> dict[int, float | int | bool]:
+    """Read tensors of one number each, by their ids; the host waits once for each type of them."""
+    alike: defaultdict[tuple[torch.dtype, torch.device], list[Tensor]] = defaultdict(list)
+    for one in tensors:
+        alike[one.dtype, one.device].append(one)
+    return {
+        id(one): number
+        for same in alike.values()
+        for one, number in zip(same, torch.stack(same).tolist(), strict=True)
+    }
+
+
+def _scalar(value: Any, read: Mapping[int, float | int | bool]) -> Scalar:
     if not isinstance(value, Tensor):
         return Scalar(value=value)
     dtype = str(value.dtype).removeprefix("torch.")
-    return Scalar(value=value.item(), dtype=dtype, on_device=value.device.type != "cpu")
+    return Scalar(value=read[id(value)], dtype=dtype, on_device=value.device.type != "cpu")
 
 
 def _state(target: Target, optimizer: Optimizer) -> Mapping[str, Any]:

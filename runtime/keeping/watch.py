@@ -4,31 +4,25 @@ from __future__ import annotations
 
 import os
 import signal
-import sys
-import sysconfig
 import threading
-import time
-import traceback
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from datetime import timedelta
-from pathlib import Path
 from typing import Any, NoReturn
 from uuid import uuid4
 
 import torch.distributed as dist
-from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.keeping.places_in_code import place_of_main_thread
+from autopar.runtime.keeping.roll_call import Found, Place, RollCall, told_places
+from autopar.runtime.keeping.under_way import under_way
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import FAILED
 
-_STANDARD = sysconfig.get_path("stdlib")
-_PATIENCE_SECONDS = 5.0  # in which the other ranks answer
-_POLL_SECONDS = 0.1
+_STORE_SECONDS = 30.0  # in which the store of torchrun answers
 _PATIENT = 3  # times as long for a checkpoint or an evaluation
-_LEAST_TIMEOUT = timedelta(minutes=30)  # of messages: the watch, which knows more, comes first
 
 
 class Watch:
@@ -50,12 +44,8 @@ class Watch:
         if not self._mesh.owns_processes or self._mesh.world.size == 1 or self._mesh.is_dry_run:
             return
         self._step, self._tell = step, tell
-        own = (uuid4().hex, os.environ.get("GROUP_RANK"), os.getpid())
+        own = (uuid4().hex, os.environ.get("GROUP_RANK", ""), os.getpid())
         self._ranks: list[tuple[str, str, int]] = every_rank(own, self._mesh)
-        for group in dist.distributed_c10d._world.pg_map:
-            _set_pg_timeout(
-                max((_PATIENT + 1) * timedelta(seconds=self._seconds), _LEAST_TIMEOUT), group
-            )
         threading.Thread(target=self._look, daemon=True).start()
 
     def note(self, step: int, *, evaluates_next: bool = False) -> None:
@@ -84,38 +74,28 @@ class Watch:
 
     def _give_up(self, waited: float) -> NoReturn:
         """Tell where all ranks are, by the first that answers, and end this one."""
-        own = f"after step {self._step:,}, {place_of_main_thread()}"
-        places, silent = {self._mesh.rank: own}, []
-        told = f"{self._ranks[0][0]}/told"
+        place = Place(
+            rank=self._mesh.rank,
+            where=f"after step {self._step:,}, {place_of_main_thread()}",
+            under_way=under_way(),
+        )
+        word, nodes = self._ranks[0][0], [node for _, node, _ in self._ranks]
+        found = Found(teller=self._mesh.rank, silent=(), told=told_places([place]))
         with suppress(RuntimeError):  # torchrun has gone, and its store: each tells its own
-            store = _store()
-            places |= self._answers(store, own)
-            silent = [rank for rank in range(self._mesh.world_size) if rank not in places]
-            if self._mesh.rank > min(places):
-                store.wait([told], timedelta(seconds=_PATIENCE_SECONDS))
-        if self._mesh.rank == min(places):
-            found = f"no step has ended for {waited:,.0f} s: {told_places(places, silent)}"
+            call = RollCall(_store(), word, nodes, self._mesh.rank)
+            found = call.answer(place)
+            if found.teller != self._mesh.rank:
+                call.wait_until_told()
+        if found.teller == self._mesh.rank:
+            told = f"no step has ended for {waited:,.0f} s: {found.told}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
-            say(f"error: {found}\n  fix: {fix}")
-            self._tell(self._step, found)
+            say(f"error: {told}\n  fix: {fix}")
+            self._tell(self._step, told)
             with suppress(RuntimeError):
-                _store().set(told, "")
-        for rank in silent:
+                RollCall(_store(), word, nodes, self._mesh.rank).note_told()
+        for rank in found.silent:
             self._kill(rank)
         os._exit(FAILED)  # the main thread waits in a message, and takes no exception
-
-    def _answers(self, store: Any, own: str) -> Mapping[int, str]:
-        """Return where the ranks are that answer in time."""
-        keys = [f"{self._ranks[0][0]}/{rank}" for rank in range(self._mesh.world_size)]
-        store.set(keys[self._mesh.rank], own)
-        found: dict[int, str] = {}
-        deadline = time.monotonic() + _PATIENCE_SECONDS
-        while len(found) < len(keys) and time.monotonic() < deadline:
-            for rank, key in enumerate(keys):
-                if rank not in found and store.check([key]):
-                    found[rank] = store.get(key).decode()
-            time.sleep(_POLL_SECONDS)
-        return found
 
     def _kill(self, rank: int) -> None:
         """End a rank of this node that has stopped: torchrun would wait for its SIGTERM."""
@@ -125,36 +105,8 @@ class Watch:
                 os.kill(process, signal.SIGKILL)
 
 
-def told_places(places: Mapping[int, str], silent: list[int]) -> str:
-    """Say where ranks are: first those that say nothing, then the few that are elsewhere."""
-    found: dict[str, list[int]] = {}
-    for rank, place in sorted(places.items()):
-        found.setdefault(place, []).append(rank)
-    parts = [(silent, "answers nothing, as one that is stopped")] if silent else []
-    parts += [(ranks, place) for place, ranks in sorted(found.items(), key=lambda one: len(one[1]))]
-    return "; ".join(f"{_ranks(ranks)} {place}" for ranks, place in parts)
-
-
-def _ranks(ranks: list[int]) -> str:
-    return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(map(str, ranks))}"
-
-
-def place_of_main_thread() -> str:
-    """Return where the main thread is: in the script, and the innermost line of no library."""
-    frame = sys._current_frames()[threading.main_thread().ident or 0]
-    frames = traceback.extract_stack(frame)
-    own = [one for one in frames if "site-packages" not in one.filename]
-    own = [one for one in own if not one.filename.startswith(_STANDARD)] or list(frames)
-    script = [one for one in own if Path(one.filename) == Path(sys.argv[0]).resolve()]
-    return ", ".join(dict.fromkeys(map(_line, [*script[-1:], own[-1]])))
-
-
-def _line(frame: traceback.FrameSummary) -> str:
-    return f"in {frame.name} ({Path(frame.filename).name}, line {frame.lineno}: {frame.line})"
-
-
 def _store() -> Any:
     """Return the store that the ranks have met by."""
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    timeout = timedelta(seconds=_PATIENCE_SECONDS)
+    timeout = timedelta(seconds=_STORE_SECONDS)
     return dist.TCPStore(host, port, is_master=False, timeout=timeout)  # type: ignore[attr-defined]

@@ -14,7 +14,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from autopar.runtime.keeping.exported import exported_of
+from autopar.runtime.keeping.holdings import Holding
 from autopar.runtime.keeping.manifest import (
+    Exported,
     Logical,
     Manifest,
     Moment,
@@ -22,7 +24,7 @@ from autopar.runtime.keeping.manifest import (
     Stored,
     to_text,
 )
-from autopar.runtime.keeping.owners import Here, Owned, every_rank, owners
+from autopar.runtime.keeping.owners import Here, Owned, Owners, every_rank, on_first
 from autopar.runtime.keeping.places import MARK
 from autopar.runtime.keeping.random_states import random_states
 from autopar.runtime.keeping.safetensors_file import (
@@ -52,7 +54,7 @@ class Snapshot:
 
     fresh: Location
     place: Location
-    manifest: Manifest  # that does not know its files yet
+    manifest: Manifest  # that does not know its files yet; the first rank alone has the scalars
     own_file: str
     entries: Sequence[Entry]
     tensors: Sequence[Tensor]  # of the entries
@@ -70,6 +72,27 @@ class Snapshot:
             return said(error)
 
 
+class Agreed:
+    """What ranks have agreed on for a checkpoint, and keep for the next ones."""
+
+    def __init__(self, mesh: Mesh) -> None:
+        self.mesh = mesh
+        self._owners = Owners(mesh)
+        self._exported: Mapping[str, Exported] | None = None
+
+    def owned(self, holdings: Iterable[Holding]) -> tuple[Owned, ...]:
+        """Return what each rank writes."""
+        return self._owners.of(holdings)
+
+    def exported(
+        self, parts: Sequence[nn.Module], built: Mapping[str, torch.dtype]
+    ) -> Mapping[str, Exported]:
+        """Return what an export of the whole model has."""
+        if self._exported is None:
+            self._exported = exported_of(parts, built, self.mesh)
+        return self._exported
+
+
 @torch.no_grad()
 def snapshot(
     folder: Location,
@@ -77,16 +100,17 @@ def snapshot(
     model: str,
     parts: Sequence[nn.Module],
     optimizer: Optimizer,
-    mesh: Mesh,
+    agreed: Agreed,
     *,
     built: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> Snapshot | str:
-    """Agree who writes what, into a new folder; return why there is none, if so.
+    """Take what is to be written of a training, into a new folder; return why there is none, if so.
 
     `built` are the types that the constructor chose, for who exports weights from the checkpoint.
     """
+    mesh = agreed.mesh
     holdings = everything_held(parts, optimizer)
-    owned = owners(holdings, mesh)
+    owned = agreed.owned(holdings)
     place = step_folder(folder, moment.step)
     fresh = _told_by_first(mesh, lambda: begin(place))
     if isinstance(fresh, str):
@@ -109,10 +133,10 @@ def snapshot(
         tensors=logical,
         scalars={
             key: one
-            for found in every_rank(scalars(parts, optimizer), mesh)
+            for found in on_first(scalars(parts, optimizer), mesh)
             for key, one in found.items()
         },
-        exported=exported_of(parts, built, mesh),
+        exported=agreed.exported(parts, built),
     )
     return Snapshot(
         fresh=fresh,

@@ -1,7 +1,7 @@
 """Sums and clips gradients such that every element of the model counts once."""
 
 from collections import defaultdict
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -15,20 +15,55 @@ from autopar.runtime.optimizer.held_gradients import (
     shares_gradients_out,
 )
 from autopar.runtime.ranks.mesh import Axis, Mesh
-from autopar.runtime.ranks.transport import summed
+from autopar.runtime.ranks.transport import ComingSum, summed
+
+_LARGE_BYTES = 2**20  # of a message of its own: a copy of it would take longer than its latency
 
 
 @torch.no_grad()
 def sum_replicated(model_parts: Sequence[nn.Module], names: Collection[str], axis: Axis) -> None:
-    """Sum the partial gradients of R parameters over the axis, one message per dtype."""
+    """Sum the partial gradients of R parameters over the axis, those of a bucket where they lie.
+
+    What is large has a message of its own; small gradients travel together, one message per dtype.
+    """
     if axis.size == 1:
         return
     partial = [one.held for one in held_gradients(model_parts) if is_listed(one.name, names)]
-    for gradients in _by_dtype(partial):
-        total = summed(torch.cat([gradient.reshape(-1) for gradient in gradients]), axis)
-        pieces = torch.split(total, [gradient.numel() for gradient in gradients])
-        for gradient, piece in zip(gradients, pieces, strict=True):
-            gradient.copy_(piece.view_as(gradient))
+    runs = _end_to_end(one for one in partial if one.numel() and one.is_contiguous())
+    coming = [ComingSum(run, axis) for run in runs if run.nbytes >= _LARGE_BYTES]
+    small = [run for run in runs if run.nbytes < _LARGE_BYTES]
+    small += [one for one in partial if not one.is_contiguous()]
+    for same in _by_dtype(small):
+        total = summed(torch.cat([one.reshape(-1) for one in same]), axis)
+        pieces = torch.split(total, [one.numel() for one in same])
+        for one, piece in zip(same, pieces, strict=True):
+            one.copy_(piece.view_as(one))
+    for sums in coming:
+        sums.value()
+
+
+def _end_to_end(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Return tensors as flat ones, those of one memory that touch as one.
+
+    Buckets have gradients in the order of the backward: the next one lies before the last one.
+    """
+    runs: list[Tensor] = []
+    for flat in (one.view(-1) for one in tensors):
+        merged = _merged(runs[-1], flat) if runs else None
+        if merged is None:
+            runs.append(flat)
+        else:
+            runs[-1] = merged
+    return runs
+
+
+def _merged(one: Tensor, other: Tensor) -> Tensor | None:
+    first, second = sorted((one, other), key=Tensor.storage_offset)
+    is_one_memory = one.untyped_storage().data_ptr() == other.untyped_storage().data_ptr()
+    end = first.storage_offset() + first.numel()
+    if one.dtype != other.dtype or not is_one_memory or end != second.storage_offset():
+        return None
+    return first.as_strided((first.numel() + second.numel(),), (1,))
 
 
 @torch.no_grad()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,19 +20,38 @@ from torch.distributed.pipelining.schedules import PipelineScheduleMulti, Pipeli
 
 from autopar.runtime.data.loss import scale_loss
 from autopar.runtime.model.parts import Crossing, StagePart
-from autopar.runtime.pipeline.forward_only import loss_through
+from autopar.runtime.pipeline.forward_only import losses_through
 from autopar.runtime.pipeline.stage import Shapes, Stage, cut, stage_of
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.pairs import Pairs, neighbour_groups
 
 __all__ = ["Pipeline", "Stage", "build_schedule", "cut", "stage_at", "stage_indices", "stage_of"]
 
-ONE_STAGE = {"gpipe": ScheduleGPipe, "1f1b": Schedule1F1B}
-SEVERAL_STAGES = {
-    "interleaved-1f1b": ScheduleInterleaved1F1B,
-    "interleaved-zero-bubble": ScheduleInterleavedZeroBubble,
-    "zero-bubble-v": ScheduleZBVZeroBubble,
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Kind:
+    """How torch runs a schedule.
+
+    Neighbours have groups of their own where a message that waits would hold up others: 1F1B waits
+    for each message at once, and sends both ways in one batch.
+    """
+
+    torch_class: type[PipelineScheduleSingle | PipelineScheduleMulti]
+    splits_backward: bool = False
+    pairs: Pairs = Pairs.RING
+
+
+KINDS: Mapping[str, _Kind] = {
+    "gpipe": _Kind(torch_class=ScheduleGPipe, pairs=Pairs.LINE),
+    "1f1b": _Kind(torch_class=Schedule1F1B, pairs=Pairs.NONE),
+    "interleaved-1f1b": _Kind(torch_class=ScheduleInterleaved1F1B),
+    "interleaved-zero-bubble": _Kind(
+        torch_class=ScheduleInterleavedZeroBubble, splits_backward=True
+    ),
+    "zero-bubble-v": _Kind(
+        torch_class=ScheduleZBVZeroBubble, splits_backward=True, pairs=Pairs.LINE
+    ),
 }
-SPLIT_BACKWARD = ("interleaved-zero-bubble", "zero-bubble-v")
 
 
 def stage_indices(kind: str, rank: int, ranks: int, per_rank: int = 1) -> tuple[int, ...]:
@@ -102,18 +122,19 @@ def build_schedule(
     and tie them with `TiedWeights`.
     """
     _check_disjoint(stages)
-    if kind in ONE_STAGE:
-        (stage,) = stages
-        single = ONE_STAGE[kind](stage, microbatches, loss_fn=_own_loss, scale_grads=False)
-        return Pipeline(single, stages)
-    if kind not in SEVERAL_STAGES:
-        known = ", ".join((*ONE_STAGE, *SEVERAL_STAGES))
-        raise RuntimeError(f"{kind!r} is no pipeline schedule: choose one of {known}")
-    if kind in SPLIT_BACKWARD:
-        for stage in stages:
-            _split_backward_of(stage, kind)
-    several = SEVERAL_STAGES[kind](list(stages), microbatches, loss_fn=_own_loss, scale_grads=False)
-    return Pipeline(several, stages)
+    if kind not in KINDS:
+        raise RuntimeError(f"{kind!r} is no pipeline schedule: choose one of {', '.join(KINDS)}")
+    chosen = KINDS[kind]
+    for stage in stages if chosen.splits_backward else ():
+        _split_backward_of(stage, kind)
+    groups = neighbour_groups(stages[0].mesh, chosen.pairs)
+    for stage in stages:
+        stage.neighbours = groups
+    own: Any = list(stages)
+    if issubclass(chosen.torch_class, PipelineScheduleSingle):
+        (own,) = stages
+    made = chosen.torch_class(own, microbatches, loss_fn=_own_loss, scale_grads=False)
+    return Pipeline(made, stages)
 
 
 class Pipeline:
@@ -163,9 +184,9 @@ class Pipeline:
             return torch.zeros((), device=device)
         return scale_loss(torch.stack(losses).detach(), factors).sum()
 
-    def loss_of(self, batch: Mapping[str, Any]) -> Tensor:
-        """Return the loss of a microbatch that is evaluated; zero where there is no last stage."""
-        return loss_through(self.stages, batch)
+    def losses_of(self, batches: Iterable[Mapping[str, Any]]) -> Iterator[Tensor]:
+        """Yield the losses of microbatches that are evaluated; zeros where no last stage is."""
+        return losses_through(self.stages, batches)
 
 
 def _own_loss(output: tuple[Tensor, ...], _: object) -> Tensor:

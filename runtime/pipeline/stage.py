@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, TypeAlias, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward
 
@@ -105,7 +106,8 @@ class Stage(TorchStage):
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward runs
-        self._is_dry_run = mesh.is_dry_run
+        self.mesh = mesh
+        self.neighbours: Mapping[int, dist.ProcessGroup] = {}  # groups of two, by the other's rank
         self.splits_backward = False
         self._split_backward = SplitBackward(module)
         self._buckets: GradientBuckets | None = buckets_of(module)
@@ -137,14 +139,40 @@ class Stage(TorchStage):
     def _warmup_forward_vote(
         self, has_backward: bool, received_acc: Tensor | None = None
     ) -> Tensor:
-        if self._is_dry_run:
+        if self.mesh.is_dry_run:
             return cast(Tensor, _Agreed())
         return super()._warmup_forward_vote(has_backward, received_acc)
 
     def _warmup_backward_result(self, received_result: Tensor | None = None) -> Tensor:
-        if self._is_dry_run:
+        if self.mesh.is_dry_run:
             return cast(Tensor, _Agreed())
         return super()._warmup_backward_result(received_result)
+
+    def group_with(self, rank: int) -> dist.ProcessGroup | None:
+        """Return the group in which tensors travel to a pipeline rank, and from it."""
+        return self.neighbours.get(rank, self.group)
+
+    def get_fwd_recv_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of a microbatch's inputs."""
+        return self._between_neighbours(super().get_fwd_recv_ops(fwd_chunk_id))
+
+    def get_fwd_send_ops(self, fwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of a microbatch's outputs."""
+        return self._between_neighbours(super().get_fwd_send_ops(fwd_chunk_id))
+
+    def get_bwd_recv_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the receives of the gradients of a microbatch's outputs."""
+        return self._between_neighbours(super().get_bwd_recv_ops(bwd_chunk_id))
+
+    def get_bwd_send_ops(self, bwd_chunk_id: int) -> list[dist.P2POp]:
+        """Return the sends of the gradients of a microbatch's inputs."""
+        return self._between_neighbours(super().get_bwd_send_ops(bwd_chunk_id))
+
+    def _between_neighbours(self, messages: Sequence[dist.P2POp]) -> list[dist.P2POp]:
+        return [
+            dist.P2POp(one.op, one.tensor, one.peer, self.group_with(one.group_peer))
+            for one in messages
+        ]
 
     def forward_one_chunk(self, fwd_chunk_id: int, *_: Any, **__: Any) -> tuple[Tensor, ...]:
         """Run the forward of one microbatch, and keep what its backward needs.

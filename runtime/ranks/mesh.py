@@ -11,11 +11,14 @@ neighbours; the pipeline axis is the slowest:
 import gc
 import os
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.runtime.ranks.parent import stop_with_parent
 from autopar.runtime.ranks.refusal import refuse
@@ -23,6 +26,10 @@ from autopar.runtime.ranks.rendezvous import store_of
 from autopar.runtime.ranks.stopwatch import Stopwatch
 
 DRY_RUN = "AUTOPAR_DRYRUN"
+# How long a message may take, in steps, and at least: the watch over steps, which knows more of
+# what stands still, is to come first (keeping/watch.py).
+_STEPS_OF_MESSAGE = 4
+_LEAST_TIMEOUT = timedelta(minutes=30)
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,41 +61,80 @@ class Mesh:
     replica: Axis  # the ranks of the data axis that hold the same shard
     is_dry_run: bool
     owns_processes: bool  # start() made the process group, so stop() ends it
+    message_timeout: timedelta = _LEAST_TIMEOUT
     reading: Stopwatch = field(default_factory=Stopwatch, compare=False)  # the rows of this rank
 
 
-def start(*, pipeline: int, data: int, tensor: int, shard: int | None = None) -> Mesh:
-    """Join the processes that torchrun started and find this one's place in the mesh."""
+def start(
+    *,
+    pipeline: int,
+    data: int,
+    tensor: int,
+    shard: int | None = None,
+    timeout: float = 0.0,
+) -> Mesh:
+    """Join the processes that torchrun started and find this one's place in the mesh.
+
+    `timeout` is how many seconds a step may take; messages have several times as long.
+    """
     shard = data if shard is None else shard
     if data % shard:
         raise ValueError(f"{shard} ranks cannot share a sharded copy: the data axis has {data}")
     needed = pipeline * data * tensor
-    dry_run = os.environ.get(DRY_RUN)
+    message_timeout = max(_STEPS_OF_MESSAGE * timedelta(seconds=timeout), _LEAST_TIMEOUT)
     owns_processes = not dist.is_initialized()
-    if owns_processes and dry_run:
-        _join_fake(dry_run, needed)
-    elif owns_processes:
-        _join(needed)
+    if owns_processes:
+        _join(needed, message_timeout)
     _check_world(dist.get_world_size(), needed)
     device = _device()
-    names = ("pipeline", "replica", "shard", "tensor")
-    device_mesh = init_device_mesh(
-        device.type, (pipeline, data // shard, shard, tensor), mesh_dim_names=names
-    )
+    sizes = {"pipeline": pipeline, "replica": data // shard, "shard": shard, "tensor": tensor}
+    device_mesh = _device_mesh(device, sizes)
+    if owns_processes:
+        _set_timeouts(message_timeout)
+    axes = {name: _axis(device_mesh[name]) if size > 1 else ALONE for name, size in sizes.items()}
     return Mesh(
         device=device,
         rank=dist.get_rank(),
         world_size=needed,
-        pipeline=_axis(device_mesh["pipeline"]),
-        data=_axis(device_mesh["replica", "shard"]._flatten("data")),
-        tensor=_axis(device_mesh["tensor"]),
+        pipeline=axes["pipeline"],
+        data=_data_axis(device_mesh, axes),
+        tensor=axes["tensor"],
         world=_axis_of_group(dist.group.WORLD),
         device_mesh=device_mesh,
-        shard=_axis(device_mesh["shard"]),
-        replica=_axis(device_mesh["replica"]),
-        is_dry_run=bool(dry_run),
+        shard=axes["shard"],
+        replica=axes["replica"],
+        is_dry_run=bool(os.environ.get(DRY_RUN)),
         owns_processes=owns_processes,
+        message_timeout=message_timeout,
     )
+
+
+def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
+    """Return the axes of several ranks: each has a group, whose buffers take memory.
+
+    An axis that all ranks are on has the group of the world. Copies want the shard axis beside
+    theirs, however small; so does a process that has no other axis.
+    """
+    is_kept = {name: size > 1 for name, size in sizes.items()}
+    is_kept["shard"] |= is_kept["replica"] or not any(is_kept.values())
+    kept = {name: size for name, size in sizes.items() if is_kept[name]}
+    return init_device_mesh(device.type, tuple(kept.values()), mesh_dim_names=tuple(kept))
+
+
+def _set_timeouts(timeout: timedelta) -> None:
+    """Give all groups their time: those of a device mesh have ten minutes under nccl."""
+    if dist.get_backend() == "fake":
+        return
+    for group in dist.distributed_c10d._world.pg_map:
+        _set_pg_timeout(timeout, group)
+
+
+def _data_axis(device_mesh: DeviceMesh, axes: Mapping[str, Axis]) -> Axis:
+    """Return the data axis; where each shard has one copy, or each copy one rank, it is that."""
+    replica, shard = axes["replica"], axes["shard"]
+    if replica.size > 1 and shard.size > 1:
+        return _axis(device_mesh["replica", "shard"]._flatten("data"))
+    return replica if replica.size > 1 else shard
 
 
 def stop(mesh: Mesh) -> None:
@@ -102,27 +148,38 @@ def stop(mesh: Mesh) -> None:
 def _device() -> torch.device:
     if not torch.cuda.is_available() or os.environ.get(DRY_RUN):
         return torch.device("cpu")
+    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    if processes > devices:
+        refuse(
+            f"{processes} processes have started on this machine, which has {devices} devices",
+            fix=f"torchrun --nproc-per-node {devices} on each of more machines, or plan for fewer "
+            f"devices: autopar plan --gpus {devices}",
+        )
     device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     torch.cuda.set_device(device)
     return device
 
 
-def _join(needed: int) -> None:
+def _join(needed: int, timeout: timedelta) -> None:
     """Join under torchrun; without torchrun this process is the whole world."""
+    if place := os.environ.get(DRY_RUN):
+        _join_fake(place, needed)
+        return
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()  # which is torchrun
     _check_world(int(os.environ.get("WORLD_SIZE", "1")), needed)
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
-    device_id = device if device.type == "cuda" else None  # connects at once, not at first use
-    if "RANK" in os.environ:
-        rank = int(os.environ["RANK"])
-        dist.init_process_group(
-            backend, store=store_of(rank, needed), rank=rank, world_size=needed, device_id=device_id
-        )
-    else:
-        store = dist.HashStore()  # type: ignore[attr-defined]
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=device_id)
+    is_alone = "RANK" not in os.environ
+    rank = int(os.environ.get("RANK", "0"))
+    dist.init_process_group(
+        backend,
+        store=dist.HashStore() if is_alone else store_of(rank, needed),  # type: ignore[attr-defined]
+        rank=rank,
+        world_size=1 if is_alone else needed,
+        timeout=timeout,
+        device_id=device if device.type == "cuda" else None,  # connects at once, not at first use
+    )
 
 
 def _join_fake(place: str, needed: int) -> None:

@@ -66,13 +66,21 @@ def split_randomness(axis: Axis) -> Iterator[None]:
     if axis.size == 1 or detect_fake_mode() is not None:  # fake tensors hold no numbers to seed by
         yield
         return
-    seed = int(torch.randint(2**62, ()).item())
-    cpu = torch.get_rng_state()
-    cuda = torch.cuda.get_rng_state() if torch.cuda.is_available() else None
-    torch.manual_seed(mixed_seed(seed, axis.rank))
+    seed = mixed_seed(int(torch.randint(2**62, ()).item()), axis.rank)
+    generators = _generators()
+    states = [one.get_state() for one in generators]
+    for one in generators:
+        one.manual_seed(seed)
     try:
         yield
     finally:
-        torch.set_rng_state(cpu)
-        if cuda is not None:
-            torch.cuda.set_rng_state(cuda)
+        for one, state in zip(generators, states, strict=True):
+            one.set_state(state)
+
+
+def _generators() -> list[torch.Generator]:
+    """Return what ops here draw from: torch.manual_seed seeds all devices, which takes 0.1 ms."""
+    found = [torch.default_generator]
+    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        found.append(torch.cuda.default_generators[torch.cuda.current_device()])
+    return found

@@ -91,7 +91,18 @@ def _leave(message: str, code: int) -> NoReturn:
         if store is not None:
             with suppress(RuntimeError):  # torchrun has gone
                 store.set(_told(key), "")
+    _leave_groups()
     raise SystemExit(code)
+
+
+def _leave_groups() -> None:
+    """Give up the groups of nccl: at its exit, a process would wait in them for what never comes.
+
+    torch's own destroy_process_group waits for all ranks, which may not know that this one leaves.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        with suppress(RuntimeError):
+            dist.distributed_c10d._abort_process_group()
 
 
 def _another_tells(store: Any, key: str) -> bool:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import os
 import time
-from hashlib import sha256
+from contextlib import suppress
+from datetime import timedelta
 from uuid import uuid4
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
+from torch.distributed import DistStoreError
 from torch.distributed.constants import default_pg_timeout
 
 _POLL_SECONDS = 0.02
-_ROUND, _HELLO, _SEEN, _DONE = (f"autopar/{key}" for key in ("round", "hello", "seen", "done"))
+_AGAIN = timedelta(seconds=1)  # after which a rank looks whether it was told another word
+_ROOM = "autopar/start"
 
 
 def store_of(rank: int, world_size: int) -> Store:
@@ -40,30 +43,41 @@ def _agreed_word(store: Store, rank: int, world_size: int) -> str:
     """Return a word that the ranks of this start have, and those of no earlier one.
 
     TORCHELASTIC_RESTART_COUNT would not do: nodes whose own ranks did not fail count one less. Each
-    rank says hello by a word of its own. The first one tells all hellos that it finds, again and
-    again until every rank has found its own among them.
+    rank says hello by a word of its own. The first one tells its word to every hello that it finds,
+    until every rank whose hello stands there has said that it has the word. What an earlier start
+    has left is told the word too, and has nobody who says so.
     """
     own = uuid4().hex
-    store.set(f"{_HELLO}/{rank}", own)
+    store.set(f"{_ROOM}/hello/{rank}", own)
     deadline = time.monotonic() + default_pg_timeout.total_seconds()
+    if rank == 0:
+        _tell_all(store, own, world_size, deadline)
+        return own
     while time.monotonic() < deadline:
-        if rank == 0:
-            store.set(_ROUND, ",".join(_of_each(store, _HELLO, world_size)))
-        told = store.get(_ROUND).decode()  # may be that of an earlier start
-        if own in told.split(","):
-            word = sha256(told.encode()).hexdigest()[:16]
-            store.set(f"{_SEEN}/{rank}", word)
-            if rank == 0 and _have_all_seen(store, word, world_size):
-                store.set(f"{_DONE}/{word}", "")
-            if store.check([f"{_DONE}/{word}"]):
-                return word
-        time.sleep(_POLL_SECONDS)
+        store.wait([f"{_ROOM}/for/{own}"], timedelta(seconds=deadline - time.monotonic()))
+        word = store.get(f"{_ROOM}/for/{own}").decode()
+        store.set(f"{_ROOM}/{word}/{rank}", own)
+        with suppress(DistStoreError):  # it may be the word of a first rank that has gone
+            store.wait([f"{_ROOM}/{word}/done"], _AGAIN)
+            return word
     raise TimeoutError("the ranks that torchrun has started do not find each other")
 
 
-def _have_all_seen(store: Store, word: str, world_size: int) -> bool:
-    is_there = store.check([f"{_SEEN}/{rank}" for rank in range(world_size)])
-    return is_there and set(_of_each(store, _SEEN, world_size)) == {word}
+def _tell_all(store: Store, word: str, world_size: int, deadline: float) -> None:
+    """Tell all ranks the word, until all of them have it."""
+    told: set[str] = set()
+    store.set(f"{_ROOM}/{word}/0", word)
+    while time.monotonic() < deadline:
+        hellos = _of_each(store, f"{_ROOM}/hello", world_size)
+        for own in set(hellos) - told:
+            store.set(f"{_ROOM}/for/{own}", word)
+        told.update(hellos)
+        are_there = store.check([f"{_ROOM}/{word}/{rank}" for rank in range(world_size)])
+        if are_there and _of_each(store, f"{_ROOM}/{word}", world_size) == hellos:
+            store.set(f"{_ROOM}/{word}/done", "")
+            return
+        time.sleep(_POLL_SECONDS)
+    raise TimeoutError("the ranks that torchrun has started do not find each other")
 
 
 def _of_each(store: Store, key: str, world_size: int) -> list[str]:

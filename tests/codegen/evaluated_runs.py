@@ -18,6 +18,7 @@ from autopar.planner.plan.plan import Plan
 from autopar.planner.trace import trace
 from tests.codegen.plans import plan_for
 from tests.runtime.processes import run_on_ranks
+from tests.strict.ranks import run_on_strict_ranks
 
 STEPS = 5
 
@@ -33,7 +34,7 @@ def trained(plan: Plan, folder: Path, *arguments: str, steps: int = STEPS) -> li
     """Train by the script of a plan, which keeps its checkpoints and tells its metrics."""
     script = write_script(plan, folder, force=True)
     own = ["--steps", str(steps), *arguments]
-    return run_on_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
+    return run_on_strict_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
 
 
 def small_plan(

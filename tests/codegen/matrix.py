@@ -29,6 +29,7 @@ from tests.codegen.normed_apart import parts_normed
 from tests.codegen.padding import run_padded_script, train_padded_alone
 from tests.planner.subjects import ZOO, zoo_file, zoo_graph
 from tests.runtime.processes import run_on_ranks
+from tests.strict.ranks import run_on_strict_ranks
 
 STEPS = 5
 TOLERANCE = {"float64": 1e-9, "float32": 1e-4}
@@ -121,10 +122,11 @@ def worst_of(comparison: Comparison, dtype: str) -> Difference:
 
 
 def _by_script(name: str, plan: Plan, dtype: str) -> list[RankTrained]:
+    """Train by a script on ranks as strict as those of nccl."""
     arguments = ["--steps", str(STEPS), "--dtype", dtype, "--log-every", "1"]
     with TemporaryDirectory(prefix="script-") as folder:
         path = write_script(plan, Path(folder))
-        return run_on_ranks(
+        return run_on_strict_ranks(
             run_padded_script,
             plan.arrangement.ranks,
             str(path),

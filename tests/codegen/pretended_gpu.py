@@ -1,7 +1,7 @@
 """Dry-runs ranks of scripts on a device that is not there: `python -m … SCRIPT RANK/WORLD …`.
 
-As on a GPU, an op over tensors there and on the CPU raises, which a dry run on the CPU would not
-show.
+Tensors say that they lie on it and hold no values. As on a GPU, an op over tensors there and on the
+CPU raises, and so does a message that nccl would refuse, which a dry run on the CPU would not show.
 """
 
 from __future__ import annotations
@@ -11,15 +11,40 @@ import sys
 from collections.abc import Sequence
 from multiprocessing import get_context
 from pathlib import Path
+from typing import Any
 
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from autopar.codegen.proof.dryrun import watching
 from autopar.codegen.proof.dryrun.rank import report_of
-from autopar.codegen.proof.pretended_device import Made, pretend
+from autopar.codegen.proof.dryrun.watching import Recording
+from autopar.codegen.proof.pretended_device import NAME, Made, pretend
 from autopar.runtime import pipeline  # noqa: F401  loaded once for all processes
 from autopar.runtime.ranks import mesh
+from tests.strict.refusals import refuse
+
+
+class _Refusing(Recording):  # type: ignore[no-untyped-call]
+    """Refuses messages that nccl refuses."""
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Sequence[type],
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        if func.namespace in ("c10d", "_c10d_functional"):
+            for one in tree_leaves((args, kwargs)):
+                if isinstance(one, Tensor):
+                    refuse(func.name(), one, NAME)
+        return super().__torch_dispatch__(func, types, args, kwargs)
 
 
 def main(jobs: Sequence[str]) -> None:
     """Print a report for each script and rank, each from a process that has met no other."""
+    vars(watching)["Recording"] = _Refusing
     pretend()
     for path, rank in zip(jobs[::2], jobs[1::2], strict=True):
         running = get_context("fork").Process(target=_dry_run, args=(path, rank))

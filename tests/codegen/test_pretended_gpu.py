@@ -62,13 +62,28 @@ def test_no_script_leaves_a_tensor_behind(tmp_path: Path) -> None:
     assert len(dry_runs(jobs)) == len(jobs)
 
 
-def test_a_tensor_that_stays_on_the_cpu_is_told(tmp_path: Path) -> None:
+CLIPPED = "norm = clip_by_global_norm("
+
+
+@pytest.mark.parametrize(
+    ("ours", "theirs", "told"),
+    [
+        ("placed(batch, mesh, options.dtype)", "dict(batch)", "pretended"),
+        (
+            CLIPPED,
+            f"torch.distributed.all_reduce(torch.ones(1))\n    {CLIPPED}",
+            "tensors must be on pretended and dense, found one on cpu",
+        ),
+    ],
+)
+def test_a_tensor_that_stays_on_the_cpu_is_told(
+    ours: str, theirs: str, told: str, tmp_path: Path
+) -> None:
     plan = pinned_plan("gpt2.py", ("layers=4",), **KINDS["ddp"])
     first, _ = ranks_of(plan, tmp_path)
     script = first[0]
     text = script.read_text(encoding="utf-8")
-    placed = "placed(batch, mesh, options.dtype)"
-    assert placed in text
-    script.write_text(text.replace(placed, "dict(batch)"), encoding="utf-8")
-    with pytest.raises(RuntimeError, match="pretended"):
+    assert ours in text
+    script.write_text(text.replace(ours, theirs), encoding="utf-8")
+    with pytest.raises(RuntimeError, match=told):
         dry_runs([first])

@@ -28,6 +28,7 @@ from tests.field.cells import AWKWARD, FAMILIES, MODELS, Kind, Subject
 from tests.field.cells import KINDS as FIELD_KINDS
 from tests.planner.subjects import ZOO
 from tests.runtime.processes import run_on_ranks
+from tests.strict.ranks import run_on_strict_ranks
 
 STILL = ("layers=4", "dropout=0.0")
 LEGS: Mapping[str, Mapping[str, Any]] = MappingProxyType(
@@ -61,7 +62,7 @@ def trained(plan: Plan, folder: Path, steps: int, *arguments: str) -> list[float
     """Train to a step by the script of a plan, and return the losses of this run."""
     script = write_script(plan, folder, force=True)
     own = ["--steps", str(steps), "--export", str(exported(folder)), *arguments]
-    return run_on_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
+    return run_on_strict_ranks(run_script, plan.arrangement.ranks, str(script), own)[0]
 
 
 def exported(folder: Path) -> Path:

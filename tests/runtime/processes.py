@@ -29,7 +29,11 @@ from typing import Any, TypeVar
 import torch
 import torch.distributed as dist
 
+from tests.strict import group
+from tests.strict.log import Log
+
 Result = TypeVar("Result")
+LOG = Log()  # of this rank's strict groups, of the call that runs
 # Parameters with gradient hooks are cycles through C++, which nothing collects: what a call has
 # trained stays, with its process groups, until its processes end.
 MOST_CALLS = 5
@@ -55,17 +59,28 @@ class JoinError(RankError):
 
 
 def run_on_ranks(
-    function: Callable[..., Result], size: int, *args: Any, timeout_seconds: float = 60.0
+    function: Callable[..., Result],
+    size: int,
+    *args: Any,
+    timeout_seconds: float = 60.0,
+    backend: str = "gloo",
 ) -> list[Result]:
-    """Call function(*args) on ranks 0 … size − 1 at once and return their results in that order."""
+    """Call function(*args) on ranks 0 … size − 1 at once and return their results in that order.
+
+    The backend "strict" is as strict as nccl; see `tests/strict/group.py`.
+    """
     try:
-        return _run(function, size, args, timeout_seconds)
+        return _run(function, size, args, timeout_seconds, backend)
     except JoinError:
-        return _run(function, size, args, timeout_seconds)
+        return _run(function, size, args, timeout_seconds, backend)
 
 
 def _run(
-    function: Callable[..., Result], size: int, args: tuple[Any, ...], timeout_seconds: float
+    function: Callable[..., Result],
+    size: int,
+    args: tuple[Any, ...],
+    timeout_seconds: float,
+    backend: str,
 ) -> list[Result]:
     pool = _pool(size)
     if pool.calls == MOST_CALLS:
@@ -73,7 +88,7 @@ def _run(
         _pool.cache_clear()
         pool = _pool(size)
     try:
-        return pool.run(function, args, timeout_seconds)
+        return pool.run(function, args, timeout_seconds, backend=backend)
     except RankError:
         pool.kill()  # a rank that failed alone leaves the others inside a collective
         _pool.cache_clear()
@@ -101,10 +116,17 @@ class Pool:
             self.pipes.append(here)
             self.processes.append(process)
 
-    def run(self, function: Callable[..., Any], args: tuple[Any, ...], seconds: float) -> list[Any]:
+    def run(
+        self,
+        function: Callable[..., Any],
+        args: tuple[Any, ...],
+        seconds: float,
+        *,
+        backend: str = "gloo",
+    ) -> list[Any]:
         """Send the call to every rank and gather the answers, or say which rank failed how."""
         self.calls += 1
-        task = pickle.dumps((function, args))
+        task = pickle.dumps((function, args, backend))
         for pipe in self.pipes:
             pipe.send_bytes(task)
         answers: dict[int, Any] = {}
@@ -176,10 +198,10 @@ def _serve(pipe: Connection, rank: int, size: int, folder: Path, joins: bool) ->
 
 def _answer_call(task: bytes, rank: int, size: int, store: Path | None) -> bytes:
     try:
-        function, args = pickle.loads(task)
-        if store is not None and not dist.is_initialized():
-            place = store.as_uri()
-            dist.init_process_group("gloo", init_method=place, rank=rank, world_size=size)
+        function, args, backend = pickle.loads(task)
+        if store is not None:
+            _join(backend, rank, size, store)
+        LOG.events.clear()
         torch.manual_seed(0)
         answer = pickle.dumps((True, function(*args)))
         if dist.is_initialized():
@@ -189,7 +211,18 @@ def _answer_call(task: bytes, rank: int, size: int, store: Path | None) -> bytes
         return pickle.dumps((False, traceback.format_exc()))
     finally:
         torch.set_default_dtype(torch.float32)
+        gc.enable()
         _drop_extra_groups()
+
+
+def _join(backend: str, rank: int, size: int, store: Path) -> None:
+    """Have the default group be one of this backend."""
+    if dist.is_initialized() and dist.get_backend() != backend:
+        dist.destroy_process_group()
+    if not dist.is_initialized():
+        group.register(LOG)
+        place = store.as_uri()
+        dist.init_process_group(backend, init_method=place, rank=rank, world_size=size)
 
 
 def _drop_extra_groups() -> None:

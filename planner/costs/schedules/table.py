@@ -64,6 +64,7 @@ class ScheduleFacts:
     torch_class: str  # in torch.distributed.pipelining
     transfer: Transfer  # how torch runs it: one stage per rank receives only when it needs to
     splits_backward: bool
+    has_pairs: bool  # neighbours have groups of their own, so that no message waits for another
     order: Callable[[PipelineShape], Schedule]
     in_flight: Callable[[int, PipelineShape], int]
     refusal: Callable[[PipelineShape], str]
@@ -140,6 +141,7 @@ SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
             torch_class="ScheduleGPipe",
             transfer=Transfer.ON_DEMAND,
             splits_backward=False,
+            has_pairs=True,
             order=lambda shape: gpipe(shape.ranks, shape.microbatches),
             in_flight=lambda _, shape: gpipe_in_flight(shape.microbatches),
             refusal=_gpipe_refusal,
@@ -148,6 +150,7 @@ SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
             torch_class="Schedule1F1B",
             transfer=Transfer.ON_DEMAND,
             splits_backward=False,
+            has_pairs=False,
             order=lambda shape: one_f_one_b(shape.ranks, shape.microbatches),
             in_flight=lambda stage, shape: one_f_one_b_in_flight(
                 stage, stages=shape.ranks, microbatches=shape.microbatches
@@ -158,6 +161,7 @@ SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
             torch_class="ScheduleInterleaved1F1B",
             transfer=Transfer.OVERLAPPED,
             splits_backward=False,
+            has_pairs=True,
             order=lambda shape: interleaved_1f1b(
                 shape.ranks, shape.stages_per_rank, shape.microbatches
             ),
@@ -174,6 +178,7 @@ SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
             torch_class="ScheduleInterleavedZeroBubble",
             transfer=Transfer.OVERLAPPED,
             splits_backward=True,
+            has_pairs=True,
             order=lambda shape: interleaved_zero_bubble(
                 shape.ranks, shape.stages_per_rank, shape.microbatches
             ),
@@ -190,6 +195,7 @@ SCHEDULES: Mapping[ScheduleKind, ScheduleFacts] = MappingProxyType(
             torch_class="ScheduleZBVZeroBubble",
             transfer=Transfer.OVERLAPPED,
             splits_backward=True,
+            has_pairs=True,
             order=lambda shape: zero_bubble_v(shape.ranks, shape.microbatches),
             in_flight=lambda stage, shape: zero_bubble_v_in_flight(
                 stage, ranks=shape.ranks, microbatches=shape.microbatches

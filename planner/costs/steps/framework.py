@@ -37,6 +37,7 @@ class FrameworkConstants:
     optimizer_passes: float
     context_bytes: int
     communicator_bytes: int
+    pair_bytes: int
     process_bytes: int
     margin: float
     host: HostWork
@@ -64,6 +65,7 @@ def read_framework_constants() -> FrameworkConstants:
         optimizer_passes=number(step, "optimizer_passes", where="step"),
         context_bytes=figure(memory, "context", parse_bytes, where="memory"),
         communicator_bytes=figure(memory, "communicator", parse_bytes, where="memory"),
+        pair_bytes=figure(memory, "pair", parse_bytes, where="memory"),
         process_bytes=figure(memory, "process", parse_bytes, where="memory"),
         margin=number(memory, "margin", where="memory"),
         host=HostWork(
@@ -90,6 +92,7 @@ def framework_constants(
             constants,
             context_bytes=constants.process_bytes,
             communicator_bytes=0,
+            pair_bytes=0,
             overlap_slowdown=constants.cpu_overlap_slowdown,
         )
     found = [measured.host(device.name) for device in kinds] if measured else []

@@ -8,6 +8,7 @@ import numpy as np
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, MemoryPrediction, Zero
 from autopar.planner.costs.schedules.moments import Moments
+from autopar.planner.costs.schedules.table import SCHEDULES
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.stage_load import StageLoad
 
@@ -54,7 +55,11 @@ def memory_of(
 
 def context_bytes(arrangement: Arrangement, constants: FrameworkConstants) -> int:
     """Return what libraries take on each rank, whatever it holds."""
-    return constants.context_bytes + constants.communicator_bytes * _communicators(arrangement)
+    return (
+        constants.context_bytes
+        + constants.communicator_bytes * _communicators(arrangement)
+        + constants.pair_bytes * _pairs(arrangement)
+    )
 
 
 def most_tensor_bytes(
@@ -166,7 +171,17 @@ def _bucket_bytes(loads: Sequence[StageLoad], arrangement: Arrangement) -> int:
 
 
 def _communicators(arrangement: Arrangement) -> int:
-    """Return how many groups a rank is in: the world, and each axis that has several ranks."""
+    """Return how many groups a rank is in: the world, and each axis of some of its ranks.
+
+    Copies of a sharded model have two more: who shares a copy, and who has the same shard.
+    """
     axes = (arrangement.pipeline, arrangement.data, arrangement.tensor)
-    is_mixed = 1 < arrangement.shard < arrangement.data
-    return (arrangement.ranks > 1) + sum(degree > 1 for degree in axes) + is_mixed
+    has_copies = 1 < arrangement.shard < arrangement.data
+    some = sum(1 < degree < arrangement.ranks for degree in axes)
+    return (arrangement.ranks > 1) + some + 2 * has_copies
+
+
+def _pairs(arrangement: Arrangement) -> int:
+    """Return how many groups of two a rank may be in: one with each neighbour of its pipeline."""
+    has_pairs = SCHEDULES[arrangement.schedule].has_pairs
+    return 2 * (has_pairs and arrangement.pipeline > 2)

@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: dfeaadb2a02ba964.
+# Written by autopar 0.1.0, which never overwrites changes by hand: 09b1bac914ff9bc0.
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ from autopar.runtime.data import (
     weighed_ahead,
 )
 from autopar.runtime.data_parallel import set_last, wrap
-from autopar.runtime.evaluation import Plainly, first_step_checked
+from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import named, names_of, take_classes
 from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm, sum_replicated
@@ -278,7 +278,7 @@ def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterat
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parse_args(argv)
-    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
+    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     model, recipe = build_model(mesh, options.dtype, options.seed)
     # Where there is a checkpoint, the training goes on from it.
@@ -290,7 +290,12 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     if options.check_first_step and keeper.step == 0:
         plainly = Plainly(new_model, new_batch, new_loss)  # what one device has
         data = first_step_checked(
-            data, partial(loss_of, model, tensor=mesh.tensor), [model], plainly, options, mesh
+            data,
+            one_by_one(partial(loss_of, model, tensor=mesh.tensor)),
+            [model],
+            plainly,
+            options,
+            mesh,
         )
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take([model], optimizer, recipe, scheduler=scheduler)

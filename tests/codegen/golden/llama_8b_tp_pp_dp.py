@@ -29,7 +29,7 @@ Memory of the fullest device: 20 GiB of 67.2 GiB (30%)
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: a9616add1d905d30.
+# Written by autopar 0.1.0, which never overwrites changes by hand: e981ee456182f0c1.
 
 from __future__ import annotations
 
@@ -317,7 +317,7 @@ def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterat
 def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float]]:
     """Train; return what this rank holds of the model, and the losses that were logged."""
     options = parse_args(argv)
-    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD)
+    mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     model, recipe = build_model(mesh, options.dtype, options.seed)
     # Where there is a checkpoint, the training goes on from it.
@@ -328,7 +328,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     scheduler = new_scheduler(optimizer, steps=options.steps)
     if options.check_first_step and keeper.step == 0:
         plainly = Plainly(new_model, new_batch)  # what one device has
-        data = first_step_checked(data, model.loss_of, model.parts, plainly, options, mesh)
+        data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
     seed_all(options.seed, mesh)  # dropout differs from data rank to data rank
     keeper.take(model.parts, optimizer, recipe, scheduler=scheduler)
     losses: list[float] = []

@@ -51,6 +51,7 @@ SILENT = FrameworkConstants(
     optimizer_passes=1.0,
     context_bytes=0,
     communicator_bytes=0,
+    pair_bytes=0,
     process_bytes=0,
     margin=0.0,
     host=HostWork(

@@ -1,9 +1,11 @@
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn.functional import cross_entropy
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.data.batches import Batch
 from autopar.runtime.data.loss import in_float32, scale_loss, weighed_ahead, weighed_terms_ahead
@@ -116,6 +118,29 @@ def test_two_steps_are_read_ahead_then_four_as_evenly_as_they_are_used() -> None
     _, read = run_on_ranks(_scales, 2, (1,) * 30, 2)[0]
     beginning = [4, 6, 8, 10, 12, 14]
     assert read == [*beginning, *range(15, 31), *[30] * 8]
+
+
+class Copies(TorchDispatchMode):
+    """Notes whether the host waits for copies to another device."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.wait: list[bool] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        if func is torch.ops.aten._to_copy.default and (kwargs or {}).get("device"):
+            self.wait.append(not kwargs.get("non_blocking"))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_host_does_not_wait_for_the_device_to_weigh_what_comes_next() -> None:
+    mesh = replace(start(pipeline=1, data=1, tensor=1), device=torch.device("meta"))
+    data = ({"y": torch.ones(3)} for _ in range(8))
+    with Copies() as copies:
+        list(weighed_ahead(data, _count, mesh, microbatches=2))
+    assert copies.wait
+    assert not any(copies.wait)
 
 
 def test_weights_in_float32_add_up_as_exactly_as_in_float64() -> None:

@@ -86,6 +86,41 @@ def test_ranks_together_equal_one_process_on_the_whole_batch(
     assert_together(results, expected)
 
 
+def test_images_stay_channels_last() -> None:
+    assert run_on_ranks(layouts, 2) == [(True, True)] * 2
+
+
+def layouts() -> tuple[bool, bool]:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    norm = nn.BatchNorm2d(3)
+    synchronise_batch_norms(norm, mesh.data)
+    x = images().float().to(memory_format=torch.channels_last).requires_grad_()
+    output = norm(x)
+    (gradient,) = torch.autograd.grad(output.square().sum(), x)
+    found = (
+        one.is_contiguous(memory_format=torch.channels_last) for one in (output.detach(), gradient)
+    )
+    return tuple(found)  # type: ignore[return-value]
+
+
+class OfDevice(Tensor):
+    """A tensor that says that it is on a GPU."""
+
+    is_cuda = True
+
+
+def normalised_on_a_device() -> bool:
+    mesh = start(pipeline=1, data=2, tensor=1)
+    norm = nn.BatchNorm2d(3)
+    synchronise_batch_norms(norm, mesh.data)
+    x = images().float()
+    return torch.equal(norm(x.as_subclass(OfDevice)).as_subclass(Tensor), norm(x))
+
+
+def test_a_device_has_no_norm_of_its_own_which_the_host_would_wait_for() -> None:
+    assert run_on_ranks(normalised_on_a_device, 2) == [True, True]
+
+
 @pytest.mark.parametrize("kind", [Bounded, Copied])
 def test_a_norm_with_a_forward_of_its_own_keeps_it(kind: type[nn.BatchNorm2d]) -> None:
     expected = run(build(True, 0.1, kind), images())

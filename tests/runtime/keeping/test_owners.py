@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import time
 from itertools import product
 
 import pytest
 import torch
 
+from autopar.runtime.keeping.holdings import Holding
 from autopar.runtime.keeping.overlaps import overlaps
-from autopar.runtime.keeping.owners import Owned, _Held, shared_out
+from autopar.runtime.keeping.owners import Owned, Owners, _Held, shared_out
+from autopar.runtime.ranks.mesh import start
 from autopar.runtime.tensor.chunks import Chunks, whole
+from tests.runtime.processes import LOG
+from tests.strict.log import Issued
+from tests.strict.ranks import run_on_strict_ranks
 
 SHAPE = (6, 8)
 CUTS = [
@@ -62,3 +68,55 @@ def test_what_is_cut_is_written_by_who_holds_it() -> None:
     first, second = CUTS[1]
     owned = shared_out([[_held("a", first)], [_held("a", second)]])
     assert {(one.rank, one.chunks) for one in owned} == {(0, first), (1, second)}
+
+
+RANKS = 256
+
+
+def _large_model() -> list[_Held]:
+    """Return what a rank holds of 48 layers of 1,600, with the states of their optimizer."""
+    shapes = [(4800, 1600), (1600, 1600), (6400, 1600), (1600, 6400), *[(1600,)] * 8]
+    return [
+        _held(f"{kind}/{layer}.{number}", whole(shape))
+        for kind in ("weight", "exp_avg", "exp_avg_sq")
+        for layer in range(48)
+        for number, shape in enumerate(shapes)
+    ]
+
+
+@pytest.mark.parametrize("are_alike", [True, False])
+def test_256_ranks_share_out_a_large_model_within_a_second(*, are_alike: bool) -> None:
+    """Copies of a model, or parts of one copy."""
+    every = _large_model()
+    ranks = [every] * RANKS if are_alike else [every[n::RANKS] for n in range(RANKS)]
+    begun = time.process_time()
+    owned = shared_out(ranks)
+    assert time.process_time() - begun < 1.0
+    sizes = [0] * RANKS
+    for one in owned:
+        sizes[one.rank] += one.chunks.elements
+    assert sum(sizes) == sum(one.chunks.elements for one in every)
+    assert len(owned) < len(every) + 2 * 16 * RANKS
+    if are_alike:
+        assert max(sizes) < 1.1 * min(sizes)
+
+
+def asked_again() -> tuple[list[str], list[str], list[str]]:
+    """Return what three questions send: the first, one of the same, one of more on one rank."""
+    mesh = start(pipeline=1, data=2, tensor=1)
+    owners, sent = Owners(mesh), []
+    held = [Holding(key="a", chunks=whole((2,)), tensor=torch.ones(2))]
+    more = [Holding(key="b", chunks=whole((2,)), tensor=torch.ones(2))] if mesh.rank else []
+    for holdings in (held, held, held + more):
+        LOG.events.clear()
+        keys = {one.key for one in owners.of(holdings)}
+        sent.append([one.op for one in LOG.events if isinstance(one, Issued)])
+    assert keys == {"a", "b"}
+    first, second, third = sent
+    return first, second, third
+
+
+def test_ranks_ask_each_other_again_where_one_holds_something_else() -> None:
+    for first, second, third in run_on_strict_ranks(asked_again, 2):
+        assert second == ["all_reduce"]
+        assert first == third == ["all_reduce", "all_gather", "all_gather"]

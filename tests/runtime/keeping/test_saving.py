@@ -16,7 +16,7 @@ from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.restoring import restore
 from autopar.runtime.keeping.saving import Saving
-from autopar.runtime.keeping.writing import Snapshot, snapshot
+from autopar.runtime.keeping.writing import Agreed, Snapshot, snapshot
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.weights.initial_weights import Recipe
@@ -26,7 +26,7 @@ from tests.runtime.keeping.test_progress import no_weights, options
 def _taken(folder: Path, model: nn.Module, mesh: Mesh) -> Snapshot:
     optimizer = build_optimizer([model], AdamW, zero=0, mesh=mesh)
     moment = Moment(step=1, rows=1, updates=1)
-    found = snapshot(folder, moment, "", [model], optimizer, mesh)
+    found = snapshot(folder, moment, "", [model], optimizer, Agreed(mesh))
     assert isinstance(found, Snapshot)
     return found
 
@@ -50,12 +50,10 @@ def test_what_is_written_is_what_was_there_at_its_step(tmp_path: Path, mesh: Mes
 def test_without_room_for_a_copy_it_is_written_at_once(
     tmp_path: Path, mesh: Mesh, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def no_room(_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr("autopar.runtime.keeping.saving.copied", no_room)
+    (tmp_path / "meminfo").write_text("MemAvailable: 1 kB\n", encoding="utf-8")
+    monkeypatch.setattr("autopar.runtime.keeping.host_copies._MEMORY", tmp_path / "meminfo")
     saving = Saving(mesh)
-    saving.begin(_taken(tmp_path, nn.Linear(2, 2), mesh), time.perf_counter())
+    saving.begin(_taken(tmp_path, nn.Linear(20, 20), mesh), time.perf_counter())
     assert not saving.is_writing
     assert saving.finish().failure is None
     assert find_checkpoint(tmp_path, AUTO, mesh) is not None

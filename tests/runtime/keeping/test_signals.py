@@ -9,6 +9,7 @@ import sys
 
 from autopar.runtime.keeping.signals import StopWish
 from autopar.runtime.ranks.mesh import Mesh, start
+from autopar.runtime.ranks.refusal import FAILED
 from tests.runtime.processes import run_on_ranks
 
 
@@ -55,3 +56,33 @@ time.sleep(30)
 def test_a_second_signal_ends_the_process_at_once() -> None:
     done = subprocess.run([sys.executable, "-c", SECOND], check=False, timeout=60)
     assert done.returncode == -signal.SIGTERM
+
+
+STUCK = """
+import ctypes, os, signal
+from autopar.runtime.keeping import signals
+from autopar.runtime.ranks.mesh import start
+signals._LAST_SECONDS = 0.5
+signals.StopWish(start(pipeline=1, data=1, tensor=1)).listen()
+os.environ.pop("TORCHELASTIC_RUN_ID")
+library, mutex = ctypes.CDLL(None), ctypes.create_string_buffer(64)
+library.pthread_mutex_lock(mutex)
+print("waits", flush=True)
+library.pthread_mutex_lock(mutex)  # for ever, and no signal interrupts it: as a wait for a device
+"""
+
+
+def test_a_rank_that_waits_for_a_device_ends_before_torchrun_kills_it() -> None:
+    process = subprocess.Popen(
+        [sys.executable, "-c", STUCK],
+        env=os.environ | {"TORCHELASTIC_RUN_ID": "none"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None
+    process.stdout.readline()
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=60)
+    assert process.returncode == FAILED
+    assert "rank 0 was told to stop, and no step has ended for" in said

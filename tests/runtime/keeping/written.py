@@ -10,7 +10,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from autopar.runtime.keeping.manifest import Moment
-from autopar.runtime.keeping.writing import put_in_place, snapshot
+from autopar.runtime.keeping.writing import Agreed, put_in_place, snapshot
 from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
 
@@ -26,5 +26,5 @@ def write_checkpoint(
     built: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> str | None:
     """Write a checkpoint, each rank what it owns. Return why it could not be written, if so."""
-    found = snapshot(folder, moment, model, parts, optimizer, mesh, built=built)
+    found = snapshot(folder, moment, model, parts, optimizer, Agreed(mesh), built=built)
     return found if isinstance(found, str) else put_in_place(found, found.write(), mesh)

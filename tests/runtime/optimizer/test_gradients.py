@@ -1,18 +1,23 @@
 """The norm and the sums against one process that has the whole model."""
 
+from typing import Any
+
 import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.runtime.data_parallel.wrapping import wrap
-from autopar.runtime.optimizer.gradients import clip_by_global_norm, sum_replicated
+from autopar.runtime.optimizer.gradients import _end_to_end, clip_by_global_norm, sum_replicated
 from autopar.runtime.optimizer.held_gradients import gradient_memory, held_gradients, local
 from autopar.runtime.ranks.mesh import Mesh, start
 from autopar.runtime.tensor.shards import Split, local_part, shard_parameters
-from tests.runtime.processes import run_on_ranks
+from tests.runtime.processes import LOG, run_on_ranks
+from tests.strict.log import Issued
+from tests.strict.ranks import run_on_strict_ranks
 
 STAGES = (("embedding", "first"), ("second", "embedding"))  # the embedding is tied
 SPLITS = {
@@ -139,6 +144,63 @@ def _sum(zero: bool) -> list[list[float]]:
 @pytest.mark.parametrize("zero", [False, True])
 def test_partial_gradients_of_replicated_parameters_are_summed(zero: bool) -> None:
     assert run_on_ranks(_sum, 4, zero) == [[[3.0], [3.0]]] * 4
+
+
+class Joined(TorchDispatchMode):
+    """Counts the bytes that are copied to lie together."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.copied_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        del types
+        made = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.cat.default:
+            self.copied_bytes += made.nbytes
+        return made
+
+
+class _Side(nn.Module):
+    """Three layers side by side: two large ones and a small one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(size, size) for size in (600, 600, 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return sum((layer(x[:, : layer.in_features]).sum() for layer in self.layers), x.sum())
+
+
+def _sum_in_place() -> tuple[int, list[tuple[str, int]], bool]:
+    mesh = start(pipeline=1, data=2, tensor=2)
+    model = wrap(_Side(), mesh, zero=0, apart=[["layers.*.weight"]])
+    model(torch.ones(2, 600)).backward()
+    gradients = [parameter.grad for parameter in model.parameters()]
+    expected = [2 * one for one in gradients if one is not None]
+    LOG.events.clear()
+    with Joined() as joined:
+        sum_replicated([model], [name for name, _ in model.named_parameters()], mesh.tensor)
+    issued = [(one.op, one.size_bytes) for one in LOG.events if isinstance(one, Issued)]
+    found = [one for one in gradients if one is not None]
+    return joined.copied_bytes, issued, all(map(torch.equal, found, expected))
+
+
+def test_large_gradients_are_summed_where_they_lie() -> None:
+    large, small = 600 * 600 * 4, (600 + 600 + 3 + 9) * 4
+    for copied, issued, is_right in run_on_strict_ranks(_sum_in_place, 4):
+        assert is_right
+        assert copied == small
+        assert sorted(issued) == [("all_reduce", small), *[("all_reduce", large)] * 2]
+
+
+def test_gradients_of_a_bucket_are_one_run_in_either_order() -> None:
+    memory = torch.zeros(20)
+    parts = [memory[10:20].view(2, 5), memory[4:10], memory[0:4], torch.zeros(3)]
+    for order in (parts, parts[2::-1]):
+        first, *others = _end_to_end(order)
+        assert (first.numel(), first.data_ptr()) == (20, memory.data_ptr())
+        assert [one.numel() for one in others] == [3] * (len(order) - 3)
 
 
 def _clip_buckets(zero: int, max_norm: float) -> tuple[float, int, list[Tensor]]:

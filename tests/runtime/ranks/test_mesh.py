@@ -1,6 +1,9 @@
 import io
 import os
 from contextlib import redirect_stderr
+from datetime import timedelta
+from socket import socket
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -45,6 +48,31 @@ def test_every_axis_has_its_own_group() -> None:
     assert sums == [(1, 2, 6), (1, 4, 6), (5, 2, 6), (5, 4, 6)]
 
 
+def _timeouts_of_groups(port: int) -> set[timedelta]:
+    """Join anew, as under torchrun, and return the time that messages of each group have."""
+    dist.destroy_process_group()
+    with patch.dict(os.environ, {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}):
+        mesh = start(pipeline=2, data=2, tensor=1, timeout=7200)
+    groups = dist.distributed_c10d._world.pg_map
+    found: set[timedelta] = {group._get_backend(mesh.device).options._timeout for group in groups}
+    assert len(groups) == 3
+    stop(mesh)
+    return found
+
+
+def test_messages_of_all_groups_have_longer_than_a_step() -> None:
+    with socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    assert run_on_ranks(_timeouts_of_groups, 4, port) == [{timedelta(hours=8)}] * 4
+
+
+@pytest.fixture
+def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("RANK", "WORLD_SIZE", DRY_RUN):
+        monkeypatch.delenv(name, raising=False)
+
+
 def _start_too_large() -> str:
     told = io.StringIO()
     with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
@@ -58,15 +86,23 @@ def test_a_wrong_number_of_processes_is_told_with_the_right_command() -> None:
     assert "--nproc-per-node 8" in text
 
 
+@pytest.mark.usefixtures("no_torchrun")
+def test_more_processes_than_devices_are_told(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    for name, value in {"LOCAL_WORLD_SIZE": "4", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(SystemExit, match="6"):
+        start(pipeline=1, data=1, tensor=1)
+    told = capsys.readouterr().err
+    assert "4 processes have started on this machine, which has 2 devices" in told
+
+
 def test_a_shard_count_that_does_not_divide_the_data_axis_is_refused() -> None:
     with pytest.raises(ValueError, match="3 ranks cannot share"):
         start(pipeline=1, data=4, tensor=1, shard=3)
-
-
-@pytest.fixture
-def no_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("RANK", "WORLD_SIZE", DRY_RUN):
-        monkeypatch.delenv(name, raising=False)
 
 
 @pytest.mark.usefixtures("no_torchrun")

@@ -72,6 +72,13 @@ def test_one_rank_leaves_the_generator_alone() -> None:
         assert torch.equal(torch.rand(2), expected)
 
 
+def test_split_masks_seed_no_device_that_does_not_draw(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "manual_seed", lambda _: pytest.fail("all devices are seeded"))
+    with split_randomness(Axis(1, 2, None)):
+        inside = dropout(torch.ones(ONES))
+    assert 0 < inside.count_nonzero() < ONES
+
+
 def test_mixed_seeds_do_not_meet() -> None:
     seeds = {mixed_seed(seed, number) for seed in range(30) for number in range(30)}
     assert len(seeds) == 900
