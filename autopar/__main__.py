@@ -1,28 +1,43 @@
 """Entry point of `autopar` and of `python -m autopar`."""
 
 import os
+import signal
 import sys
 import threading
 from concurrent.futures import thread as pools
 
-from autopar.cli import main as run
-from autopar.console import tell_note
-
 _PATIENCE_SECONDS = 2.0
+_INTERRUPTED = 130
 
 
 def main() -> None:
     """Run the command line, and end threads of the model file that would never end."""
+    _take_signals()
     try:
+        from autopar.cli import main as run  # once signals are taken: imports take seconds
+
         run()
+    except KeyboardInterrupt:  # in these imports
+        print("interrupted", file=sys.stderr)
+        sys.exit(_INTERRUPTED)
     except SystemExit as leaving:
         waiting = [one for one in threading.enumerate() if _is_endless(one)]
         if waiting:
+            from autopar.console import tell_note
+
             tell_note(f"a thread of the model file still runs ({waiting[0].name}); it is ended")
             sys.stdout.flush()
             sys.stderr.flush()
             os._exit(leaving.code if isinstance(leaving.code, int) else 0)
         raise
+
+
+def _take_signals() -> None:
+    """Have a command that is told to end do so as by Ctrl-C: it leaves nothing half-written."""
+    for name in ("SIGTERM", "SIGHUP", "SIGUSR1"):
+        number = getattr(signal, name, None)
+        if number is not None and signal.getsignal(number) is signal.SIG_DFL:  # nohup ignores one
+            signal.signal(number, signal.default_int_handler)
 
 
 def _is_endless(thread: threading.Thread) -> bool:

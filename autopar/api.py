@@ -21,8 +21,13 @@ from autopar.codegen.proof.verification import verify
 from autopar.codegen.subject import with_model
 from autopar.machine_options import Machines
 from autopar.planner.costs.prediction import Arrangement, Prediction
-from autopar.planner.destination import refuse_named_as_file, refuse_replacing, write_whole
-from autopar.planner.errors import AutoparError
+from autopar.planner.destination import (
+    PLAN_FOLDER,
+    refuse_named_as_file,
+    refuse_replacing,
+    write_whole,
+)
+from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, refuse_foreign, write_plan
 from autopar.planner.plan.fleet.curve import Curve
@@ -78,8 +83,8 @@ class Plan:
 
         A script that was changed by hand is overwritten by force alone.
         """
-        place = Path(folder)
-        refuse_named_as_file(place)
+        place = _path(folder)
+        refuse_named_as_file(place, option="write", expected=PLAN_FOLDER)
         refuse_foreign(place / FILE_NAME)
         text = self._script(place / SCRIPT_NAME, force=force)
         write_plan(self.content, place / FILE_NAME)
@@ -88,7 +93,7 @@ class Plan:
 
     def emit(self, path: str | Path = SCRIPT_NAME, *, force: bool = False) -> Path:
         """Write the training script alone, and return where it is."""
-        place = Path(path)
+        place = _path(path)
         write_whole(place, self._script(place, force=force), what="the script")
         return place
 
@@ -112,7 +117,7 @@ class Plan:
         train alike, in float64, and in the plan's own 16 bits as near to fp32 as plain PyTorch.
         """
         with TemporaryDirectory(prefix="autopar-verified-") as name:
-            path = self.emit(Path(name) / SCRIPT_NAME) if script is None else Path(script)
+            path = self.emit(Path(name) / SCRIPT_NAME) if script is None else _path(script)
             given = read_script_of(self.content, path, self.folder)
             return verify(self.content, self.folder, given, steps=steps, half_steps=half_steps)
 
@@ -169,13 +174,13 @@ def plan(
             gpus=_text(gpus) if gpus is None or isinstance(gpus, (int, str)) else _listed(gpus),
             device=device,
             nodes=_text(nodes),
-            cluster=None if cluster is None else Path(cluster),
+            cluster=None if cluster is None else _path(cluster),
         ),
         pins=_pairs(pins),
         demands={place: _text(value) for place, value in demands.items()},
-        constraints=None if constraints is None else Path(constraints),
+        constraints=None if constraints is None else _path(constraints),
         time_limit_seconds=time_limit_seconds,
-        profile=None if profile is None else Path(profile),
+        profile=None if profile is None else _path(profile),
     )
     found = make_plans(request)
     is_compared = len(found.curve.trials) > 1
@@ -184,10 +189,17 @@ def plan(
 
 def load(path: str | Path, *, model: str | Path | None = None) -> Plan:
     """Return the plan of a plan.json, or of its folder; `model` is where its file has moved to."""
-    place = Path(path)
+    place = _path(path)
     folder = place if place.is_dir() else place.parent
     content = with_model(read_plan(place), folder, None if model is None else str(model))
     return Plan(content=content, folder=folder)
+
+
+def _path(text: str | Path) -> Path:
+    """Return a path; an empty text would be the current folder, as if that had been named."""
+    if not str(text).strip():
+        raise InputError("a path is empty")
+    return Path(text)
 
 
 def _pairs(values: Mapping[str, object] | None) -> list[str]:

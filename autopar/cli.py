@@ -78,13 +78,14 @@ def main(command: typer.Typer = app) -> None:
         tell_error(OutOfMemoryError("this machine is out of memory", fix=_SMALLER))
         sys.exit(int(OutOfMemoryError.exit_code))
     except OSError as error:
-        if error.errno in _IMPASSABLE or "://" in str(error.filename):  # or of a store
-            tell_error(InputError(f"{error.strerror}", where=str(error.filename or "")))
-            sys.exit(int(ExitCode.USAGE))
-        if error.errno not in _UNWRITABLE:
+        where = str(error.filename or "")
+        if error.errno in _UNWRITABLE and "://" not in where:  # all faults of stores are EIO
+            found = f"the output cannot be written: {error.strerror}"
+            tell_error(InputError(found, where=where, fix="make room where it goes"))
+        elif where or error.errno in _IMPASSABLE:
+            tell_error(InputError(f"{error.strerror}", where=where))
+        else:
             raise
-        found = f"the output cannot be written: {error.strerror}"
-        tell_error(InputError(found, fix="make room where it goes"))
         sys.exit(int(ExitCode.USAGE))
     except KeyboardInterrupt:
         _leave_interrupted()

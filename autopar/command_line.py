@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from difflib import get_close_matches
+from itertools import pairwise
 from typing import Any
 
 import typer
@@ -44,10 +45,22 @@ def read_arguments(
     read: Callable[[Any, list[str]], list[str]], context: Any, arguments: list[str]
 ) -> list[str]:
     """Read arguments by typer's own reader; what that finds wrong is an error of ours."""
+    _refuse_empty(arguments, context.command_path)
     try:
         return read(context, arguments)
     except _UsageError as error:
         raise _refusal(error, context) from None
+
+
+def _refuse_empty(arguments: Sequence[str], path: str) -> None:
+    """Refuse words without a letter, as a shell makes them of variables that are not set."""
+    for before, word in pairwise(["", *arguments]):
+        option, equals, value = word.partition("=") if word.startswith("-") else ("", "", word)
+        if (equals or not option) and not value.strip():
+            name = option or (
+                before if before.startswith("-") and before != "--" else "an argument"
+            )
+            raise InputError(f"{name} is empty", where=path, fix="is a shell variable not set?")
 
 
 def _refusal(error: Any, context: Any) -> InputError:

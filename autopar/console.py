@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+import json
 import sys
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -13,30 +13,23 @@ from rich.segment import Segment
 from rich.text import Text
 
 from autopar.planner.errors import AutoparError
+from autopar.runtime.shown import masked, plain
 
 
 class PlainConsole(Console):
-    """Prints names and messages of others as they are: no markup, no orders to the terminal."""
+    """Prints names and messages of others as they are: no markup, no orders, no passwords."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(highlight=False, markup=False, emoji=False, **settings)
 
     def render_str(self, text: str, **settings: Any) -> Text:
         """Return a text as it is printed, so that tables leave room for all of it."""
-        return super().render_str(visible(text), **settings)
+        return super().render_str(plain(text), **settings)
 
     def render(self, *given: Any, **settings: Any) -> Iterable[Segment]:
         """Yield the segments of something, with control characters spelled out."""
         for segment in super().render(*given, **settings):
-            yield segment if segment.control else Segment(visible(segment.text), segment.style)
-
-
-def visible(text: str) -> str:
-    """Return a text with all control characters spelled out, but for tabs and ends of lines."""
-    return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
-
-
-_CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028-\u202e\u2066-\u2069\ud800-\udfff]")
+            yield segment if segment.control else Segment(plain(segment.text), segment.style)
 
 
 def results() -> Console:
@@ -46,6 +39,11 @@ def results() -> Console:
 
 
 _FILE_WIDTH = 120
+
+
+def print_json(data: object, *, indent: int | None = 2) -> None:
+    """Print data for programs; passwords in URLs are left out here, too."""
+    print(masked(json.dumps(data, indent=indent)))
 
 
 @contextmanager
@@ -62,7 +60,7 @@ def progress(doing: str) -> Iterator[None]:
 def tell_note(text: str, *, on: TextIO | None = None) -> None:
     """Print on stderr, or where it led before, what a person should know, if nothing is wrong."""
     console = PlainConsole(stderr=True, file=on, soft_wrap=True)
-    console.print(Text.assemble(("note: ", "bold"), text))
+    console.print(Text.assemble(("note: ", "bold"), plain(text)))
 
 
 def tell_error(error: AutoparError) -> None:
@@ -76,7 +74,7 @@ def tell_error(error: AutoparError) -> None:
 
 def _short(text: str) -> str:
     """Return a text without the middle of what nobody reads to its end."""
-    half = _MOST_CHARACTERS // 2
+    text, half = plain(text), _MOST_CHARACTERS // 2
     return text if len(text) <= _MOST_CHARACTERS else f"{text[:half]} … {text[-half:]}"
 
 

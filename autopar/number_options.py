@@ -3,22 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from math import inf, nan
+from contextlib import suppress
+from math import inf
 from typing import Any, TypeVar
 
 import typer
 
 from autopar.planner.errors import InputError
 
+MOST = 2**31  # of anything that is counted
+_MOST_SECONDS = 1e9
 Number = TypeVar("Number", int, float)
 
 
-def whole(name: str, *, least: int, most: float = inf, metavar: str = "N", text: str) -> Any:
+def whole(name: str, *, least: int, most: int = MOST, metavar: str = "N", text: str) -> Any:
     """Return an option that is a whole number; `text` stands in the help."""
-    expected = f"a whole number of at least {least}" + (f", at most {most}" if most < inf else "")
+    expected = f"a whole number of at least {least}" + (f", at most {most}" if most < MOST else "")
 
     def is_meant(number: float) -> bool:
-        return least <= number < inf and number <= most and number == int(number)
+        return least <= number <= most
 
     parser = _reader(name, int, is_meant, fault="is not a count", expected=expected)
     return typer.Option(name, parser=parser, metavar=metavar, help=text)
@@ -28,7 +31,11 @@ def seconds(name: str, *, text: str) -> Any:
     """Return an option that is a time."""
     expected = "seconds, above 0, such as 60"
     parser = _reader(
-        name, float, lambda number: 0 < number < inf, fault="is no time", expected=expected
+        name,
+        float,
+        lambda number: 0 < number <= _MOST_SECONDS,
+        fault="is no time",
+        expected=expected,
     )
     return typer.Option(name, parser=parser, metavar="SECONDS", help=text)
 
@@ -51,12 +58,10 @@ def _reader(
     expected: str,
 ) -> Callable[[str], Number]:
     def read(text: str) -> Number:
-        try:
-            number = float(text)
-        except ValueError:
-            number = nan
-        if not is_meant(number):
-            raise InputError(f"{text!r} {fault}", where=name, expected=expected)
-        return kind(number)
+        with suppress(ValueError):
+            number = kind(text)
+            if is_meant(number):
+                return number
+        raise InputError(f"{text!r} {fault}", where=name, expected=expected)
 
     return read

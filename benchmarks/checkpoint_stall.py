@@ -23,10 +23,10 @@ from torch import nn
 from torch.optim import AdamW
 
 from autopar.runtime.data_parallel import wrap
-from autopar.runtime.keeping.manifest import Moment
+from autopar.runtime.keeping.manifest import Moment, rank_file
 from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.keeping.saving import Saved, Saving
-from autopar.runtime.keeping.writing import Agreed, Snapshot, rank_file, snapshot
+from autopar.runtime.keeping.writing import Agreed, Snapshot, snapshot
 from autopar.runtime.optimizer import build_optimizer
 from autopar.runtime.ranks import start, stop
 

@@ -14,7 +14,8 @@ from contextlib import redirect_stderr
 from io import StringIO
 from pathlib import Path
 
-from tests.edited_files import KINDS, Edited, faults, kinds
+from tests.edited_files import KINDS, faults, kinds
+from tests.random_edits import Edited
 
 _FIRST_SEED = 1_000_000  # those of the suite are below
 

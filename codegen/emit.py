@@ -38,7 +38,7 @@ def emit_with_notes(
 
 def script_text(plan: Plan, subject: Subject, place: Path) -> str:
     """Return the script of a plan whose subject is known, as it will stand at `place`."""
-    script = with_checksum(render(script_view(plan, subject, place)), plan.autopar)
+    script = with_checksum(render(script_view(plan, subject, place)), plan)
     check_script(script)
     return script
 

@@ -7,22 +7,29 @@ from pathlib import Path
 
 from autopar import runtime
 from autopar.codegen.emit import FILE_NAME, emit, refuse_overwriting
-from autopar.planner.destination import check_writable, refuse_others, write_whole
+from autopar.planner.destination import (
+    check_writable,
+    refuse_named_as_file,
+    refuse_others,
+    write_whole,
+)
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_FILE
-from autopar.planner.plan.files.document import write_plan
+from autopar.planner.plan.files.document import refuse_foreign, write_plan
 from autopar.planner.plan.plan import Plan
 
 
 def write_standalone(plan: Plan, folder: Path, model_folder: Path, *, force: bool) -> Path:
     """Write the script of a plan with what it imports into a folder; return the script's place."""
     path, package = folder / FILE_NAME, folder / "autopar"
+    refuse_named_as_file(folder)
     for place in (
         folder / PLAN_FILE,
         package / "__init__.py",
         package / "runtime" / "ranks" / "mesh.py",
     ):
         check_writable(place)
+    refuse_foreign(folder / PLAN_FILE)
     _refuse_package_of_others(package)
     if not force:
         refuse_overwriting(path)

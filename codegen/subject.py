@@ -47,6 +47,7 @@ def subject_of(plan: Plan, folder: Path) -> Subject:
     file = _model_file(plan, folder)
     model = without_memory(file)
     _check_same_parameters(plan, model, file.path)
+    _check_same_modules(plan, model, file.path)
     modules = modules_of(model)
     split = split_of(plan, modules, partial(_on_other_lengths, _Traced.of(plan, file)))
     return Subject(
@@ -88,9 +89,16 @@ class _Traced:
         )
 
 
-@lru_cache(maxsize=16)
 def _on_other_lengths(model: _Traced) -> Graph | None:
-    """Return what a model computes on rows of other lengths; asked where code is printed.
+    """Return what a model computes on rows of other lengths; asked where code is printed."""
+    other = _traced_on_other_lengths(model)
+    is_alike = other is not None and other.tensors.keys() == model.graph.tensors.keys()
+    return other if is_alike else None  # a plan may have been edited
+
+
+@lru_cache(maxsize=16)
+def _traced_on_other_lengths(model: _Traced) -> Graph | None:
+    """Return that graph, once for all plans of a model.
 
     It is another trace, so it is kept: of one model several scripts are printed, by `dryrun`, by
     `verify`, or by a program that plans for several machines.
@@ -112,6 +120,23 @@ def _check_same_parameters(plan: Plan, model: nn.Module, path: Path) -> None:
                 where=str(path),
                 expected="what it reads (a configuration, an environment variable) as it was",
                 fix="plan again with `autopar plan`, or bring that back",
+            )
+
+
+def _check_same_modules(plan: Plan, model: nn.Module, path: Path) -> None:
+    """Refuse a plan that calls modules which the model has not, or has of another class."""
+    classes = {
+        name: type(one).__name__ for name, one in model.named_modules(remove_duplicate=False)
+    }
+    for number, call in enumerate(plan.graph.calls.values()):
+        found = classes.get(call.path)
+        if not call.is_function and found != call.class_name:
+            now = "is not there" if found is None else f"is a {found}"
+            raise ChangedModelError(
+                f"graph.calls.{number} of the plan calls {call.path or 'the model'}, a "
+                f"{call.class_name}, which {now} in the model",
+                where=str(path),
+                fix="plan again with `autopar plan`",
             )
 
 

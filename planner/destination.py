@@ -3,18 +3,29 @@
 from __future__ import annotations
 
 import os
+import re
 import tempfile
 from pathlib import Path
 
 from autopar.planner.errors import InputError
+from autopar.planner.given import kind_of
 
 _FIX = "choose another place with -o"
+_OF_A_FILE = re.compile(r"\.[A-Za-z]\w*")
+_MANIFEST, _MARK = "checkpoint.json", re.compile(r'"written_by": *"autopar"')  # of a checkpoint
+PLAN_FOLDER = "a folder, which gets plan.json and train.py"
+_HEAD_BYTES = 4096
+_DEVICES = Path("/dev")  # /dev/stdout is a place that people name
 
 
 def check_writable(path: Path) -> None:
-    """Refuse a file that is a folder, or that lies below a file or in a folder closed to us."""
+    """Refuse a file that is a folder or a pipe, or lies in a checkpoint or where none can be."""
     if path.is_dir():
         raise InputError(f"{path} is a folder, not a file", fix=_FIX)
+    refuse_in_checkpoint(path)
+    kind = kind_of(path)
+    if kind and _DEVICES not in path.absolute().parents:
+        raise InputError(f"{path} is {kind}, not a file", fix=_FIX)
     folder = next(one for one in path.absolute().parents if os.path.lexists(one))
     if not folder.is_dir():
         raise InputError(
@@ -25,13 +36,25 @@ def check_writable(path: Path) -> None:
         raise InputError(found, where=str(path), fix=_FIX)
 
 
-def refuse_named_as_file(folder: Path) -> None:
-    """Refuse a folder to come that is called as its files are: meant was a file."""
-    if folder.suffix in (".json", ".py") and not folder.exists():
+def refuse_in_checkpoint(path: Path) -> None:
+    """Refuse a place in a checkpoint, which stays as it was written."""
+    for folder in (path.resolve(), *path.resolve().parents):
+        manifest = folder / _MANIFEST
+        if manifest.is_file() and os.access(manifest, os.R_OK) and _MARK.search(_head(manifest)):
+            raise InputError(
+                f"{path} is in the checkpoint {folder}, which stays as it is", fix=_FIX
+            )
+
+
+def refuse_named_as_file(
+    folder: Path, *, option: str = "-o", expected: str = "the name of a folder"
+) -> None:
+    """Refuse a folder to come whose name has the ending of a file: meant was a file."""
+    if _OF_A_FILE.fullmatch(folder.suffix) and not folder.exists():
         raise InputError(
-            f"-o {folder} names a file",
-            expected="a folder, which gets plan.json and train.py",
-            fix=f"-o {folder.with_suffix('')}",
+            f"{option} {folder} names a file",
+            expected=expected,
+            fix=f"{option} {folder.with_suffix('')}, or make a folder of that name first",
         )
 
 
@@ -45,37 +68,44 @@ def refuse_replacing(path: Path, *sources: Path) -> None:
 
 def refuse_others(path: Path, *, beginning: str) -> None:
     """Refuse to write over a file that does not begin as those of autopar do."""
-    if path.is_file() and not path.read_text(encoding="utf-8", errors="replace").startswith(
-        beginning
-    ):
+    if path.is_file() and not _head(path).startswith(beginning):
         found = "a file that autopar did not write is in the way"
         raise InputError(found, where=str(path), fix=_FIX)
 
 
-def write_whole(path: Path, text: str, *, what: str) -> None:
-    """Write a file, and the folder that it lies in: all of it, or nothing of it."""
+def write_whole(path: Path, text: str, *, what: str, mode: int = 0o666) -> None:
+    """Write a file, and the folder that it lies in: all of it, or nothing of it.
+
+    `mode` is who may read it, but for those whom the umask shuts out.
+    """
+    refuse_in_checkpoint(path)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        if path.exists() and not path.is_file():  # /dev/stdout, a pipe
+        if path.exists() and not path.is_file():  # /dev/stdout
             path.write_text(text, encoding="utf-8")
         else:
-            _replace(path.resolve(), text)  # what a link leads to, not the link
+            _replace(path.resolve(), text, mode)  # what a link leads to, not the link
     except OSError as error:
         found = f"{what} cannot be written: {error.strerror}"
         raise InputError(found, where=str(path), fix=_FIX) from None
 
 
-def _replace(path: Path, text: str) -> None:
+def _replace(path: Path, text: str, mode: int) -> None:
     handle, name = tempfile.mkstemp(prefix=f".{path.name}.", dir=path.parent)
     temporary = Path(name)
     try:
         with os.fdopen(handle, "w", encoding="utf-8") as file:
             file.write(text)
-        temporary.chmod(0o666 & ~_umask())  # mkstemp's own is for secrets
+        temporary.chmod(mode & ~_umask())  # mkstemp's own is for secrets
         temporary.replace(path)
     except BaseException:
         temporary.unlink(missing_ok=True)
         raise
+
+
+def _head(path: Path) -> str:
+    with path.open("rb") as file:
+        return file.read(_HEAD_BYTES).decode("utf-8", errors="replace")
 
 
 def _umask() -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import stat
 from pathlib import Path
 
@@ -37,8 +38,7 @@ def check_given(path: Path, *, what: str, fix: str = "") -> None:
         found = path.stat()
     except (OSError, ValueError) as error:
         raise _unreadable(error, path, what=what, fix=fix) from None
-    kind = next((name for is_it, name in _KINDS if is_it(found.st_mode)), "")
-    if kind:
+    if kind := _kind(found):
         raise InputError(
             f"{what} cannot be read: {path} is {kind}", expected="a file", where=str(path), fix=fix
         )
@@ -46,6 +46,18 @@ def check_given(path: Path, *, what: str, fix: str = "") -> None:
         raise InputError(
             f"{what} has {found.st_size} bytes", where=str(path), expected=f"at most {MOST_BYTES}"
         )
+
+
+def kind_of(path: Path) -> str:
+    """Return what a path leads to that is no file, such as a pipe; "" for a file, or nothing."""
+    try:
+        return _kind(path.stat())
+    except (OSError, ValueError):
+        return ""
+
+
+def _kind(found: os.stat_result) -> str:
+    return next((name for is_it, name in _KINDS if is_it(found.st_mode)), "")
 
 
 def _unreadable(error: OSError | ValueError, path: Path, *, what: str, fix: str) -> InputError:

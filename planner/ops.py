@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import StrEnum
 
+from autopar.planner.errors import InputError
 from autopar.planner.extent import Extent, numel
 
 MODEL_DTYPE = "model"
@@ -233,7 +234,10 @@ class Op:
         for key, value in self.arguments:
             if key == name:
                 return value
-        raise KeyError(f"{self.target} has no argument {name!r}")
+        raise InputError(
+            f"{self.target} ({self.name}) has no argument {name!r} in the plan",
+            fix="plan again with `autopar plan`",
+        )
 
 
 def refs(value: Value) -> Iterator[str]:

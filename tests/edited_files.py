@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import signal
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -26,8 +25,9 @@ from autopar.runtime.ranks.mesh import Axis
 from autopar.runtime.weights.safetensors_weights import load_safetensors
 from benchmarks.validation.table import read_table
 from tests.codegen.plans import pinned_plan
+from tests.edited_files_of_trainings import kinds_of_trainings
 from tests.planner.profile.measurements import everything
-from tests.random_edits import Edit, edited_json, edited_text
+from tests.random_edits import Edit, Edited, edited_json, edited_text
 
 ROOT = Path(__file__).parents[1]
 _LONGEST_SECONDS = 20
@@ -42,17 +42,10 @@ _FREE = (
     "machines.limit_bytes",
     "graph.fixed",
 )
-_WITHOUT_PLACE = ("format", "model")  # another program's file; a model file that is not found
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Edited:
-    """A kind of file: one that is right, how it is edited, and what reads it."""
-
-    name: str
-    source: bytes
-    edit: Callable[[bytes, Random], Edit]
-    read: Callable[[Path], object]
+_WITHOUT_PLACE = {  # another program's file; a model file that is not found
+    "format": ("",),
+    "model": ("",),
+}
 
 
 def kinds() -> Iterator[Edited]:
@@ -62,7 +55,14 @@ def kinds() -> Iterator[Edited]:
     table = ROOT / "tests/benchmarks/validation/measured_memory.csv"
     measured = measurements_text(everything(), written="today").encode()
     weights = save(nn.Linear(4, 4).state_dict())
-    yield Edited(name="plan.json", source=plan, edit=edited_json, read=_script)
+    yield Edited(
+        name="plan.json",
+        source=plan,
+        edit=edited_json,
+        read=_script,
+        free=_FREE,
+        words=_WITHOUT_PLACE,
+    )
     for name, source, read in (
         ("cluster.toml", _example("cluster-file.md"), read_cluster),
         ("constraints.toml", _example("constraints-file.md"), constraints),
@@ -71,6 +71,7 @@ def kinds() -> Iterator[Edited]:
         ("weights.safetensors", weights, _loaded),
     ):
         yield Edited(name=name, source=source, edit=edited_text, read=read)
+    yield from kinds_of_trainings()
 
 
 def _example(page: str) -> bytes:
@@ -92,7 +93,8 @@ def _loaded(path: Path) -> None:
 def faults(kind: Edited, folder: Path, seeds: Iterator[int]) -> Iterator[str]:
     """Yield what goes wrong when a file is edited with these seeds, and read."""
     path = folder / kind.name
-    path.write_bytes(kind.source)
+    for name, content in {**kind.beside, kind.name: kind.source}.items():
+        (folder / name).write_bytes(content)
     right = kind.read(path)
     before = _names(folder)
     for seed in seeds:
@@ -107,18 +109,18 @@ def faults(kind: Edited, folder: Path, seeds: Iterator[int]) -> Iterator[str]:
 
 def _fault(kind: Edited, path: Path, edit: Edit, right: object) -> str:
     """Return what is wrong with how an edit was taken, or nothing."""
-    field = edit.place.partition(".")[0] if kind.edit is edited_json else ""
+    outer = "" if kind.edit is edited_text else edit.place.partition(".")[0]
     try:
         with _ended_after(_LONGEST_SECONDS):
             found = kind.read(path)
     except AutoparError as error:
-        is_told = field in str(error) or field in _WITHOUT_PLACE
+        is_told = any(word in str(error) for word in (outer, *kind.words.get(outer, ())))
         return "" if is_told else f"refused without its place: {error}"
     except SystemExit:  # how scripts refuse
         return ""
     except Exception as error:
         return f"{type(error).__name__}: {error}"[:300]
-    is_other = bool(field) and found != right and not edit.place.startswith(_FREE)
+    is_other = bool(outer) and found != right and not edit.place.startswith(kind.free)
     return "changes the script" if is_other else ""
 
 
@@ -147,4 +149,8 @@ KINDS: Mapping[str, int] = {
     "runs.csv": 150,
     "measured.toml": 150,
     "weights.safetensors": 100,
+    "checkpoint.json": 150,
+    "run.json": 100,
+    "metrics.jsonl": 100,
+    "options.json": 200,
 }  # edits of each in the suite

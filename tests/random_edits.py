@@ -5,8 +5,10 @@ from __future__ import annotations
 import copy
 import json
 import re
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from math import inf, nan
+from pathlib import Path
 from random import Random
 from typing import Any, cast
 
@@ -28,6 +30,23 @@ class Edit:
 
     def __str__(self) -> str:
         return f"{self.place}: {self.done}"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Edited:
+    """A kind of file: one that is right, how it is edited, and what reads it.
+
+    `free` are the places where another value may be right and change what is read, `words` those
+    of messages about a field that do not name it, `beside` the files that it is read with.
+    """
+
+    name: str
+    source: bytes
+    edit: Callable[[bytes, Random], Edit]
+    read: Callable[[Path], object]
+    free: tuple[str, ...] = ()
+    words: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    beside: Mapping[str, bytes] = field(default_factory=dict)
 
 
 def edited_json(source: bytes, random: Random) -> Edit:

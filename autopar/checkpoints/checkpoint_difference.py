@@ -15,6 +15,7 @@ from autopar.runtime.keeping.manifest import Logical
 from autopar.runtime.keeping.overlaps import overlaps
 from autopar.runtime.keeping.reading import Reader
 from autopar.runtime.keeping.states import STATE, WEIGHT
+from autopar.runtime.shown import in_a_line
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -149,6 +150,6 @@ def _numbers(before: Checkpoint, after: Checkpoint) -> Iterator[NumberDifference
 def _parts(key: str) -> tuple[str, str]:
     """Return what a key is of, and the name of the parameter."""
     if key.startswith(WEIGHT):
-        return "weight", key.removeprefix(WEIGHT)
+        return "weight", in_a_line(key.removeprefix(WEIGHT))
     kind, _, name = key.removeprefix(STATE).partition("/")
-    return kind, name
+    return in_a_line(kind), in_a_line(name)

@@ -8,24 +8,18 @@ from pathlib import Path
 
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.runs.run_record import read_record
-from autopar.runtime.keeping.finding import Checkpoint
-from autopar.runtime.keeping.manifest import (
-    NAME,
-    BrokenError,
-    Manifest,
+from autopar.runtime.keeping.checking import (
+    Expected,
     check_file,
     check_size,
-    read_manifest,
+    expected_files,
+    sound_manifest,
 )
-from autopar.runtime.keeping.safetensors_file import Written
-from autopar.runtime.keeping.step_folders import (
-    BROKEN,
-    STEP,
-    checkpoints_in,
-    step_of,
-    unfinished_in,
-)
+from autopar.runtime.keeping.finding import Checkpoint
+from autopar.runtime.keeping.manifest import NAME, BrokenError, Manifest
+from autopar.runtime.keeping.step_folders import checkpoints_in, step_of, unfinished_in
 from autopar.runtime.ranks.locations import Location, located, location, size_of, written_at
+from autopar.runtime.ranks.outputs import BROKEN, STEP
 
 FOLDER = "checkpoints"  # in the folder of a run
 _UNFINISHED = "being written, or left by a training that was killed"
@@ -116,25 +110,26 @@ def _is_step(path: Location) -> bool:
     return name.startswith(STEP) and name.removeprefix(STEP).split(".")[0].isdecimal()
 
 
-def _looked_at(folder: Location, *, check: Callable[[Location, str, Written], None]) -> Kept:
+def _looked_at(folder: Location, *, check: Callable[[Location, Expected], None]) -> Kept:
     """Read the manifest of a checkpoint, and check each of its files; all faults are told."""
     faults: list[str] = []
     manifest = None
     try:
-        manifest = read_manifest(folder)
+        manifest = sound_manifest(folder)
     except BrokenError as error:
         faults.append(str(error))
-    for name, written in sorted(manifest.files.items()) if manifest is not None else ():
+    files = {} if manifest is None else expected_files(manifest)
+    for name, expected in files.items():
         try:
-            check(folder, name, written)
+            check(folder / name, expected)
         except BrokenError as error:
             faults.append(str(error))
-    files = [one for one in folder.iterdir() if one.is_file()]
+    there = [one for one in folder.iterdir() if one.is_file()]
     described = folder / NAME
     return Kept(
         folder=folder,
         faults=tuple(faults),
-        size_bytes=sum(map(size_of, files)),
+        size_bytes=sum(map(size_of, there)),
         written_at=written_at(described if described.exists() else folder),
         manifest=manifest,
     )

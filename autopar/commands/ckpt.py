@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import json
+from argparse import ArgumentTypeError
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Annotated, Any
 
 import typer
+from rich.console import RenderableType
+from rich.text import Text
 
 from autopar.checkpoints.checkpoint_difference import difference
 from autopar.checkpoints.checkpoint_weights import export_weights
@@ -18,10 +21,11 @@ from autopar.checkpoints.kept_checkpoints import (
     whole_checkpoint,
 )
 from autopar.command_line import Command, Group
-from autopar.console import progress, results, tell_note
+from autopar.console import print_json, progress, results, tell_note
 from autopar.pages.checkpoint_pages import difference_page, list_page, verified_page
-from autopar.planner.errors import ExitCode
-from autopar.runtime.ranks.locations import location
+from autopar.planner.errors import ExitCode, InputError
+from autopar.runtime.ranks.locations import Location, location
+from autopar.runtime.ranks.option_values import weights_or_none
 
 FOLDER = Annotated[
     str,
@@ -62,10 +66,9 @@ def list_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
     kept = kept_in(location(folder))
     left = list(left_in(location(folder)))
     if as_json:
-        print(json.dumps({"checkpoints": [_as_data(one) for one in kept]}, indent=2))
+        print_json({"checkpoints": [_as_data(one) for one in kept]})
         return
-    for part in list_page(kept, left):
-        results().print(part)
+    _print(list_page(kept, left))
 
 
 @ckpt.command("verify", cls=Command)
@@ -79,10 +82,9 @@ def verify_checkpoints(folder: FOLDER, as_json: JSON = False) -> None:
     with progress("reading checkpoints"):
         kept = verified_in(location(folder))
     if as_json:
-        print(json.dumps({"checkpoints": [_as_data(one) for one in kept]}, indent=2))
+        print_json({"checkpoints": [_as_data(one) for one in kept]})
     else:
-        for part in verified_page(kept):
-            results().print(part)
+        _print(verified_page(kept))
     if any(one.faults for one in kept):
         raise typer.Exit(int(ExitCode.MISMATCH))
 
@@ -103,9 +105,10 @@ def export_checkpoint(
 
     Example: autopar ckpt export checkpoints/step-1000 -o out/model.safetensors
     """
+    to = _place(output)
     with progress("reading the checkpoint"):
         checkpoint = whole_checkpoint(location(folder))
-        weights = export_weights(checkpoint, location(output))
+        weights = export_weights(checkpoint, to)
     if weights.rounded:
         tell_note(
             f"{', '.join(weights.rounded[:4])}: of these the training had copies in 16 bits, and "
@@ -132,7 +135,7 @@ def diff_checkpoints(
         one, other = whole_checkpoint(location(before)), whole_checkpoint(location(after))
         found = difference(one, other)
     if as_json:
-        print(json.dumps({**asdict(found), "is_equal": found.is_equal}, indent=2))
+        print_json({**asdict(found), "is_equal": found.is_equal})
     else:
         for name, found_one in (("A", one), ("B", other)):
             moment, degrees = found_one.manifest.moment, found_one.manifest.origin.degrees
@@ -140,10 +143,23 @@ def diff_checkpoints(
                 f"{name}: {found_one.folder}, step {moment.step:,}, {moment.rows:,} rows, {degrees}"
             )
             results().print(line, soft_wrap=True)
-        for part in difference_page(found, every=every):
-            results().print(part)
+        _print(difference_page(found, every=every))
     if not found.is_equal:
         raise typer.Exit(int(ExitCode.NEGATIVE))
+
+
+def _print(parts: Iterable[RenderableType]) -> None:
+    """Print tables, and texts each on a line of its own, however long."""
+    for part in parts:
+        results().print(part, soft_wrap=isinstance(part, Text))
+
+
+def _place(output: str) -> Location:
+    """Return where weights shall go: a .safetensors file, or a folder that is not named as one."""
+    try:
+        return location(weights_or_none(output))
+    except ArgumentTypeError as error:
+        raise InputError(str(error), where="-o") from None
 
 
 def _as_data(one: Kept) -> dict[str, Any]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
-from autopar.console import results
+from autopar.console import print_json, results
 from autopar.pages.comparison_page import comparison_page
 from autopar.planner.plan.files.document import read_plan
 from autopar.planner.plan.parts import parts_of
@@ -31,7 +30,7 @@ def diff(
     other_parts = parts if same else parts_of(other, where=str(after))
     comparison = compare(one, other, parts=parts, other_parts=other_parts)
     if as_json:
-        print(json.dumps(asdict(comparison), indent=2))
+        print_json(asdict(comparison))
         return
     for part in comparison_page(comparison, (str(before), str(after))):
         results().print(part)

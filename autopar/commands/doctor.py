@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import platform
 import sys
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch.distributed as dist
 import typer
 
 import autopar
-from autopar.console import results
+from autopar.console import print_json, results
 from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bytes_text
 from autopar.planner.errors import AutoparError, ExitCode
@@ -46,7 +45,7 @@ def doctor(
     """
     findings = list(examine())
     if as_json:
-        print(json.dumps([asdict(finding) for finding in findings], indent=2))
+        print_json([asdict(finding) for finding in findings])
     else:
         table = plain_table(
             f"autopar {autopar.__version__} on this machine", "", "part", "found", left=3

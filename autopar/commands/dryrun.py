@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from typing import Annotated
 
@@ -11,7 +10,7 @@ import typer
 from autopar.codegen.proof.dryrun.running import DryRun, dry_run
 from autopar.codegen.subject import with_model
 from autopar.commands.emit import MODEL, PLAN
-from autopar.console import progress, results
+from autopar.console import print_json, progress, results
 from autopar.number_options import whole
 from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import bytes_text
@@ -36,7 +35,7 @@ def dryrun(
     with progress(f"running rank {rank} of {found.arrangement.ranks} without computing"):
         report = dry_run(found, folder, rank=rank)
     if as_json:
-        print(json.dumps({**asdict(report), "error": report.error}, indent=2))
+        print_json({**asdict(report), "error": report.error})
         return
     _tell(report)
 

@@ -89,7 +89,8 @@ def _check(path: Path, expected: str) -> None:
     """Leave with 1 where the file is not what the plan says."""
     if not path.is_file():
         raise InputError(f"there is no script {path}", fix="leave --check out to write it")
-    if path.read_bytes() != expected.encode():
+    wanted = expected.encode()
+    if path.stat().st_size != len(wanted) or path.read_bytes() != wanted:
         results().print(f"{path} is not the script of this plan", soft_wrap=True)
         raise typer.Exit(int(ExitCode.NEGATIVE))
     results().print(f"{path} is the script of this plan", soft_wrap=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import asdict
 from functools import partial
@@ -12,7 +11,7 @@ from typing import Annotated
 import typer
 from rich.console import RenderableType
 
-from autopar.console import results
+from autopar.console import print_json, results
 from autopar.number_options import whole
 from autopar.pages.analysis_page import analysis_page
 from autopar.pages.explanation_page import (
@@ -36,7 +35,7 @@ from autopar.planner.plan.why_not import WhyNot, why_not
 from autopar.planner.profile.file import read_measurements
 from autopar.progress import reported
 from autopar.runs.run_analysis import Analysis, analyze
-from autopar.runs.run_metrics import lines_of
+from autopar.runs.run_metrics import sound_lines_of
 from autopar.runs.run_record import read_record
 
 
@@ -103,13 +102,13 @@ def _analysis(plan: Plan, run: Path) -> Analysis:
         raise InputError(
             f"the run {run} was by another plan", fix=f"autopar explain {copy} --analyze {run}"
         )
-    path = Path(record.metrics) if record is not None else run
+    path = record.metrics_in(run) if record is not None else run
     if not path.is_file():
         raise InputError(
             f"{run} is no run, and no file of metrics",
             expected="a folder that `autopar run` made, or what a script wrote with --metrics",
         )
-    analysis = analyze(plan, lines_of(path))
+    analysis = analyze(plan, sound_lines_of(path))
     if analysis is None:
         raise InputError(f"{path} has no step", expected="a run that has told one at least")
     return analysis
@@ -144,7 +143,7 @@ def _print(
     data: Explanation | WhyNot | Analysis | None,
 ) -> None:
     if data is not None:
-        print(json.dumps(asdict(data), indent=2))
+        print_json(asdict(data))
         return
     for part in parts:
         results().print(part)

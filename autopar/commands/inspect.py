@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated
@@ -10,7 +9,7 @@ from typing import Annotated
 import typer
 
 from autopar.commands.plan_options import ARG, DEVICE, MODEL
-from autopar.console import progress, results
+from autopar.console import print_json, progress, results
 from autopar.graph_files import check_destination, write_graph
 from autopar.number_options import whole
 from autopar.pages.inspection_page import ops_table, page
@@ -64,7 +63,7 @@ def inspect(
             write_graph(annotated_graph(graph, annotated, batch=rows), graph_file)
             results().print(f"Written: {graph_file}", soft_wrap=True)
         elif as_json:
-            print(json.dumps([asdict(one) for one in annotated], indent=2))
+            print_json([asdict(one) for one in annotated])
         else:
             results().print(ops_table(annotated, on, precision, batch=rows))
         return
@@ -77,7 +76,7 @@ def inspect(
             optimizer=optimizer.name if optimizer else "AdamW",
         )
     if as_json:
-        print(json.dumps(asdict(inspection), indent=2))
+        print_json(asdict(inspection))
         return
     for part in page(inspection):
         results().print(part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 
@@ -11,12 +10,12 @@ from autopar.codegen.emit import refuse_overwriting, write_text
 from autopar.codegen.proof.comparison import Comparison
 from autopar.commands import plan_options as options
 from autopar.commands.verify import tell_comparison
-from autopar.console import results
+from autopar.console import print_json, results
 from autopar.machine_options import Machines
 from autopar.notes.plan_notes import note_fewer
 from autopar.pages.curve_page import curve_json, curve_page, work_text
 from autopar.pages.plan_page import plan_page
-from autopar.planner.destination import refuse_named_as_file, refuse_replacing
+from autopar.planner.destination import PLAN_FOLDER, refuse_named_as_file, refuse_replacing
 from autopar.planner.errors import AutoparError, ExitCode
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME, refuse_foreign, summary, write_plan
@@ -93,7 +92,7 @@ def plan(
         time_limit_seconds=time_limit,
         profile=profile,
     )
-    refuse_named_as_file(output)
+    refuse_named_as_file(output, expected=PLAN_FOLDER)
     refuse_foreign(output / FILE_NAME)
     refuse_replacing(output / SCRIPT_NAME, model_path(model))
     if not force:
@@ -135,7 +134,7 @@ def tell(planned: Planned, *, as_json: bool) -> None:
     is_compared = len(curve.trials) > 1
     if as_json:
         counts = {"counts": curve_json(curve)} if is_compared else {}
-        print(json.dumps({**summary(point.plan), **counts}, indent=2))
+        print_json({**summary(point.plan), **counts})
         return
     for part in curve_page(curve, planned.choice) if is_compared else ():
         results().print(part)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -10,7 +9,7 @@ import torch
 import typer
 
 from autopar.commands.plan_options import ARG, MODEL
-from autopar.console import results
+from autopar.console import print_json, results
 from autopar.number_options import seconds, whole
 from autopar.pages.profile_page import profile_page, profile_summary
 from autopar.planner.axes.infer import infer_axes
@@ -18,6 +17,7 @@ from autopar.planner.destination import check_writable
 from autopar.planner.errors import InputError
 from autopar.planner.layers import find_layers
 from autopar.planner.model.model_file import load_model_file
+from autopar.planner.numbers import MOST_DEVICES
 from autopar.planner.precision import Precision
 from autopar.planner.profile.file import (
     FILE_NAME,
@@ -101,7 +101,7 @@ def profile(
     if as_json:
         page = profile_summary(found, profiled.left_out, seconds=profiled.seconds)
         told = {**page, "file": str(output), "content_hash": content_hash(together)}
-        print(json.dumps(told, indent=2))
+        print_json(told)
         return
     for part in profile_page(found, profiled.left_out, seconds=profiled.seconds):
         results().print(part)
@@ -114,9 +114,11 @@ def _degrees(text: str) -> tuple[int, ...]:
         degrees = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     except ValueError:
         degrees = ()
-    if not degrees or min(degrees) < 1:
+    if not degrees or min(degrees) < 1 or max(degrees) > MOST_DEVICES:
         raise InputError(
-            f"{text!r} lists no tensor degrees", where="--tensor", expected="such as 1,2,4"
+            f"{text!r} lists no tensor degrees",
+            where="--tensor",
+            expected=f"such as 1,2,4; at most {MOST_DEVICES}",
         )
     return degrees
 

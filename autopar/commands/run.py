@@ -12,12 +12,15 @@ import typer
 from autopar.commands.emit import PLAN
 from autopar.console import results, tell_note
 from autopar.number_options import whole
+from autopar.planner.destination import refuse_named_as_file
 from autopar.planner.errors import AutoparError, ExitCode, InputError
+from autopar.planner.numbers import MOST_DEVICES
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.words import arrangement_words
-from autopar.runs.launching import Ended, launch, torchrun_text
+from autopar.runs.launching import script_help, torchrun_text
 from autopar.runs.meeting import check_meeting_place
 from autopar.runs.planned_again import Trained, awaited, left_in, made_ahead, planned_again
+from autopar.runs.run_end import End, recorded, trained
 from autopar.runs.run_folder import (
     LOGS,
     RUNS,
@@ -26,6 +29,8 @@ from autopar.runs.run_folder import (
     copy_checkpoint,
     fill_folder,
     keeps_in_run,
+    own_folder,
+    refuse_foreign,
     run_name,
     script_arguments,
     settings_in,
@@ -33,17 +38,8 @@ from autopar.runs.run_folder import (
     torchrun_arguments,
     value_given,
 )
-from autopar.runs.run_metrics import last_event, last_step, lines_of
-from autopar.runs.run_record import (
-    EXIT_CODES,
-    METRICS,
-    RECORD,
-    RunRecord,
-    RunState,
-    own_process,
-    write_record,
-)
-from autopar.runtime.ranks.metrics import Event
+from autopar.runs.run_record import METRICS, RunRecord, RunState, own_process, told_from
+from autopar.runtime.shown import masked
 
 
 class DevicesError(AutoparError):
@@ -53,9 +49,11 @@ class DevicesError(AutoparError):
 
 
 class TrainingFailedError(AutoparError):
-    """A rank has failed, and no restart was left."""
+    """A rank has failed, and no restart was left; or it has refused, with a code of its own."""
 
-    exit_code = ExitCode.TRAINING_FAILED
+    def __init__(self, found: str, *, where: str, fix: str, exit_code: ExitCode) -> None:
+        super().__init__(found, where=where, fix=fix)
+        self.exit_code = exit_code
 
 
 def run(
@@ -75,13 +73,18 @@ def run(
     ] = None,
     gpus: Annotated[
         int | None,
-        whole("--gpus", least=1, text="Devices that are there; planned again if PLAN has others."),
+        whole(
+            "--gpus",
+            least=1,
+            most=MOST_DEVICES,
+            text="Devices that are there; planned again if PLAN has others.",
+        ),
     ] = None,
     max_restarts: Annotated[
         int, whole("--max-restarts", least=0, text="How often to start again after a failure.")
     ] = 0,
     nnodes: Annotated[
-        int, whole("--nnodes", least=1, text="Machines, each with this command.")
+        int, whole("--nnodes", least=1, most=MOST_DEVICES, text="Machines, each with this command.")
     ] = 1,
     node_rank: Annotated[
         int | None,
@@ -117,39 +120,38 @@ def run(
     given = tuple(arguments or ())
     nodes = _nodes(nnodes, node_rank, master_addr, master_port, name)
     chosen = _chosen(plan, script, gpus, nodes)
+    if not {"-h", "--help"}.isdisjoint(given):
+        raise typer.Exit(script_help(chosen.script))
     check_meeting_place(nodes)
     place = ((plan if plan.is_dir() else plan.parent) / RUNS if runs is None else runs).resolve()
+    refuse_named_as_file(place, option="--runs")
     folder = place / run_name(chosen.plan, place, name)
+    refuse_foreign(folder)
     start = start_of(chosen.plan, place, folder, resume, nodes)
     if gpus not in (None, chosen.plan.arrangement.ranks):
         chosen = _planned_again(chosen, gpus, folder, nodes)
-    content, path = chosen.plan, chosen.script
-    _make(folder, start, nodes)
-    chosen.write()
+    settings = settings_in(chosen.source)
     command = torchrun_arguments(
-        path,
+        chosen.script,
         folder,
-        processes=content.arrangement.ranks,
+        processes=chosen.plan.arrangement.ranks,
         nodes=nodes,
         max_restarts=max_restarts,
-        arguments=script_arguments(path, folder, start, given),
+        arguments=script_arguments(settings, folder, start, given),
     )
-    text = torchrun_text(command)
-    fill_folder(folder, chosen.file, path, nodes, text)
-    keeps = keeps_in_run(settings_in(path.read_text(encoding="utf-8")), given)
+    text = masked(torchrun_text(command))
     metrics = Path(value_given("--metrics", given) or folder / METRICS).resolve()
-    record = _record(content, folder, start if keeps else None, metrics, text)
-    file_name = f"node-{nodes.rank}.json" if nodes.rank else RECORD
-    write_record(folder, record, name=file_name)
-    _tell_start(folder, start if keeps else None, resume, text, chosen=chosen if gpus else None)
-    seen = metrics.stat().st_size if metrics.is_file() else 0
-    ended = launch(command)
-    state = ended_as(ended, metrics, seen)
-    write_record(folder, replace(record, state=state, ended_at=time.time()), name=file_name)
-    _tell_end(state, ended, folder, metrics, seen)
-    code = EXIT_CODES[state]
-    if code:
-        raise typer.Exit(int(code))
+    kept = start if keeps_in_run(settings, given) else None
+
+    def train() -> End:
+        _fill(folder, chosen, start, nodes, text)
+        _tell_start(folder, kept, resume, text, chosen=chosen if gpus else None)
+        return trained(command, folder, metrics, nodes)
+
+    with own_folder(folder, nodes):
+        record = _record(chosen.plan, folder, kept, metrics, text)
+        end = recorded(folder, record, nodes, train)
+    _tell_end(end, folder)
 
 
 def _nodes(count: int, rank: int | None, address: str | None, port: int, name: str | None) -> Nodes:
@@ -182,6 +184,7 @@ def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> 
     devices = ranks if gpus is None else gpus
     _check_devices(devices, nodes)
     if devices == ranks:
+        found.refuse_another_plan()
         return found
     if script is not None:
         raise InputError(
@@ -189,7 +192,9 @@ def _chosen(plan: Path, script: Path | None, gpus: int | None, nodes: Nodes) -> 
             fix="leave one of them out",
         )
     ahead = made_ahead(found, devices)
-    return found if ahead is None else ahead
+    found = found if ahead is None else ahead
+    found.refuse_another_plan()
+    return found
 
 
 def _planned_again(chosen: Trained, devices: int, folder: Path, nodes: Nodes) -> Trained:
@@ -219,11 +224,12 @@ def _check_devices(ranks: int, nodes: Nodes) -> None:
         )
 
 
-def _make(folder: Path, start: Start, nodes: Nodes) -> None:
+def _fill(folder: Path, chosen: Trained, start: Start, nodes: Nodes, command: str) -> None:
     try:
-        folder.mkdir(parents=True, exist_ok=True)
         if start.copied is not None and nodes.rank == 0:
             copy_checkpoint(start.copied, start.checkpoints)
+        chosen.write()
+        fill_folder(folder, chosen.file, chosen.script, nodes, command)
     except OSError as error:
         raise InputError(
             f"nothing can be written to {folder}: {error.strerror}", fix="choose another --runs"
@@ -233,7 +239,7 @@ def _make(folder: Path, start: Start, nodes: Nodes) -> None:
 def _record(
     plan: Plan, folder: Path, start: Start | None, metrics: Path, command: str
 ) -> RunRecord:
-    host, process, began = own_process()
+    host, process = own_process()
     goes_on = None if start is None else start.goes_on_from
     return RunRecord(
         name=folder.name,
@@ -242,12 +248,11 @@ def _record(
         plan=arrangement_words(plan.arrangement),
         predicted_step_seconds=plan.prediction.step_seconds,
         command=command,
-        checkpoints=None if start is None else str(start.checkpoints),
-        metrics=str(metrics),
-        goes_on_from=None if goes_on is None else str(goes_on),
+        checkpoints=None if start is None else told_from(folder, start.checkpoints),
+        metrics=told_from(folder, metrics),
+        goes_on_from=None if goes_on is None else masked(str(goes_on)),
         host=host,
         process=process,
-        process_began=began,
         started_at=time.time(),
     )
 
@@ -259,35 +264,28 @@ def _tell_start(
     if chosen is not None:
         print(f"plan: {chosen.file} ({arrangement_words(chosen.plan.arrangement)})")
     if start is not None and start.goes_on_from is not None:
-        print(f"goes on from {start.goes_on_from}; checkpoints: {start.checkpoints}")
+        print(masked(f"goes on from {start.goes_on_from}; checkpoints: {start.checkpoints}"))
     elif start is not None and resume == "auto":
         print("no run of this model has kept anything: it begins anew")
     print(f"{command}\n", flush=True)
 
 
-def ended_as(ended: Ended, metrics: Path, seen: int) -> RunState:
-    """Tell how a run has ended: torchrun returns 1 for whatever is not 0."""
-    if ended.code == 0:
-        return RunState.FINISHED
-    if last_event(lines_of(metrics, start=seen)) == Event.PREEMPTED:
-        return RunState.PREEMPTED
-    return RunState.INTERRUPTED if ended.is_signalled else RunState.FAILED
-
-
-def _tell_end(state: RunState, ended: Ended, folder: Path, metrics: Path, seen: int) -> None:
-    lines = lines_of(metrics, start=seen)
-    step = last_step(lines)
-    last = f"after step {step['step']:,}" if step else "before its first line"
-    if ended.leftovers:
-        tell_note(f"torchrun was killed; {ended.leftovers} of its processes were ended, too")
-    if state is RunState.FINISHED:
-        results().print(f"finished: {folder}", soft_wrap=True)
-    elif state is RunState.PREEMPTED:
-        results().print(f"stopped by a signal, and kept: --resume {folder} goes on", soft_wrap=True)
-    elif state is RunState.INTERRUPTED:
-        results().print(f"stopped by a signal {last}, and nothing was kept", soft_wrap=True)
-    else:
-        why = f": {lines[-1].get('why')}" if last_event(lines) == Event.STOPPED else ""
+def _tell_end(end: End, folder: Path) -> None:
+    """Say how a run has ended, in the last line that there is, and leave with its code."""
+    if end.leftovers:
+        tell_note(f"torchrun was killed; {end.leftovers} of its processes were ended, too")
+    if end.state is RunState.FAILED:
         raise TrainingFailedError(
-            f"the training failed {last}{why}", where=f"{folder / LOGS} has what each rank printed"
+            end.why or "the training failed",
+            where=f"{folder / LOGS} has what each rank printed",
+            fix=end.fix,
+            exit_code=end.code,
         )
+    told = {
+        RunState.FINISHED: f"finished: {folder}",
+        RunState.PREEMPTED: f"stopped by a signal, and kept: --resume {folder} goes on",
+        RunState.INTERRUPTED: f"stopped by a signal {end.last}, and nothing was kept",
+    }
+    results().print(told[end.state], soft_wrap=True)
+    if end.code:
+        raise typer.Exit(int(end.code))

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
 from rich.text import Text
 
-from autopar.console import results
+from autopar.console import print_json, results, tell_note
 from autopar.pages.checkpoint_pages import time_text
 from autopar.pages.tables import plain_table
 from autopar.planner.cluster.units import seconds_text
@@ -35,12 +34,10 @@ def runs(
             f"there are no runs in {folder}",
             expected="what `autopar run PLAN` makes in the folder runs beside the plan",
         )
-    steps = [last_step(last_lines(Path(record.metrics))) or {} for _, record in found]
+    steps = [_last_step(record.metrics_in(path)) for path, record in found]
     if as_json:
         pairs = zip(found, steps, strict=True)
-        print(
-            json.dumps([_as_data(path, record, step) for (path, record), step in pairs], indent=2)
-        )
+        print_json([_as_data(path, record, step) for (path, record), step in pairs])
         return
     table = plain_table("", "run", "started", "plan", "state", "step", "loss", "a step", left=4)
     for (path, record), step in zip(found, steps, strict=True):
@@ -51,7 +48,7 @@ def runs(
             str(record.state),
             f"{step['step']:,}" if "step" in step else "",
             _figure(step.get("loss")),
-            seconds_text(step["seconds"]) if "seconds" in step else "",
+            seconds_text(step["seconds"]) if step.get("seconds") is not None else "",
         )
     results().print(table)
 
@@ -62,6 +59,15 @@ def _runs(folder: Path) -> list[tuple[Path, RunRecord]]:
     if own is not None:
         return [(folder, own)]
     return runs_in(folder) or runs_in(folder / RUNS)
+
+
+def _last_step(metrics: Path) -> dict[str, Any]:
+    """Return what the last step told; nothing where the file cannot be read, which others can."""
+    try:
+        return last_step(last_lines(metrics)) or {}
+    except InputError as error:
+        tell_note(error.found)
+        return {}
 
 
 def _figure(loss: object) -> str:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -22,7 +21,7 @@ from autopar.codegen.proof.verification import check_fits, step_flops, verify
 from autopar.codegen.subject import subject_of, with_model
 from autopar.commands.emit import MODEL, PLAN
 from autopar.commands.plan_options import ARG
-from autopar.console import progress, results, tell_note
+from autopar.console import print_json, progress, results, tell_note
 from autopar.notes.row_notes import note_parts_apart
 from autopar.number_options import difference, whole
 from autopar.pages.tables import plain_table
@@ -100,7 +99,7 @@ def verify_plan(
         verdict = {"tolerance": tolerance, "is_equal": equal}
         subject = {"model": found.model.name, "arguments": dict(found.model.arguments)}
         edits = {"script": str(given.path), "edits": [asdict(edit) for edit in given.edits]}
-        print(json.dumps({**asdict(comparison), **verdict, **subject, **edits}))
+        print_json({**asdict(comparison), **verdict, **subject, **edits}, indent=None)
     else:
         _tell_edits(given)
         tell_comparison(comparison, tolerance)

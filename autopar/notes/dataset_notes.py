@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
+from torch.utils.data import IterableDataset
 
 from autopar.console import tell_note
 from autopar.planner.axes.infer import Axes
@@ -93,7 +94,9 @@ def _first_row(maker: Callable[[], Any]) -> Any:
     """Return the first row; None where it is not to be had, or only by reading on."""
     try:
         dataset = maker()
-        return dataset[0] if hasattr(dataset, "__getitem__") else None
+        # A stream is not begun; torch's base class of streams has a __getitem__, which raises.
+        is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
+        return None if is_stream else dataset[0]
     except Exception as error:
         said = f"{type(error).__name__}: {error}".splitlines()[0]
         tell_note(

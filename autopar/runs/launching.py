@@ -17,8 +17,8 @@ from typing import Any
 from uuid import uuid4
 
 from autopar.runtime.ranks.parent import stop_with_parent
+from autopar.runtime.ranks.refusal import RUN_TOKEN
 
-_TOKEN = "AUTOPAR_RUN"  # in the environment of all processes of one run
 _KEEPING_SECONDS = 600  # for a checkpoint after a signal; torchrun's own 30 are few
 _GRACE_SECONDS = 30
 _POLL_SECONDS = 0.1
@@ -48,7 +48,7 @@ def torchrun_text(arguments: Sequence[str]) -> str:
 def launch(arguments: Sequence[str]) -> Ended:
     """Run torchrun until it ends, as this Python's module."""
     token = uuid4().hex
-    environment = {**ENVIRONMENT, **os.environ, _TOKEN: token}
+    environment = {**ENVIRONMENT, **os.environ, RUN_TOKEN: token}
     command = [sys.executable, "-m", "torch.distributed.run", *arguments]
     process = subprocess.Popen(
         command,
@@ -60,6 +60,11 @@ def launch(arguments: Sequence[str]) -> Ended:
         code = process.wait()
         leftovers = _end_leftovers(token)
     return Ended(code=code, is_signalled=bool(signals), leftovers=leftovers)
+
+
+def script_help(script: Path) -> int:
+    """Have a script print its options, which its first rank alone does; return its exit code."""
+    return subprocess.run([sys.executable, str(script), "--help"], check=False).returncode
 
 
 @contextmanager
@@ -103,7 +108,7 @@ def _end_leftovers(token: str) -> int:
 
 def _processes(token: str) -> list[int]:
     """Return the processes that have the token in their environment, where /proc tells."""
-    mark, found = f"{_TOKEN}={token}".encode(), []
+    mark, found = f"{RUN_TOKEN}={token}".encode(), []
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # of others, or gone by now
             if mark in path.read_bytes().split(b"\0"):

@@ -8,11 +8,11 @@ from functools import partial
 from pathlib import Path
 
 from autopar.codegen.emit import FILE_NAME as SCRIPT_NAME
-from autopar.codegen.script.checksum import is_unchanged
+from autopar.codegen.script.checksum import is_of_another_plan, is_unchanged
 from autopar.codegen.subject import check_unchanged, model_spec
 from autopar.console import tell_note
 from autopar.planner.destination import write_whole
-from autopar.planner.errors import InputError
+from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.given import read_given
 from autopar.planner.model.model_file import model_path
 from autopar.planner.plan.files.document import FILE_NAME, read_plan, write_plan
@@ -21,6 +21,12 @@ from autopar.planner.plan.resized import machines_left, resized_constraints
 
 _LONGEST_SECONDS = 1800  # that another machine plans
 _POLL_SECONDS = 1.0
+
+
+class OtherPlanError(AutoparError):
+    """A plan that lies beside the script of another one."""
+
+    exit_code = ExitCode.MISMATCH
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -37,6 +43,20 @@ class Trained:
         """Return the plan in a file, or in plan.json of a folder, with the script beside it."""
         file = path / FILE_NAME if path.is_dir() else path
         return cls(plan=read_plan(file), file=file, script=file.parent / SCRIPT_NAME)
+
+    @property
+    def source(self) -> str:
+        """The text of the script."""
+        return read_given(self.script, what="the script") if self.text is None else self.text
+
+    def refuse_another_plan(self) -> None:
+        """Refuse a plan that its script was not written by: it would not be what is trained."""
+        if is_of_another_plan(self.source, self.plan):
+            raise OtherPlanError(
+                "the script was written by another plan than this one, which was changed since",
+                where=f"{self.script} and {self.file}",
+                fix=f"write it anew: autopar emit {self.file}; or bring the plan back",
+            )
 
     def write(self) -> None:
         """Write what was made just now; other machines wait for the plan, so that comes last."""
@@ -116,7 +136,7 @@ def planned_again(trained: Trained, devices: int, folder: Path, machines: int = 
     from autopar.planning import Request, make_plans, scripted  # here alone: it takes seconds
 
     plan, beside = trained.plan, trained.file.parent
-    if not is_unchanged(read_given(trained.script, what="the script")):
+    if not is_unchanged(trained.source):
         raise InputError(
             f"the script was changed by hand, and one for {devices} devices would not be",
             where=str(trained.script),

@@ -57,7 +57,7 @@ def analyze(plan: Plan, lines: Sequence[dict[str, Any]]) -> Analysis | None:
         return None
     seconds = [float(one["seconds"]) for one in steps]
     kept = [
-        float(one.get("waited_seconds", one["seconds"]))  # of earlier runs all of it
+        float(one["seconds"] if one.get("waited_seconds") is None else one["waited_seconds"])
         for one in lines
         if one.get("event") == Event.KEPT
     ]
@@ -82,7 +82,7 @@ def _steady(lines: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     for one in lines:
         if "event" in one:
             is_first = is_first or one["event"] == Event.STARTED
-        elif "seconds" in one:
+        elif one.get("seconds") is not None:
             (warming if is_first else steady).append(one)
             is_first = False
     return steady or warming
@@ -128,6 +128,8 @@ def _rank_figures(plan: Plan, ranks: Sequence[dict[str, Any]]) -> Iterator[Figur
     step = plan.prediction.step_seconds
     for rank in range(plan.arrangement.pipeline):
         own = [one for one in ranks if one["pipeline_rank"] == rank]
+        if not own:  # the run had fewer
+            continue
         seconds = _computing_seconds(plan, rank)
         measured, whole = (
             median(float(one[name]) for one in own) for name in ("compute_seconds", "step_seconds")

@@ -12,25 +12,39 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from autopar.planner.destination import write_whole
+from autopar.console import tell_note
+from autopar.planner.destination import refuse_in_checkpoint, write_whole
 from autopar.planner.errors import AutoparError, ExitCode, InputError
 from autopar.planner.plan.files.document import FILE_NAME as PLAN_NAME
 from autopar.planner.plan.plan import Plan
-from autopar.runs.run_record import METRICS, read_record, runs_in
+from autopar.runs.run_record import METRICS, PRIVATE, RECORD, RunState, read_record, runs_in
+from autopar.runtime.keeping.claim import NAME as IN_USE
+from autopar.runtime.keeping.claim import TakenError, claim
 from autopar.runtime.keeping.finding import AUTO, NEVER
 from autopar.runtime.keeping.manifest import NAME as MANIFEST
-from autopar.runtime.keeping.step_folders import checkpoints_in
-from autopar.runtime.ranks.locations import Location, location, put, remove_tree, write
+from autopar.runtime.keeping.manifest import read_moment
+from autopar.runtime.keeping.step_folders import (
+    begin,
+    checkpoints_in,
+    is_of_checkpoint,
+    is_step,
+    step_folder,
+)
+from autopar.runtime.ranks.locations import Location, located, location, put, write
+from autopar.runtime.shown import masked, masked_variable
 
 RUNS, CHECKPOINTS, LOGS = "runs", "checkpoints", "logs"
 _EXPORT = "model.safetensors"
+_OF_A_NODE = re.compile(r"node-\d+\.json")
+_PRIVATE_FOLDER = 0o700
 _COPIED_BYTES = 2**24  # at once
 _PACKAGES = ("autopar", "torch", "numpy", "safetensors", "transformers", "triton")
 _VARIABLES = ("CUDA_", "NCCL_", "GLOO_", "TORCH", "PYTORCH_", "OMP_", "SLURM_JOB", "MKL_")
@@ -73,6 +87,20 @@ def run_name(plan: Plan, runs: Path, given: str | None) -> str:
     return f"{name}-{taken + 1}" if taken else name
 
 
+def refuse_foreign(folder: Path) -> None:
+    """Refuse a folder that holds something and is that of no run: it is not written over."""
+    refuse_in_checkpoint(folder)
+    names = {one.name for one in folder.iterdir()} - {IN_USE} if folder.is_dir() else set()
+    if not names and (folder.is_dir() or not os.path.lexists(folder)):
+        return
+    records = [name for name in names if name == RECORD or _OF_A_NODE.fullmatch(name)]
+    if not any(read_record(folder, name=name) is not None for name in records):
+        raise InputError(
+            f"{folder} is there, and is no folder of a run: nothing is written into it",
+            fix="give another --name, or another --runs",
+        )
+
+
 def start_of(plan: Plan, runs: Path, folder: Path, resume: str | None, nodes: Nodes) -> Start:
     """Return where a run's checkpoints are, and what it goes on from."""
     own = folder / CHECKPOINTS
@@ -95,7 +123,7 @@ def start_of(plan: Plan, runs: Path, folder: Path, resume: str | None, nodes: No
 
 def _refuse_running(folder: Path) -> None:
     record = read_record(folder)
-    if record is not None and record.is_running:
+    if record is not None and record.state is RunState.RUNNING:
         raise RunningError(
             f"the run {folder.name} is still running (process {record.process} on {record.host})",
             fix="wait until it ends, or give another --name",
@@ -106,8 +134,8 @@ def _newest(plan: Plan, runs: Path, own: Path) -> Start:
     """Go on from the newest run of the same model that has kept something."""
     for path, record in reversed(runs_in(runs)):
         is_same = (record.model, record.arguments) == (plan.model.spec, plan.model.arguments)
-        place = location(record.checkpoints) if record.checkpoints else None
-        if is_same and place is not None and checkpoints_in(place):
+        place = record.checkpoints_in(path) if is_same else None
+        if place is not None and checkpoints_in(place):
             _refuse_running(path)
             return Start(checkpoints=place, goes_on_from=path)
     return Start(checkpoints=own)
@@ -116,10 +144,10 @@ def _newest(plan: Plan, runs: Path, own: Path) -> Start:
 def _named(path: Location, own: Path) -> Start:
     if (path / MANIFEST).is_file():
         return Start(checkpoints=own, goes_on_from=path, copied=path)
-    record = read_record(path) if isinstance(path, Path) else None
-    if record is not None and isinstance(path, Path):
+    place = path
+    if isinstance(path, Path) and (record := read_record(path)) is not None:
         _refuse_running(path)
-    place = location(record.checkpoints) if record is not None and record.checkpoints else path
+        place = record.checkpoints_in(path) or path
     if not checkpoints_in(place):
         raise InputError(
             f"there are no checkpoints in {place}",
@@ -129,18 +157,44 @@ def _named(path: Location, own: Path) -> Start:
     return Start(checkpoints=place, goes_on_from=path)
 
 
+@contextmanager
+def own_folder(folder: Path, nodes: Nodes) -> Iterator[None]:
+    """Make the folder of a run, which is this process's until the run has ended.
+
+    Of several machines the first one has it.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        own = claim(folder, note=tell_note) if nodes.rank == 0 else None
+    except TakenError as error:
+        raise RunningError(
+            f"the run {folder.name} is still running ({error.holder})",
+            fix="wait until it ends, or give another --name",
+        ) from None
+    except OSError as error:
+        raise InputError(
+            f"nothing can be written to {folder}: {error.strerror}", fix="choose another --runs"
+        ) from None
+    try:
+        yield
+    finally:
+        if own is not None:
+            own.release()
+
+
 def copy_checkpoint(checkpoint: Location, to: Location) -> None:
     """Put a checkpoint into the folder of a run, which may let go of it later: by links, if it can.
 
     So the earlier training keeps its own, and a restart finds what this one has written since.
     """
-    place = to / checkpoint.name
+    name = checkpoint.name
+    place = to / name if is_step(name) else step_folder(to, read_moment(checkpoint).step)
     if place.exists():
         return
-    fresh = place.with_name(place.name + ".tmp")
-    remove_tree(fresh)
-    fresh.mkdir(parents=True)
-    for one in checkpoint.iterdir():
+    fresh = begin(place)
+    for one in located(checkpoint, "*"):
+        if not is_of_checkpoint(one.name):
+            continue
         try:
             os.link(str(one), str(fresh / one.name))
         except OSError:  # another disk, or a store
@@ -150,10 +204,9 @@ def copy_checkpoint(checkpoint: Location, to: Location) -> None:
 
 
 def script_arguments(
-    script: Path, folder: Path, start: Start, given: Sequence[str]
+    settings: Mapping[str, Any], folder: Path, start: Start, given: Sequence[str]
 ) -> tuple[str, ...]:
-    """Return what the script is told: places in the run's folder if it has no others, and ARGS."""
-    settings = settings_in(script.read_text(encoding="utf-8"))
+    """Return what a script is told: places in the run's folder if it has no others, and ARGS."""
     own: list[str] = []
     if keeps_in_run(settings, given):
         own += ["--checkpoint", str(start.checkpoints), "--resume", AUTO]
@@ -227,12 +280,17 @@ def torchrun_arguments(
 def fill_folder(folder: Path, plan: Path, script: Path, nodes: Nodes, command: str) -> None:
     """Leave plan, script and surroundings in the folder of a run."""
     suffix = f"-node-{nodes.rank}" if nodes.rank else ""
-    text = json.dumps(surroundings(command), indent=2) + "\n"
-    write_whole(folder / f"environment{suffix}.json", text, what="the environment of the run")
+    text = masked(json.dumps(surroundings(command), indent=2)) + "\n"
+    place = folder / f"environment{suffix}.json"
+    write_whole(place, text, what="the environment of the run", mode=PRIVATE)
+    (folder / LOGS).mkdir(mode=_PRIVATE_FOLDER, exist_ok=True)
     if nodes.rank == 0:
         for one, name in ((plan, PLAN_NAME), (script, script.name)):
             if one.resolve() != (folder / name).resolve():  # a plan that was made for this run
                 shutil.copy2(one, folder / name)
+                text = (folder / name).read_text(encoding="utf-8", errors="replace")
+                if masked(text) != text:  # a setting of the script has a password
+                    (folder / name).chmod(PRIVATE)
 
 
 def surroundings(command: str) -> dict[str, Any]:
@@ -248,7 +306,9 @@ def surroundings(command: str) -> dict[str, Any]:
         "processors": os.cpu_count(),
         "devices": _devices(),
         "variables": {
-            name: value for name, value in sorted(os.environ.items()) if name.startswith(_VARIABLES)
+            name: masked_variable(name, value)
+            for name, value in sorted(os.environ.items())
+            if name.startswith(_VARIABLES)
         },
     }
 

@@ -71,7 +71,7 @@ def plain_loop(plan: Plan, subject: Subject, script: GivenScript, destination: P
     body = template.render(view=view, imports=Source())
     text = template.render(view=view, imports=script_imports(body, KNOWN_ALONE))
     check_plain_loop(text)
-    return with_checksum(text, plan.autopar)
+    return with_checksum(text, plan)
 
 
 def _view(plan: Plan, subject: Subject, script: GivenScript, destination: Path) -> PlainView:

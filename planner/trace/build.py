@@ -15,10 +15,11 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 
 from autopar.planner.errors import InputError
+from autopar.planner.model.guard import guarded
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.model.without_memory import with_memory, without_memory
 from autopar.planner.trace.held_types import cast_tensors, wide_buffers
-from autopar.planner.trace.model_checks import check_model, own_dtype
+from autopar.planner.trace.model_checks import check_model, check_structure, own_dtype
 from autopar.planner.trace.modes import check_root_trains
 
 # Prime and above two: a size that equals the batch by chance is unlikely, and torch
@@ -123,7 +124,7 @@ def build(
 def _model(model_file: ModelFile, device: str) -> nn.Module:
     where, name = str(model_file.path), model_file.factory
     build_one = without_memory if device == "meta" else with_memory
-    model: Any = build_one(model_file, partial(check_model, where=where))
+    model: Any = build_one(model_file, partial(_look_through, path=model_file.path))
     if isinstance(model, type) and issubclass(model, nn.Module):
         fix = f"return {model.__name__}(…), not the class"
         raise InputError(f"{name} returned the class {model.__name__}", where=where, fix=fix)
@@ -133,6 +134,12 @@ def _model(model_file: ModelFile, device: str) -> nn.Module:
     check_root_trains(model, model_file.build_model, name, where)
     _take_dense_gradients(model)
     return model
+
+
+def _look_through(model: nn.Module, path: Path) -> None:
+    with guarded("looking through the model", path):
+        check_structure(model, str(path))
+        check_model(model, str(path))
 
 
 def _take_dense_gradients(model: nn.Module) -> None:

@@ -22,6 +22,7 @@ from autopar.planner.model.containing import contained
 from autopar.planner.trace.build import Subject
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.left_behind import LeftBehind
+from autopar.planner.trace.model_checks import check_same_parameters
 from autopar.planner.trace.picking import picked
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.running import Run, Traces, traced_step
@@ -96,6 +97,7 @@ def export(
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
     traces = Traces()
+    parameters = dict(subject.model.named_parameters())
     try:
         with (
             _quiet(),
@@ -125,6 +127,7 @@ def export(
         raise
     except BaseException as error:
         raise told(error, subject) from error
+    check_same_parameters(subject.model, parameters, str(subject.path))
     without_outs(program.graph_module)
     return Exported(
         program=program,

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterable, Iterator
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -40,9 +43,14 @@ _REFUSED = (
 )
 
 
+def check_structure(model: nn.Module, where: str) -> None:
+    """Raise an error where parts of a model cannot be found as torch finds them."""
+    _check_nesting(model, "", (), where)
+    _check_own_methods(model, where)
+
+
 def check_model(model: nn.Module, where: str) -> None:
     """Raise an error for the first thing that stands in the way of training a model."""
-    _check_nesting(model, "", (), where)
     _check_parameters(model, where)
     _check_type(model, where)
     _refuse_wrapped(model, where)
@@ -60,6 +68,66 @@ def _check_nesting(module: nn.Module, name: str, around: tuple[nn.Module, ...], 
     for own, part in module._modules.items():
         if part is not None:
             _check_nesting(part, f"{name}.{own}".lstrip("."), (*around, module), where)
+
+
+# Methods by which torch, optimizers and scripts find what a model holds, as they call them.
+_FINDING = {
+    "named_modules": {"remove_duplicate": False},
+    "modules": {},
+    "named_children": {},
+    "children": {},
+    "named_parameters": {"remove_duplicate": False},
+    "parameters": {"recurse": True},
+    "named_buffers": {"remove_duplicate": False},
+    "buffers": {"recurse": True},
+}
+
+
+def _check_own_methods(model: nn.Module, where: str) -> None:
+    """Refuse a method of the model's own that finds something else than torch's does."""
+    for module in _parts(model):
+        for name, keywords in _FINDING.items():
+            torchs = getattr(nn.Module, name)
+            if getattr(type(module), name) is torchs:
+                continue
+            try:
+                is_same = _found(getattr(module, name)(**keywords)) == _found(
+                    torchs(module, **keywords)
+                )
+            except Exception:
+                is_same = False
+            if not is_same:
+                raise InputError(
+                    f"{type(module).__name__} has a method {name} that finds something else than "
+                    f"torch.nn.Module.{name}",
+                    where=where,
+                    expected="torch's own: scripts find parameters, buffers and modules by it",
+                    fix="leave it out; requires_grad_(False) on what shall not learn, or let "
+                    "build_optimizer choose",
+                )
+
+
+def _parts(module: nn.Module) -> Iterator[nn.Module]:
+    yield module
+    for part in module._modules.values():
+        if part is not None:
+            yield from _parts(part)
+
+
+def _found(things: Iterable[Any]) -> list[object]:
+    return [(one[0], id(one[1])) if isinstance(one, tuple) else id(one) for one in things]
+
+
+def check_same_parameters(model: nn.Module, before: Collection[str], where: str) -> None:
+    """Refuse a model whose forward makes or removes parameters; `before` are those it had."""
+    after = dict(model.named_parameters())
+    for name in sorted(after.keys() ^ set(before)):
+        raise InputError(
+            f"forward {'makes' if name in after else 'removes'} the parameter {name}",
+            where=where,
+            expected="the parameters that build_model returns: an optimizer holds these",
+            fix="make them in __init__, and let them stay",
+        )
 
 
 def own_dtype(model: nn.Module) -> torch.dtype:

@@ -67,13 +67,17 @@ class ModelNames:
 
     def buffers(self, shape: ShapeOf, dtype: TypeOf, written: frozenset[str]) -> tuple[Buffer, ...]:
         """Return every buffer once; `written` names those that the forward changes."""
-        persistent = self._model.state_dict(keep_vars=True).keys()
+        passing = {
+            f"{prefix}.{name}" if prefix else name
+            for prefix, module in self._model.named_modules(remove_duplicate=False)
+            for name in module._non_persistent_buffers_set
+        }
         return tuple(
             Buffer(
                 name=name,
                 shape=shape(buffer),
                 dtype=dtype(buffer.dtype),
-                persistent=name in persistent,
+                persistent=name not in passing,
                 updated=name in written,
                 narrowed=name in self._narrowed,
             )

@@ -29,7 +29,7 @@ from autopar.runtime.data.dataset_rows import (
     tell,
 )
 from autopar.runtime.data.streamed_rows import Alike, StreamedRows
-from autopar.runtime.ranks.agreement import agreed
+from autopar.runtime.ranks.agreement import agreed, check_same_length
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import mixed_seed, seeded
 from autopar.runtime.ranks.refusal import refusals_of_workers
@@ -169,6 +169,7 @@ class _OwnRows:
 
 def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
     """Read rows by their numbers."""
+    check_same_length(len(of.dataset), "build_dataset", of.mesh)
     listed: RawRows
     batch_of: Callable[[list[Any]], Batch]
     if collate is None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sized
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
@@ -12,6 +11,7 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
 
 from autopar.runtime.data.collated import Row, as_column, is_number, is_same_kind
+from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.ranks.refusal import refuse
@@ -127,7 +127,7 @@ def columns_of(example: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
 def tell(notes: Iterable[str], mesh: Mesh) -> None:
     """Say once what is worth a note."""
     for note in notes if mesh.rank == 0 else ():
-        print(f"note: {note}", file=sys.stderr, flush=True)
+        say(f"note: {note}")
 
 
 def is_streamed(dataset: Any, *, maker: str = "build_dataset") -> bool:

@@ -31,7 +31,7 @@ from autopar.runtime.data.dataset_rows import (
     told_of_row,
 )
 from autopar.runtime.evaluation.dealing import Dealer
-from autopar.runtime.ranks.agreement import agreed
+from autopar.runtime.ranks.agreement import agreed, check_same_length
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
 from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.ranks.refusal import refusals_of_workers, refuse
@@ -66,6 +66,7 @@ def read_evaluation(
     with seeded(options.seed):
         dataset = _built(new_dataset)
         collate = built_collate(new_collate) if new_collate is not None else None
+    check_same_length(len(dataset), MAKER, mesh)
     if not fills:
         _tell_left(len(dataset), dealer, mesh)
     share = share_of(dealer.size, rows_over)

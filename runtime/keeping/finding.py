@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
-from autopar.runtime.keeping.manifest import BrokenError, Manifest, check_file, read_manifest
+from autopar.runtime.keeping.checking import check_file, expected_files, sound_manifest
+from autopar.runtime.keeping.manifest import BrokenError, Manifest, read_moment
 from autopar.runtime.keeping.owners import every_rank
-from autopar.runtime.keeping.step_folders import BROKEN, checkpoints_in, step_of
+from autopar.runtime.keeping.step_folders import checkpoints_in, step_of
+from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.locations import Location, location, put
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.outputs import BROKEN
 from autopar.runtime.ranks.refusal import refuse
 
 AUTO, NEVER = "auto", "never"
@@ -77,7 +79,7 @@ def best_of(checkpoints: Iterable[Location]) -> tuple[int, float] | None:
     found = []
     for one in checkpoints:
         with suppress(BrokenError):
-            moment = read_manifest(one).moment
+            moment = read_moment(one)
             if moment.evaluation is not None:
                 found.append((moment.evaluation, moment.step))
     loss, step = min(found, default=(0.0, 0))
@@ -92,9 +94,10 @@ def _agreed_candidates(folder: Location, mesh: Mesh) -> Sequence[Location]:
 
 def verify_checkpoint(folder: Location, *, rank: int = 0, ranks: int = 1) -> Manifest:
     """Read a manifest and compare this rank's share of the files with it, or raise BrokenError."""
-    manifest = read_manifest(folder)
-    for name in sorted(manifest.files)[rank::ranks]:
-        check_file(folder, name, manifest.files[name])
+    manifest = sound_manifest(folder)
+    files = expected_files(manifest)
+    for name in list(files)[rank::ranks]:
+        check_file(folder / name, files[name])
     return manifest
 
 
@@ -126,4 +129,4 @@ def _set_aside(broken: Sequence[Location], mesh: Mesh) -> None:
 
 def _note(text: str, mesh: Mesh) -> None:
     if mesh.rank == 0:
-        print(f"note: {text}", file=sys.stderr, flush=True)
+        say(f"note: {text}")

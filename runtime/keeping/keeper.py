@@ -16,22 +16,17 @@ from torch.optim.lr_scheduler import LRScheduler
 from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
 from autopar.runtime.keeping.evaluations import Evaluations
 from autopar.runtime.keeping.export import Exporting, export, exporting
-from autopar.runtime.keeping.finding import (
-    AUTO,
-    NEVER,
-    Checkpoint,
-    find_checkpoint,
-)
+from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.garbage import Garbage
 from autopar.runtime.keeping.letting_go import let_go
 from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.numbers import broken_of, told_broken
+from autopar.runtime.keeping.opening import folder_of, opened
 from autopar.runtime.keeping.owners import every_rank
-from autopar.runtime.keeping.places import NONE, destination, refuse_unwritable
+from autopar.runtime.keeping.places import destination
 from autopar.runtime.keeping.profiling import StepProfile
 from autopar.runtime.keeping.progress import GO_ON, Planned, Progress
-from autopar.runtime.keeping.random_states import set_random_states
-from autopar.runtime.keeping.restoring import own_random_states, restore
+from autopar.runtime.keeping.restoring import restore, restore_random_states
 from autopar.runtime.keeping.saving import Saved, Saving
 from autopar.runtime.keeping.signals import PREEMPTED, StopWish
 from autopar.runtime.keeping.states import everything_held
@@ -40,16 +35,14 @@ from autopar.runtime.keeping.writing import Agreed, plan_digest, said, snapshot
 from autopar.runtime.optimizer.loss_scaling import LossScale
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.curves import Curves
-from autopar.runtime.ranks.locations import Location, location
+from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh, stop
 from autopar.runtime.ranks.metrics import Event, Metrics
 from autopar.runtime.ranks.model_source import note_device
 from autopar.runtime.ranks.randomness import mixed_seed
-from autopar.runtime.ranks.refusal import give_up
+from autopar.runtime.ranks.refusal import give_up, refuse
 from autopar.runtime.weights.beginning import Begun
 from autopar.runtime.weights.initial_weights import Recipe
-
-FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
 
 
 class Keeper:
@@ -63,15 +56,11 @@ class Keeper:
     ) -> None:
         self._mesh, self._options, self._model = mesh, options, model
         self._rows_per_step = rows_per_step
-        self._place = destination(options.export, mesh)
+        self._folder = folder_of(options)
+        self._place = destination(options.export, mesh, beside=self._folder)
         self._exporting: Exporting | None = None
-        self._folder = _folder(options)
-        self._found: Checkpoint | None = None
-        if self._folder is not None:
-            if mesh.rank == 0:
-                fix = "name another place with --checkpoint, or --checkpoint none to keep nothing"
-                refuse_unwritable(self._folder, fix=fix)
-            self._found = find_checkpoint(self._folder, options.resume or AUTO, mesh)
+        open_folder = opened(self._folder, options, mesh)
+        self._found, self._claim = open_folder.found, open_folder.claim
         moment = self._found.manifest.moment if self._found else Moment(step=0, rows=0, updates=0)
         self.step, self.rows = moment.step, moment.rows
         self._begun, self._updates, self._kept_step = moment, moment.updates, moment.step
@@ -85,8 +74,8 @@ class Keeper:
         self._agreed, self._garbage = Agreed(mesh), Garbage()
         self._saving, self._begun_at = Saving(mesh), time.perf_counter()
         self._watch = Watch(mesh, options.timeout)
-        curves = Curves(options.tensorboard, mesh, begun=self.step)
-        self._metrics = Metrics(options.metrics, mesh, curves)
+        curves = Curves(options.tensorboard, mesh, begun=self.step, beside=self._folder)
+        self._metrics = Metrics(options.metrics, mesh, curves, beside=self._folder)
         self._evaluations = Evaluations(options, mesh, self._metrics)
         self._profile = StepProfile(options, mesh, self._metrics)
         self._progress: Progress | None = None
@@ -108,6 +97,7 @@ class Keeper:
         optimizer.register_step_pre_hook(self._note_rate)
         optimizer.register_step_post_hook(self._count)
         self._found = None
+        self._refuse_no_numbers()
         self._metrics.add(event=Event.STARTED, step=self.step, steps=self._options.steps)
         if self._folder is not None:
             self._wish.listen()
@@ -187,6 +177,7 @@ class Keeper:
             self._exporting = None
         begun = Begun(self._recipe, self._options.weights)
         export(self._parts, self._optimizer, begun, self._exporting, self._mesh)
+        self._give_back()
         self._metrics.add(event=Event.FINISHED, step=self._last_step)
 
     def _go_on(
@@ -205,7 +196,7 @@ class Keeper:
         self._evaluations.go_on(found.folder.parent, moment.step)
         owned = self._agreed.owned(everything_held(parts, optimizer))
         if origin.plan == plan_digest(owned, self._mesh):
-            set_random_states(own_random_states(found, self._mesh.rank), self._mesh.device)
+            restore_random_states(found, self._mesh)
         else:  # other ranks draw: not what the first steps have drawn
             mesh = self._mesh
             places = (mesh.data.rank, mesh.pipeline.rank)
@@ -220,6 +211,7 @@ class Keeper:
         """Write a checkpoint, beside the training or before it goes on."""
         assert self._optimizer is not None
         assert self._recipe is not None
+        self._stop_if_lost(folder, step)
         if (told := self._broken()) is not None:
             self._refuse_broken(step, told)
             return
@@ -284,10 +276,36 @@ class Keeper:
         last = f"step {self._kept_step:,}" if self._kept_step else "none"
         self._say(f"note: step {step:,} could not be kept ({failure}); the last one is {last}")
 
+    def _stop_if_lost(self, folder: Location, step: int) -> None:
+        """End the training where another one has its folder by now: this one stood still."""
+        is_lost = self._claim is not None and self._claim.is_lost
+        if every_rank(is_lost, self._mesh)[0]:
+            found = f"another training has taken {folder} while this one stood still"
+            self._metrics.add(event=Event.STOPPED, step=step, why=found)
+            give_up(found, fix="let one of them end, or give it a folder of its own: --checkpoint")
+
+    def _give_back(self) -> None:
+        if self._claim is not None:
+            self._claim.release()
+
     def _broken(self) -> str | None:
         """Return which parameters are no numbers, if any on any rank."""
         ranks = every_rank(broken_of(self._parts), self._mesh)
         return told_broken(ranks) if any(one.count for one in ranks) else None
+
+    def _refuse_no_numbers(self) -> None:
+        """Leave where parameters are no numbers before the first step: no setting is to blame."""
+        if self._mesh.is_dry_run or (told := self._broken()) is None:
+            return
+        weights = self._options.weights
+        origin = "build_model() makes them so" if weights is None else f"from {weights.files}"
+        if self._options.on_nan == GO_ON:
+            self._say(f"note: {told} before the first step ({origin})")
+            return
+        refuse(
+            f"{told} before the first step ({origin})",
+            fix="give weights without nan and infinity; --on-nan go-on trains with them",
+        )
 
     def _refuse_broken(self, step: int, told: str) -> None:
         """Keep no weights that are no numbers, and leave unless the training may go on."""
@@ -309,6 +327,7 @@ class Keeper:
         self._wish.ignore()
         if is_kept:
             self._metrics.add(event=Event.PREEMPTED, step=step)
+        self._give_back()
         stop(self._mesh)
         if is_kept:
             self._say(f"stopped by a signal after step {step:,}; --resume auto goes on")
@@ -331,16 +350,6 @@ class Keeper:
     def _say(self, text: str) -> None:
         if self._mesh.rank == 0:
             say(text)
-
-
-def _folder(options: argparse.Namespace) -> Location | None:
-    """Return where checkpoints are; who wants to resume need not name the usual folder."""
-    resume, text = options.resume, options.checkpoint
-    if text != NONE:
-        return location(text).resolve()
-    if resume in (None, NEVER):
-        return None
-    return location(FOLDER).resolve() if resume == AUTO else location(resume).resolve().parent
 
 
 def _step_again(scheduler: LRScheduler, count: int) -> None:

@@ -3,8 +3,14 @@
 from __future__ import annotations
 
 from autopar.runtime.keeping.finding import best_of
-from autopar.runtime.keeping.step_folders import checkpoints_in, give_up, step_of, unfinished_in
-from autopar.runtime.ranks.locations import Location, remove_tree
+from autopar.runtime.keeping.step_folders import (
+    checkpoints_in,
+    give_up,
+    remove,
+    step_of,
+    unfinished_in,
+)
+from autopar.runtime.ranks.locations import Location
 
 
 def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
@@ -16,4 +22,4 @@ def let_go(folder: Location, keep: int, keep_every: int | None) -> None:
         if best is None or step_of(old) != best[0]:
             give_up(old)
     for unfinished in unfinished_in(folder):
-        remove_tree(unfinished)
+        remove(unfinished)

@@ -4,22 +4,35 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass
-from pathlib import PurePath
-from typing import Any
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass, field
+from typing import Annotated, Any, TypeAlias
 
 import torch
 
-from autopar.runtime.keeping.places import MARK
 from autopar.runtime.keeping.safetensors_file import Written
 from autopar.runtime.keeping.states import Scalar
-from autopar.runtime.ranks.locations import Location, size_of
+from autopar.runtime.ranks.locations import Location, text_of
+from autopar.runtime.ranks.outputs import MANIFEST, MARK
+from autopar.runtime.ranks.records import Check, Count, NotARecordError, parsed, record
 from autopar.runtime.tensor.chunks import Chunks
 from autopar.runtime.weights.stored_tensors import DTYPES, KINDS
 
-NAME = "checkpoint.json"
+NAME = MANIFEST
 FORMAT = 1
+MOST_STEPS = 10**9
+_MOST_BYTES = 2**28
+
+Steps: TypeAlias = Annotated[
+    int, Check(f"0 to {MOST_STEPS:,}", lambda steps: 0 <= steps <= MOST_STEPS)
+]
+Positive: TypeAlias = Annotated[float, Check("above 0", lambda number: number > 0)]
+TypeName: TypeAlias = Annotated[str, Check("a type of elements", DTYPES.__contains__)]
+Word: TypeAlias = Annotated[
+    str, Check("a line of at most 200 characters", lambda t: len(t) <= 200 and t.isprintable())
+]
+Range: TypeAlias = tuple[Count, Count]
 
 
 class BrokenError(Exception):
@@ -48,11 +61,11 @@ class Logical:
 class Moment:
     """Where a training stands."""
 
-    step: int
-    rows: int  # of the data that it has seen
-    updates: int  # steps that the optimizer took: fp16 leaves some out
-    loss_scale: float | None = None
-    calm_steps: int = 0
+    step: Steps
+    rows: Count  # of the data that it has seen
+    updates: Steps  # steps that the optimizer took: fp16 leaves some out
+    loss_scale: Positive | None = None
+    calm_steps: Steps = 0
     evaluation: float | None = None  # the loss of one after this step
 
 
@@ -60,10 +73,10 @@ class Moment:
 class Origin:
     """What wrote a checkpoint."""
 
-    torch: str
-    model: str  # the digest of its model file
-    plan: str  # what stands for which rank holds what
-    degrees: str = ""  # the same for people: dp 2 · tp 2
+    torch: Word
+    model: Word  # the digest of its model file
+    plan: Word  # what stands for which rank holds what
+    degrees: Word = ""  # the same for people: dp 2 · tp 2
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +99,59 @@ class Manifest:
     exported: Mapping[str, Exported]  # of the weights, by their names
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ShardDocument:
+    """A shard as it lies in the file."""
+
+    file: str
+    entry: str
+    ranges: tuple[tuple[Range, ...], ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _TensorDocument:
+    """A logical tensor as it lies in the file."""
+
+    dtype: TypeName
+    shape: tuple[Count, ...]
+    shards: tuple[_ShardDocument, ...]
+
+    def read(self) -> Logical:
+        """Return the tensor."""
+        shards = (
+            Stored(file=one.file, entry=one.entry, chunks=Chunks(self.shape, one.ranges))
+            for one in self.shards
+        )
+        return Logical(dtype=DTYPES[self.dtype], shape=self.shape, shards=tuple(shards))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _ExportedDocument:
+    """A weight of an export as it lies in the file."""
+
+    dtype: TypeName
+    aliases: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Document:
+    """A manifest as it lies in the file, in this order."""
+
+    written_by: str
+    format: int
+    moment: Moment
+    origin: Origin
+    files: Mapping[str, Written]
+    scalars: Mapping[str, Scalar]
+    tensors: Mapping[str, _TensorDocument]
+    exported: Mapping[str, _ExportedDocument] = field(default_factory=dict)
+
+
+def rank_file(rank: int) -> str:
+    """Return the name of the file that a rank writes."""
+    return f"rank-{rank:05}.safetensors"
+
+
 def to_text(manifest: Manifest) -> str:
     """Return a manifest as JSON that tells whether it has been changed."""
     content = {
@@ -95,7 +161,7 @@ def to_text(manifest: Manifest) -> str:
         "origin": asdict(manifest.origin),
         "files": {name: asdict(file) for name, file in manifest.files.items()},
         "scalars": {key: asdict(one) for key, one in manifest.scalars.items()},
-        "tensors": {key: _logical_as_data(one) for key, one in manifest.tensors.items()},
+        "tensors": {key: _as_data(one) for key, one in manifest.tensors.items()},
         "exported": {
             key: {"dtype": KINDS[one.dtype], "aliases": one.aliases}
             for key, one in manifest.exported.items()
@@ -106,59 +172,56 @@ def to_text(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Location) -> Manifest:
-    """Read the manifest of a checkpoint; raises BrokenError where it is not whole."""
-    try:
-        content = json.loads((folder / NAME).read_text(encoding="utf-8"))
-        digest = content.pop("sha256")
-        if digest != _digest(content):
+    """Read the manifest of a checkpoint; raises BrokenError where it does not describe one."""
+    with _told_as_broken():
+        content = _content(folder)
+        if content.pop("sha256") != _digest(content):
             raise BrokenError(f"{NAME} has been changed")
-        if content["format"] != FORMAT:
-            raise BrokenError(f"{NAME} is of format {content['format']}, and this reads {FORMAT}")
-        return Manifest(
-            moment=Moment(**content["moment"]),
-            origin=Origin(**content["origin"]),
-            files={name: Written(**file) for name, file in content["files"].items()},
-            scalars={key: Scalar(**one) for key, one in content["scalars"].items()},
-            tensors={key: _logical(one) for key, one in content["tensors"].items()},
-            exported={key: _exported(one) for key, one in content.get("exported", {}).items()},
-        )
+        if content.get("format") != FORMAT:
+            told = str(content.get("format"))[:20]
+            raise BrokenError(f"{NAME} is of format {told}, and this reads {FORMAT}")
+        return _manifest_of(record(_Document, content))
+
+
+def read_moment(folder: Location) -> Moment:
+    """Read where a training stood alone: of large models, the rest takes seconds to look at."""
+    with _told_as_broken():
+        return record(Moment, _content(folder).get("moment"), where="moment")
+
+
+def _content(folder: Location) -> dict[str, Any]:
+    content = parsed(text_of(folder / NAME, most_bytes=_MOST_BYTES))
+    if not isinstance(content, dict) or "sha256" not in content:
+        raise BrokenError(f"{NAME} is no description of a checkpoint")
+    return content
+
+
+@contextmanager
+def _told_as_broken() -> Iterator[None]:
+    try:
+        yield
     except FileNotFoundError:
         raise BrokenError(f"it has no {NAME}") from None
     except OSError as error:
         raise BrokenError(f"{NAME} cannot be read: {error.strerror}") from None
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except NotARecordError as error:
+        raise BrokenError(f"{NAME} has a wrong value: {error}") from None
+    except (ValueError, RecursionError):
         raise BrokenError(f"{NAME} is no description of a checkpoint") from None
 
 
-def sha256_of(path: Location) -> str:
-    """Return what stands for the content of a file."""
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def check_size(folder: Location, name: str, written: Written) -> None:
-    """Raise BrokenError where a file is missing, or has another size than was written."""
-    try:
-        if PurePath(name).name != name:
-            raise BrokenError(f"{name} is no file of a checkpoint")
-        size = size_of(folder / name)
-        if size != written.size_bytes:
-            raise BrokenError(f"{name} has {size:,} bytes, not {written.size_bytes:,}")
-    except FileNotFoundError:
-        raise BrokenError(f"{name} is missing") from None
-    except OSError as error:
-        raise BrokenError(f"{name} cannot be read: {error.strerror}") from None
-
-
-def check_file(folder: Location, name: str, written: Written) -> None:
-    """Raise BrokenError where a file is not what was written; all of it is read."""
-    check_size(folder, name, written)
-    try:
-        digest = sha256_of(folder / name)
-    except OSError as error:
-        raise BrokenError(f"{name} cannot be read: {error.strerror}") from None
-    if digest != written.sha256:
-        raise BrokenError(f"{name} has other contents than were written")
+def _manifest_of(document: _Document) -> Manifest:
+    return Manifest(
+        moment=document.moment,
+        origin=document.origin,
+        files=document.files,
+        scalars=document.scalars,
+        tensors={key: one.read() for key, one in document.tensors.items()},
+        exported={
+            key: Exported(dtype=DTYPES[one.dtype], aliases=one.aliases)
+            for key, one in document.exported.items()
+        },
+    )
 
 
 def _digest(content: Mapping[str, Any]) -> str:
@@ -166,28 +229,9 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(text.encode()).hexdigest()
 
 
-def _logical_as_data(one: Logical) -> dict[str, Any]:
+def _as_data(one: Logical) -> dict[str, Any]:
     shards = [
         {"file": shard.file, "entry": shard.entry, "ranges": shard.chunks.ranges}
         for shard in one.shards
     ]
     return {"dtype": KINDS[one.dtype], "shape": one.shape, "shards": shards}
-
-
-def _exported(data: Mapping[str, Any]) -> Exported:
-    return Exported(dtype=DTYPES[data["dtype"]], aliases=tuple(data["aliases"]))
-
-
-def _logical(data: Mapping[str, Any]) -> Logical:
-    shape = tuple(data["shape"])
-    shards = (
-        Stored(
-            file=shard["file"],
-            entry=shard["entry"],
-            chunks=Chunks(
-                shape, tuple(tuple((low, high) for low, high in dim) for dim in shard["ranges"])
-            ),
-        )
-        for shard in data["shards"]
-    )
-    return Logical(dtype=DTYPES[data["dtype"]], shape=shape, shards=tuple(shards))

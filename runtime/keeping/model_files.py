@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -10,9 +11,10 @@ from functools import partial
 
 from torch import Tensor
 
-from autopar.runtime.keeping.places import MARK, Destination, temporary
+from autopar.runtime.keeping.places import EXPORT_MARK, Destination, written_aside
 from autopar.runtime.keeping.safetensors_file import Entry, write_tensors
 from autopar.runtime.ranks.locations import put, write
+from autopar.runtime.ranks.outputs import MARK
 from autopar.runtime.weights.stored_tensors import INDEX
 
 SHARD_BYTES = 5 * 10**9  # as Hugging Face has them
@@ -53,7 +55,7 @@ def files_of_model(
         WeightsFile(
             name=_shard_name(number, len(shards)) if to.is_folder else to.path.name,
             entries=tuple(own),
-            metadata={"format": "pt", **MARK, **_of_file(tied, own)},
+            metadata={**EXPORT_MARK, **_of_file(tied, own)},
         )
         for number, own in enumerate(shards, start=1)
     )
@@ -74,15 +76,20 @@ def write_model(
         for name, content in files.others.items()
         if is_again or not (folder / name).exists()
     }
-    for file in files.weights:
-        path = folder / file.name
-        path.parent.mkdir(parents=True, exist_ok=True)
-        tensors = map(partial(tensor_of, file), file.entries)
-        write_tensors(temporary(path), file.entries, tensors, file.metadata)
-    if to.is_folder:
-        to.remove_earlier()
-    for file in files.weights:
-        put(temporary(folder / file.name), folder / file.name)
+    paths = {file.name: folder / file.name for file in files.weights}
+    with written_aside(tuple(paths.values())) as aside:
+        for file in files.weights:
+            path = paths[file.name]
+            path.parent.mkdir(parents=True, exist_ok=True)
+            tensors = map(partial(tensor_of, file), file.entries)
+            write_tensors(aside[path], file.entries, tensors, file.metadata)
+        foreign = next(to.foreign(), None)  # it has come while this was trained
+        if foreign is not None:
+            raise FileExistsError(errno.EEXIST, "autopar has not exported it", str(foreign))
+        if to.is_folder:
+            to.remove_earlier()
+        for path in paths.values():
+            put(aside[path], path)
     for name, text in files.indices.items():
         write(folder / name, [text.encode()])
     for name, content in others.items():

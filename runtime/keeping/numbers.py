@@ -1,4 +1,4 @@
-"""Finds parameters that are no numbers any more: nan, or infinite."""
+"""Finds parameters that are no numbers: nan, or infinite where they learn."""
 
 from __future__ import annotations
 
@@ -26,16 +26,20 @@ class Broken:
 def broken_of(parts: Sequence[nn.Module]) -> Broken:
     """Look through the parameters of this rank, in one pass of its memory."""
     named = [
-        (one.names[0], local_tensor(one.place.tensor.detach()))
+        (one.names[0], local_tensor(one.place.tensor.detach()), one.place.tensor.requires_grad)
         for one in named_tensors(parts)
         if one.is_parameter and one.place.tensor.is_floating_point()
     ]
-    held = [(name, tensor) for name, tensor in named if tensor.numel()]
+    held = [one for one in named if one[1].numel()]
     if not held:
         return Broken(count=0, every=0, first="")
-    largest = torch._foreach_norm([tensor for _, tensor in held], math.inf)
-    is_sound = torch.stack([one.float().isfinite() for one in largest]).tolist()
-    names = [name for (name, _), sound in zip(held, is_sound, strict=True) if not sound]
+    norms = torch._foreach_norm([tensor for _, tensor, _ in held], math.inf)
+    largest = torch.stack([one.float() for one in norms]).tolist()
+    names = [
+        name
+        for (name, _, learns), norm in zip(held, largest, strict=True)
+        if not math.isfinite(norm) and (learns or math.isnan(norm))  # a frozen mask has -inf
+    ]
     return Broken(count=len(names), every=len(held), first=names[0] if names else "")
 
 

@@ -8,16 +8,17 @@ from contextlib import ExitStack
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from autopar.runtime.keeping.finding import Checkpoint
 from autopar.runtime.keeping.holdings import Stepped, named_tensors, value_of
-from autopar.runtime.keeping.random_states import RANDOM
+from autopar.runtime.keeping.manifest import rank_file
+from autopar.runtime.keeping.random_states import RANDOM, set_random_states
 from autopar.runtime.keeping.reading import Reader
 from autopar.runtime.keeping.states import STATE, WEIGHT, Target, made_scalar, targets
-from autopar.runtime.keeping.writing import rank_file
 from autopar.runtime.optimizer.pieces import local_tensor
+from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.tensor.chunks import whole
 from autopar.runtime.weights.stored_tensors import open_tensors
@@ -38,11 +39,19 @@ def restore(checkpoint: Checkpoint, parts: Sequence[nn.Module], optimizer: Optim
                 optimizer.state[target.parameter][key] = _state(reader, target, key, optimizer)
 
 
-def own_random_states(checkpoint: Checkpoint, rank: int) -> dict[str, Tensor]:
-    """Return the states of generators that the same rank of the same plan has kept."""
-    with open_tensors(checkpoint.folder / rank_file(rank)) as file:
-        names = [name for name in file.keys() if name.startswith(RANDOM)]  # noqa: SIM118
-        return {name: file.get_tensor(name) for name in names}
+def restore_random_states(checkpoint: Checkpoint, mesh: Mesh) -> None:
+    """Put generators back to what the same rank of the same plan has kept of them."""
+    path = checkpoint.folder / rank_file(mesh.rank)
+    try:
+        with open_tensors(path) as file:
+            names = [name for name in file.keys() if name.startswith(RANDOM)]  # noqa: SIM118
+            states = {name: file.get_tensor(name) for name in names}
+        set_random_states(states, mesh.device)
+    except (KeyError, TypeError, ValueError, RuntimeError) as error:
+        refuse(
+            f"{path} has no states of random generators: {type(error).__name__}: {error}",
+            fix="go on from another checkpoint",
+        )
 
 
 def _refuse_others(checkpoint: Checkpoint, parts: Iterable[nn.Module]) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar.runtime.keeping.host_copies import blocks_of
 from autopar.runtime.ranks.locations import Location, write
+from autopar.runtime.ranks.records import Count
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.weights.stored_tensors import KINDS
 
@@ -35,7 +36,7 @@ class Entry:
 class Written:
     """A file that has been written: its size, and what stands for its content."""
 
-    size_bytes: int
+    size_bytes: Count
     sha256: str
 
 

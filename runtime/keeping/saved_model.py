@@ -8,8 +8,9 @@ from collections.abc import Callable, Iterable, Mapping
 from torch import Tensor
 
 from autopar.runtime.keeping.model_files import ModelFiles, WeightsFile
-from autopar.runtime.keeping.places import MARK
+from autopar.runtime.keeping.places import EXPORT_MARK
 from autopar.runtime.keeping.safetensors_file import Entry
+from autopar.runtime.ranks.outputs import MARK
 from autopar.runtime.weights.saving.saved_form import SavedFile, SavedForm, SavedTensor
 
 _INDEX = ".safetensors.index.json"
@@ -67,7 +68,7 @@ class SavedModel:
             entries=tuple(
                 Entry(name=one.name, dtype=one.view.dtype, shape=one.view.size) for one in tensors
             ),
-            metadata={**file.metadata, **MARK},
+            metadata={**file.metadata, **EXPORT_MARK},
         )
 
 

@@ -2,26 +2,33 @@
 
 On a disk a checkpoint is written as `step-N.tmp` and renamed when it is whole. In a store, which
 cannot rename, it has its name from the start, and is whole once it has its manifest, which is
-written last and removed first.
+written last and removed first. Folders of that name without any file of a checkpoint are others'.
 """
 
 from __future__ import annotations
 
 import errno
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
 from autopar.runtime.keeping.manifest import NAME
-from autopar.runtime.ranks.locations import Location, StorePath, put, remove_tree, write
+from autopar.runtime.ranks.locations import Location, StorePath, located, put, write
+from autopar.runtime.ranks.outputs import STEP, UNFINISHED
 
-STEP, UNFINISHED, BROKEN = "step-", ".tmp", ".broken"
+_OF_A_RANK = re.compile(r"rank-\d{5,}\.safetensors")
 
 
 def step_folder(folder: Location, step: int) -> Location:
     """Return where the checkpoint of a step is."""
     return folder / f"{STEP}{step}"
+
+
+def is_step(name: str) -> bool:
+    """Whether the folder of a checkpoint has that name."""
+    return name.startswith(STEP) and name.removeprefix(STEP).isdecimal()
 
 
 def step_of(path: Location) -> int:
@@ -31,15 +38,42 @@ def step_of(path: Location) -> int:
 
 def checkpoints_in(folder: Location) -> list[Location]:
     """Return the checkpoints in a folder, the newest first, but for unfinished ones."""
-    found = (one for one in _named(folder) if isinstance(one, Path) or (one / NAME).exists())
+    named = ((one, {file.name for file in one.iterdir()}) for one in _named(folder))
+    found = (
+        one
+        for one, files in named
+        if NAME in files or (isinstance(one, Path) and any(map(is_of_checkpoint, files)))
+    )
     return sorted(found, key=step_of, reverse=True)
+
+
+def is_of_checkpoint(name: str) -> bool:
+    """Whether a file of a checkpoint has that name."""
+    return name == NAME or _OF_A_RANK.fullmatch(name) is not None
 
 
 def unfinished_in(folder: Location) -> list[Location]:
     """Return what is being written, or was when a training was killed."""
     if isinstance(folder, StorePath):
         return [one for one in _named(folder) if not (one / NAME).exists()]
-    return list(folder.glob(f"{STEP}*{UNFINISHED}"))
+    every = folder.glob(f"{STEP}*{UNFINISHED}") if folder.is_dir() else ()
+    return [one for one in every if one.is_dir() and _is_ours(one)]
+
+
+def _is_ours(folder: Location) -> bool:
+    """Whether a folder is empty, or has a file of a checkpoint."""
+    names = [one.name for one in folder.iterdir()]
+    return not names or any(map(is_of_checkpoint, names))
+
+
+def remove(folder: Location) -> None:
+    """Remove a checkpoint, as far as that can be done; files of others in its folder stay."""
+    with suppress(OSError):
+        for one in located(folder, "*"):
+            if is_of_checkpoint(one.name):
+                one.unlink()
+        if isinstance(folder, Path):
+            folder.rmdir()
 
 
 def begin(place: Location) -> Location:
@@ -48,7 +82,7 @@ def begin(place: Location) -> Location:
     if (place / NAME).exists():
         raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(place))
     if fresh.exists():  # of a run that was killed while it wrote
-        remove_tree(fresh)
+        remove(fresh)
     fresh.mkdir(parents=True)
     return fresh
 
@@ -67,7 +101,7 @@ def give_up(place: Location) -> None:
     gone = _unfinished(place)
     with suppress(OSError):
         if isinstance(place, Path):
-            remove_tree(gone)
+            remove(gone)
             put(place, gone)
         else:
             (place / NAME).unlink()
@@ -80,7 +114,7 @@ def _unfinished(place: Location) -> Location:
 def _named(folder: Location) -> Iterator[Location]:
     """Yield the folders that have the name of a checkpoint."""
     for one in folder.glob(f"{STEP}*") if folder.is_dir() else ():
-        if one.name.removeprefix(STEP).isdecimal() and one.is_dir():
+        if is_step(one.name) and one.is_dir():
             yield one
 
 

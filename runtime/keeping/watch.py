@@ -19,7 +19,7 @@ from autopar.runtime.keeping.roll_call import Found, Place, RollCall, told_place
 from autopar.runtime.keeping.under_way import under_way
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.refusal import FAILED
+from autopar.runtime.ranks.refusal import FAILED, Verdict, note_verdict
 
 _STORE_SECONDS = 30.0  # in which the store of torchrun answers
 _PATIENT = 3  # times as long for a checkpoint or an evaluation
@@ -89,7 +89,9 @@ class Watch:
         if found.teller == self._mesh.rank:
             told = f"no step has ended for {waited:,.0f} s: {found.told}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
-            say(f"error: {told}\n  fix: {fix}")
+            verdict = Verdict(FAILED, told, fix)
+            say(verdict)
+            note_verdict(verdict)
             self._tell(self._step, told)
             with suppress(RuntimeError):
                 RollCall(_store(), word, nodes, self._mesh.rank).note_told()

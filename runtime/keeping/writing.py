@@ -22,10 +22,10 @@ from autopar.runtime.keeping.manifest import (
     Moment,
     Origin,
     Stored,
+    rank_file,
     to_text,
 )
 from autopar.runtime.keeping.owners import Here, Owned, Owners, every_rank, on_first
-from autopar.runtime.keeping.places import MARK
 from autopar.runtime.keeping.random_states import random_states
 from autopar.runtime.keeping.safetensors_file import (
     Entry,
@@ -35,17 +35,13 @@ from autopar.runtime.keeping.safetensors_file import (
     write_tensors,
 )
 from autopar.runtime.keeping.states import everything_held, scalars
-from autopar.runtime.keeping.step_folders import begin, step_folder
+from autopar.runtime.keeping.step_folders import begin, remove, step_folder
 from autopar.runtime.keeping.step_folders import put_in_place as give_place
-from autopar.runtime.ranks.locations import Location, remove_tree, size_of
+from autopar.runtime.ranks.locations import Location, size_of
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.outputs import MARK
 
 _Made = TypeVar("_Made")
-
-
-def rank_file(rank: int) -> str:
-    """Return the name of the file that a rank writes."""
-    return f"rank-{rank:05}.safetensors"
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -154,7 +150,7 @@ def put_in_place(written: Snapshot, own: Written | str, mesh: Mesh) -> str | Non
     failures = [one for one in ranks if isinstance(one, str)]
     if failures:
         if mesh.rank == 0:
-            remove_tree(written.fresh)
+            remove(written.fresh)
         return failures[0]
     files = {rank_file(rank): file for rank, file in enumerate(ranks)}
     manifest = replace(written.manifest, files=files)

@@ -1,11 +1,11 @@
-"""Makes sure that ranks which train on the same rows have read the same."""
+"""Makes sure that ranks which share a dataset, or train on the same rows, have the same."""
 
 from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
 
-from autopar.runtime.ranks.mesh import Axis
+from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.randomness import mixed_seed
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.transport import gathered
@@ -24,6 +24,20 @@ def agreed(
         _check(first, axis, device)
     yield first
     yield from batches
+
+
+def check_same_length(rows: int, maker: str, mesh: Mesh) -> None:
+    """Leave where ranks have datasets of unlike lengths: they share out the rows of one."""
+    if mesh.world.size == 1:
+        return
+    own = torch.tensor([rows], device=mesh.device)
+    every: list[int] = gathered(own, mesh.world).flatten().tolist()
+    for rank, other in enumerate(every):
+        if other != every[0]:
+            refuse(
+                f"{maker}() returns {every[0]:,} rows on rank 0 and {other:,} on rank {rank}",
+                fix="let it return the same rows on all ranks: each takes its own share of them",
+            )
 
 
 def _check(batch: Mapping[str, Tensor], axis: Axis, device: torch.device) -> None:

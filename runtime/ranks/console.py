@@ -5,19 +5,35 @@ from __future__ import annotations
 import os
 import shutil
 import sys
+import traceback
 from datetime import timedelta
+from types import TracebackType
 from typing import TextIO
+
+from autopar.runtime.shown import plain
 
 _ERASE = "\x1b[K"  # what is right of the cursor
 _BAR = 30  # characters
 
 
 def say(text: object, to: TextIO | None = None) -> None:
-    """Print a line to stderr, or to another stream; a bar that stands there is erased."""
+    """Print a line to stderr, or to another stream; a bar that stands there is erased.
+
+    Names of others in it give the terminal no orders, and passwords in URLs are left out.
+    """
     stream = sys.stderr if to is None else to
     # At once: print writes the end of the line apart, and ranks share the console.
-    stream.write(f"{_ERASE if is_terminal(stream) else ''}{text}\n")
+    stream.write(f"{_ERASE if is_terminal(stream) else ''}{plain(str(text))}\n")
     stream.flush()
+
+
+def show_errors_plainly() -> None:
+    """Have tracebacks of this process say what `say` says: no orders, no passwords."""
+
+    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+        say("".join(traceback.format_exception(kind, error, trace)).rstrip())
+
+    sys.excepthook = show
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -7,7 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.locations import Location
 from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.outputs import refuse_no_folder
 from autopar.runtime.ranks.refusal import refuse
 
 _NO_CURVES = ("step", "unit", "seconds_left")
@@ -19,11 +21,15 @@ class Curves:
     What an earlier training has left there of steps after `begun` is no longer shown.
     """
 
-    def __init__(self, folder: Path | None, mesh: Mesh, *, begun: int) -> None:
+    def __init__(
+        self, folder: Path | None, mesh: Mesh, *, begun: int, beside: Location | None = None
+    ) -> None:
         self._folder = folder
         self._writer: Any = None
         if folder is None or mesh.rank != 0 or mesh.is_dry_run:
             return
+        fix = "name another folder with --tensorboard"
+        refuse_no_folder(folder, option="--tensorboard", fix=fix, beside=beside)
         try:
             from torch.utils.tensorboard import SummaryWriter
         except ImportError as error:
@@ -36,7 +42,7 @@ class Curves:
         except OSError as error:
             refuse(
                 f"nothing can be written to {folder}: {error.strerror}",
-                fix="name another folder with --tensorboard",
+                fix=fix,
             )
 
     def add(self, fields: Mapping[str, Any]) -> None:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import errno
 import io
 import os
-import shutil
-from argparse import ArgumentTypeError
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -114,9 +112,15 @@ class StorePath:
             except FileNotFoundError:
                 self.parent._make_folder()
                 file = store.open(path, "wb")
-        for block in blocks:  # errors of whoever makes the blocks stay what they are
-            with _as_os_errors(self.url):
-                file.write(block)
+        try:
+            for block in blocks:  # errors of whoever makes the blocks stay what they are
+                with _as_os_errors(self.url):
+                    file.write(block)
+        except BaseException:
+            with suppress(Exception):  # a file that is forgotten would be closed, and be there
+                file.close()
+                self.unlink()
+            raise
         with _as_os_errors(self.url):
             file.close()
 
@@ -125,12 +129,6 @@ class StorePath:
         with _as_os_errors(self.url):
             store, path = self._opened()
             store.rm_file(path)
-
-    def remove(self) -> None:
-        """Remove a folder with all that is in it."""
-        with _as_os_errors(self.url):
-            store, path = self._opened()
-            store.rm(path, recursive=True)
 
     def replace(self, target: StorePath) -> None:
         """Move a file over another one, or a folder file by file."""
@@ -191,6 +189,8 @@ Location: TypeAlias = Path | StorePath
 
 def location(text: str) -> Location:
     """Return the place that a text names; leave where nothing here reads that kind of store."""
+    if not text.strip():
+        refuse("a place has no name", fix="name a file or a folder; is a shell variable not set?")
     scheme, separator, name = text.partition(_SCHEME)
     if not separator:
         return Path(text)
@@ -208,23 +208,44 @@ def location(text: str) -> Location:
     return place
 
 
-def local_file(text: str) -> Path:
-    """Return a file to which lines are added, which stores cannot do."""
-    if _SCHEME in text:
-        raise ArgumentTypeError(f"{text}: stores add no lines to a file; name one on a disk")
-    return Path(text)
-
-
 def located(folder: Location, pattern: str) -> list[Location]:
     """Return what is in a folder and has a name of that pattern, in the order of the names."""
     return sorted(folder.glob(pattern), key=str)
 
 
+def check_regular(place: Location) -> None:
+    """Raise OSError where a disk has a pipe or a device: who opens one may wait for ever."""
+    if isinstance(place, Path) and place.exists() and not (place.is_file() or place.is_dir()):
+        raise OSError(errno.EINVAL, "it is a pipe, a device or a socket, not a file", str(place))
+
+
+def text_of(file: Location, *, most_bytes: int) -> str:
+    """Return the text of a file; OSError where it is none, or larger than any that is written."""
+    check_regular(file)
+    size = size_of(file)
+    if size > most_bytes:
+        raise OSError(errno.EFBIG, f"it has {size:,} bytes, and {most_bytes:,} at most", str(file))
+    return file.read_text(encoding="utf-8")
+
+
+def head_of(file: Location, count: int) -> bytes:
+    """Return the first bytes of a file, at most so many."""
+    check_regular(file)
+    if isinstance(file, StorePath):
+        return file.read_bytes(0, min(count, file.size_bytes()))
+    with file.open("rb") as opened:
+        return opened.read(count)
+
+
 def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
-    """Write a file, block by block; it is on the disk, or in the store, when this returns."""
+    """Write a file, block by block; it is on the disk, or in the store, when this returns.
+
+    Whatever is raised meanwhile, half a file does not stay: it takes room that may be missing.
+    """
     if isinstance(to, StorePath):
         to.write(blocks)
         return
+    check_regular(to)
     file = to.open("wb")  # what cannot be opened stays as it is
     try:
         with file:
@@ -232,9 +253,9 @@ def write(to: Location, blocks: Iterable[bytes | memoryview]) -> None:
                 file.write(block)
             file.flush()
             os.fsync(file.fileno())
-    except OSError:
+    except BaseException:
         with suppress(OSError):
-            to.unlink()  # half a file takes room that may be what is missing
+            to.unlink()
         raise
 
 
@@ -244,15 +265,6 @@ def put(what: Location, place: Location) -> None:
         what.replace(StorePath(str(place)))
     else:
         what.replace(str(place))
-
-
-def remove_tree(folder: Location) -> None:
-    """Remove a folder with all that is in it, as far as that can be done."""
-    if isinstance(folder, Path):
-        shutil.rmtree(folder, ignore_errors=True)
-        return
-    with suppress(OSError):
-        folder.remove()
 
 
 def size_of(file: Location) -> int:

@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
+from autopar.runtime.ranks.console import show_errors_plainly
+from autopar.runtime.ranks.option_values import number_in
 from autopar.runtime.ranks.parent import stop_with_parent
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.rendezvous import store_of
@@ -148,14 +150,14 @@ def stop(mesh: Mesh) -> None:
 def _device() -> torch.device:
     if not torch.cuda.is_available() or os.environ.get(DRY_RUN):
         return torch.device("cpu")
-    processes, devices = int(os.environ.get("LOCAL_WORLD_SIZE", "1")), torch.cuda.device_count()
+    processes, devices = number_in("LOCAL_WORLD_SIZE", usual=1), torch.cuda.device_count()
     if processes > devices:
         refuse(
             f"{processes} processes have started on this machine, which has {devices} devices",
             fix=f"torchrun --nproc-per-node {devices} on each of more machines, or plan for fewer "
             f"devices: autopar plan --gpus {devices}",
         )
-    device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    device = torch.device("cuda", number_in("LOCAL_RANK", usual=0))
     torch.cuda.set_device(device)
     return device
 
@@ -167,11 +169,12 @@ def _join(needed: int, timeout: timedelta) -> None:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()  # which is torchrun
-    _check_world(int(os.environ.get("WORLD_SIZE", "1")), needed)
+        show_errors_plainly()
+    _check_world(number_in("WORLD_SIZE", usual=1), needed)
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     is_alone = "RANK" not in os.environ
-    rank = int(os.environ.get("RANK", "0"))
+    rank = number_in("RANK", usual=0)
     dist.init_process_group(
         backend,
         store=dist.HashStore() if is_alone else store_of(rank, needed),  # type: ignore[attr-defined]

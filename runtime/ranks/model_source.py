@@ -1,11 +1,11 @@
 """Tells model files that have changed since a script was written for them."""
 
 import hashlib
-import sys
 from collections.abc import Iterable
 from pathlib import Path
 from types import ModuleType
 
+from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.refusal import refuse
 
@@ -25,11 +25,9 @@ def note_changes(model_file: ModuleType, names: Iterable[str], digest: str, mesh
     """
     found = _changed(model_file, names, digest)
     if found and mesh.rank == 0:
-        print(
+        say(
             f"note: {found[0]}, whose plan and figures are of what it was\n"
-            "  fix: plan again with `autopar plan`",
-            file=sys.stderr,
-            flush=True,
+            "  fix: plan again with `autopar plan`"
         )
 
 
@@ -60,9 +58,7 @@ def note_device(planned: str, mesh: Mesh) -> None:
     """Say on the first rank that a script which was planned for GPUs runs on a CPU."""
     is_elsewhere = planned != "cpu" and mesh.device.type == "cpu"
     if is_elsewhere and mesh.rank == 0 and not mesh.is_dry_run:
-        print(
+        say(
             f"note: the plan is for {planned}, and this is a CPU: its losses are those of the "
-            "plan, its times and memory are not",
-            file=sys.stderr,
-            flush=True,
+            "plan, its times and memory are not"
         )

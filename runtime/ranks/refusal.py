@@ -2,77 +2,92 @@
 
 import argparse
 import hashlib
+import json
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass
 from datetime import timedelta
+from functools import wraps
+from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 import torch.distributed as dist
 from torch.utils.data import get_worker_info
 
 from autopar.runtime.ranks.console import say
+from autopar.runtime.shown import masked
 
 USAGE = 2  # as autopar's commands have it: bad usage
 MISMATCH = 6  # environment and plan do not match
 FAILED = 7  # the training itself
-_Number = TypeVar("_Number", int, float)
+RUN_TOKEN = "AUTOPAR_RUN"  # in the environment of all processes of one `autopar run`
+VERDICT = "verdict.json"
+_Value = TypeVar("_Value")
 _PATIENCE = timedelta(seconds=10)
 
 
 class OptionParser(argparse.ArgumentParser):
     """Reads the options of a script; what is wrong with them is told once, not by every rank."""
 
+    def __init__(self, **settings: Any) -> None:
+        super().__init__(allow_abbrev=False, **settings)  # `autopar run` looks for whole names
+
     def add_argument(self, *flags: Any, **how: Any) -> argparse.Action:
         """Add an option; its default, a setting of the script, is read as what is typed is."""
-        if how.get("type") is not None and how.get("default") is not None:
-            how["default"] = str(how["default"])  # argparse reads defaults that are text
+        if how.get("action", "store") in ("store", "append"):
+            how["type"] = _filled(how.get("type", str))
+            if isinstance(how.get("default"), (str, int, float)):
+                how["default"] = str(how["default"])  # argparse reads defaults that are text
         return super().add_argument(*flags, **how)
 
     def error(self, message: str) -> NoReturn:
         """Say how the script is used and what is wrong, and leave."""
-        _leave(f"{self.format_usage()}{self.prog}: error: {message}", USAGE)
+        told = f"{self.format_usage()}{self.prog}: error: {message}"
+        _leave(told, Verdict(USAGE, message, f"{self.prog} --help lists the options"))
 
 
-def from_zero(text: str) -> int:
-    """Read a whole number of an option that counts from 0."""
-    return _read(text, int, least=0)
+def _filled(read: Callable[[str], _Value]) -> Callable[[str], _Value]:
+    """Refuse an empty text, as a shell makes it of a variable that is not set."""
 
+    @wraps(read)
+    def filled(text: str) -> _Value:
+        if not text.strip():
+            raise argparse.ArgumentTypeError("it is empty; is a shell variable not set?")
+        return read(text)
 
-def from_one(text: str) -> int:
-    """Read a whole number of an option that counts from 1."""
-    return _read(text, int, least=1)
-
-
-def norm(text: str) -> float:
-    """Read a norm, which is never below 0: clipped to -1, gradients would point the other way."""
-    return _read(text, float, least=0)
-
-
-def _read(text: str, kind: type[_Number], *, least: int) -> _Number:
-    with suppress(ValueError):
-        found = kind(text)
-        if found >= least:  # which nan is not
-            return found
-    what = "whole number" if kind is int else "number"
-    raise argparse.ArgumentTypeError(f"{text} is not a {what} of {least} or more")
+    return filled
 
 
 class RefusedInWorkerError(Exception):
     """What a worker of a DataLoader refuses: the rank that it reads for tells it."""
 
 
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a rank leaves; `autopar run` finds it in the rank's folder of logs."""
+
+    code: int
+    found: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"error: {self.found}\n  fix: {self.fix}"
+
+
 def refuse(found: str, *, fix: str) -> NoReturn:
     """Say what was found and what to do, and leave; every rank that finds it does."""
-    message = f"error: {found}\n  fix: {fix}"
+    verdict = Verdict(MISMATCH, found, fix)
     if get_worker_info() is not None:
-        raise RefusedInWorkerError(message)
-    _leave(message, MISMATCH)
+        raise RefusedInWorkerError(str(verdict))
+    _leave(str(verdict), verdict)
 
 
 def give_up(found: str, *, fix: str) -> NoReturn:
     """Say why the training cannot go on, and leave; every rank does."""
-    _leave(f"error: {found}\n  fix: {fix}", FAILED)
+    verdict = Verdict(FAILED, found, fix)
+    _leave(str(verdict), verdict)
 
 
 @contextmanager
@@ -81,10 +96,13 @@ def refusals_of_workers() -> Iterator[None]:
     try:
         yield
     except RefusedInWorkerError as error:  # torch has put the worker's traceback before its text
-        _leave(str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip(), MISMATCH)
+        told = str(error).rpartition(f"{type(error).__name__}: ")[2].rstrip()
+        found, _, fix = told.removeprefix("error: ").partition("\n  fix: ")
+        _leave(told, Verdict(MISMATCH, found, fix))
 
 
-def _leave(message: str, code: int) -> NoReturn:
+def _leave(message: str, verdict: Verdict) -> NoReturn:
+    note_verdict(verdict)
     store, key = _store_of_torchrun(), _key_of(message)
     if store is None or not _another_tells(store, key):
         say(message)
@@ -92,7 +110,18 @@ def _leave(message: str, code: int) -> NoReturn:
             with suppress(RuntimeError):  # torchrun has gone
                 store.set(_told(key), "")
     _leave_groups()
-    raise SystemExit(code)
+    raise SystemExit(verdict.code)
+
+
+def note_verdict(verdict: Verdict) -> None:
+    """Leave beside the logs of this rank why it leaves, if `autopar run` has started it."""
+    reply = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if RUN_TOKEN not in os.environ or not reply:
+        return
+    with suppress(OSError):
+        place = Path(reply).with_name(VERDICT)
+        text = json.dumps({"time": time.time(), **asdict(verdict)})
+        place.write_text(masked(text), encoding="utf-8")
 
 
 def _leave_groups() -> None:

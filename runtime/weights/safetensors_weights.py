@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -13,16 +12,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar.runtime.ranks.locations import Location, located
+from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.locations import Location, check_regular, located
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.shown import in_a_line
 from autopar.runtime.tensor.shards import Place, Split, group_aliases, places, tied_names
 from autopar.runtime.weights.filling import ShapeError, fill
 from autopar.runtime.weights.saving.saved_form import SavedForm
 from autopar.runtime.weights.saving.stored_model import StoredModel
 from autopar.runtime.weights.stored_tensors import INDEX, open_tensors
 
+_READABLE = "--weights names a place that can"
 _MOST_TOLD = 5
+_MOST_CHARACTERS = 200  # of a name
 
 
 @torch.no_grad()
@@ -113,16 +116,16 @@ def _allowing(name: str) -> str:
 def note_left(names: Sequence[str], mesh: Mesh) -> None:
     """Say on the first rank of each pipeline stage what starts as it is constructed."""
     if names and mesh.data.rank == mesh.tensor.rank == 0:
-        print(
+        say(
             f"note: {len(names)} weights are not from --weights, but as they are constructed: "
-            f"{_shown(names)}",
-            file=sys.stderr,
-            flush=True,
+            f"{_shown(names)}"
         )
 
 
 def _shown(names: Sequence[str]) -> str:
-    return ", ".join(names[:_MOST_TOLD]) + (" …" if len(names) > _MOST_TOLD else "")
+    """Return the first names of files that may be anybody's, each as a part of one line."""
+    shown = (in_a_line(name)[:_MOST_CHARACTERS] for name in names[:_MOST_TOLD])
+    return ", ".join(shown) + (" …" if len(names) > _MOST_TOLD else "")
 
 
 def note_unused(
@@ -138,11 +141,9 @@ def note_unused(
         stored = stored_model(folder, files, ask)
         unused = stored.unused(names)
     if unused:
-        print(
+        say(
             f"note: {len(unused)} of the {len(stored.stored)} tensors in {folder} are none of the "
-            f"model's, and are not used: {_shown(unused)}",
-            file=sys.stderr,
-            flush=True,
+            f"model's, and are not used: {_shown(unused)}"
         )
 
 
@@ -165,6 +166,8 @@ def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
                 f"{path} is no whole .safetensors file: {error}",
                 fix="copy it again; a .pt file is written as one by safetensors.torch.save_file",
             )
+        except OSError as error:
+            refuse(f"{path} cannot be read: {error.strerror or error}", fix=_READABLE)
         for name in file.keys():  # noqa: SIM118 - the file is no mapping
             yield name, file
 
@@ -172,11 +175,12 @@ def _open(folder: Location, files: ExitStack) -> Iterator[tuple[str, Any]]:
 def _paths(folder: Location) -> Sequence[Location]:
     """Return the file that is named, or all in a folder."""
     try:
+        check_regular(folder)
         if not folder.exists():
             refuse(f"there is no {folder}", fix="--weights names a .safetensors file, or a folder")
         paths = [folder] if folder.is_file() else _in_folder(folder)
     except OSError as error:
-        refuse(f"{folder} cannot be read: {error.strerror}", fix="--weights names a place that can")
+        refuse(f"{folder} cannot be read: {error.strerror}", fix=_READABLE)
     if not paths:
         refuse(
             f"{folder} holds no .safetensors file", fix="--weights names one, or the folder of them"
@@ -202,8 +206,9 @@ def _in_folder(folder: Location) -> list[Location]:
 def _check_all_there(missing: Sequence[_Found], stored: StoredModel, folder: Location) -> None:
     if not missing:
         return
-    names, has = [one.name for one in missing], ", ".join(sorted(stored.stored)[:_MOST_TOLD])
+    names = [one.name for one in missing]
     refuse(
-        f"{folder} lacks {len(names)} parameters: {_shown(names)}; it has {has} …",
+        f"{folder} lacks {len(names)} parameters: {_shown(names)}; "
+        f"it has {_shown(sorted(stored.stored))}",
         fix=f"give weights of this model, under its names; {_allowing(names[0])}",
     )

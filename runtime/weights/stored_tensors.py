@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -14,7 +13,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
-from autopar.runtime.ranks.locations import Location, StorePath, size_of
+from autopar.runtime.ranks.locations import Location, StorePath, check_regular, size_of
+from autopar.runtime.ranks.records import parsed
 
 KINDS = {
     torch.float64: "F64", torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16",
@@ -31,6 +31,7 @@ _MOST_HEADER_BYTES = 100 * 10**6  # as safetensors has it
 @contextmanager
 def open_tensors(path: Location) -> Iterator[Any]:
     """Open a file as safetensors does: on a disk by its library, in a store by ranges of bytes."""
+    check_regular(path)
     if isinstance(path, Path):
         with safe_open(path, framework="pt") as file:
             yield file
@@ -47,7 +48,7 @@ class _InStore:
         if self._begin > _MOST_HEADER_BYTES:
             raise SafetensorError("its header is none")
         try:
-            header = json.loads(path.read_bytes(8, self._begin))
+            header = parsed(path.read_bytes(8, self._begin))
             header.pop("__metadata__", None)
             self._tensors = {name: _Tensor.read(one) for name, one in header.items()}
         except (ValueError, KeyError, TypeError, AttributeError):
@@ -63,7 +64,7 @@ class _InStore:
 
     def get_slice(self, name: str) -> _Slice:
         """Return a tensor of which nothing has been read."""
-        return _Slice(self, name, self._tensors[name].shape)
+        return _Slice(self, name, self._tensors[name])
 
     def get_tensor(self, name: str) -> Tensor:
         """Read a whole tensor."""
@@ -93,11 +94,20 @@ class _Slice:
 
     file: _InStore
     name: str
-    shape: tuple[int, ...]
+    held: _Tensor
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Its shape."""
+        return self.held.shape
 
     def get_shape(self) -> list[int]:
         """Return its shape, as safetensors does."""
         return list(self.shape)
+
+    def get_dtype(self) -> str:
+        """Return the word for its type, as safetensors does."""
+        return KINDS[self.held.dtype]
 
     def __getitem__(self, index: Any) -> Tensor:
         if not self.shape:

@@ -66,7 +66,7 @@ def model(addition: str, *telling: str, options: str = "", code: int = 2) -> Mis
         ("model.py:bulid_model", "did you mean build_model"),
         ("model.py:make", "there is no function make"),
         ("model.py:nn", "nn is a module, not a function"),
-        ("", "there is no file"),
+        ("", "an argument is empty"),
     ],
 )
 def test_a_model_that_is_not_there_is_named(tell: Tell, model: str, telling: str) -> None:

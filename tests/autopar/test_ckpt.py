@@ -18,8 +18,7 @@ from torch.optim import AdamW
 from autopar.planner.costs.prediction import Zero
 from autopar.runs.run_record import RunRecord, own_process, write_record
 from autopar.runtime.keeping import model_files
-from autopar.runtime.keeping.manifest import NAME, Moment
-from autopar.runtime.keeping.writing import rank_file
+from autopar.runtime.keeping.manifest import NAME, Moment, rank_file
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.locations import StorePath
 from autopar.runtime.ranks.mesh import start, stop
@@ -96,7 +95,7 @@ def test_a_run_that_went_on_elsewhere_lists_what_it_kept_there(tmp_path: Path, c
     write(tmp_path / "elsewhere", 3)
     run = tmp_path / "run"
     run.mkdir()
-    host, process, began = own_process()
+    host, process = own_process()
     record = RunRecord(
         name="run",
         model="model.py:build_model",
@@ -108,7 +107,6 @@ def test_a_run_that_went_on_elsewhere_lists_what_it_kept_there(tmp_path: Path, c
         metrics=str(run / "metrics.jsonl"),
         host=host,
         process=process,
-        process_began=began,
         started_at=0.0,
     )
     write_record(run, record)
@@ -222,7 +220,7 @@ def test_a_file_of_others_is_not_replaced(tmp_path: Path, ckpt: Ckpt) -> None:
     file.write_bytes(b"mine")
     ran = ckpt("export", write(tmp_path, 1), "-o", file)
     assert ran.code == 6
-    assert "autopar has not written it" in ran.err
+    assert "autopar has not exported it" in ran.err
     assert file.read_bytes() == b"mine"
 
 

@@ -8,7 +8,8 @@ import pytest
 from rich.table import Table
 from rich.text import Text
 
-from autopar.console import PlainConsole, visible
+from autopar.console import PlainConsole
+from autopar.runtime.shown import visible
 
 HOSTILE = "a[/red]b\x1b[2Jc\x00d\x9be :smile: \u202ef"
 SHOWN = r"a[/red]b\x1b[2Jc\x00d\x9be :smile: \u202ef"

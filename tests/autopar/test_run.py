@@ -4,30 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import pytest
 
 from autopar.codegen.emit import write_script
-from autopar.commands.run import ended_as
 from autopar.planner.errors import InputError
 from autopar.planner.plan.files.document import write_plan
 from autopar.planner.plan.plan import Plan
 from autopar.runs.launching import ENVIRONMENT, Ended
 from autopar.runs.meeting import check_meeting_place
+from autopar.runs.run_end import ended_as
 from autopar.runs.run_folder import (
     Nodes,
     RunningError,
     copy_checkpoint,
     run_name,
     script_arguments,
+    settings_in,
     start_of,
 )
 from autopar.runs.run_metrics import last_step, lines_of
@@ -39,6 +41,8 @@ from autopar.runs.run_record import (
     runs_in,
     write_record,
 )
+from autopar.runtime.keeping.claim import NAME as IN_USE
+from autopar.runtime.keeping.claim import _own, began, claim
 from autopar.runtime.keeping.manifest import NAME
 from autopar.runtime.keeping.step_folders import checkpoints_in
 from autopar.runtime.ranks.locations import Location, write
@@ -65,7 +69,7 @@ def folder(planned: Plan, tmp_path: Path) -> Path:
 
 
 def record_of(plan: Plan, place: Path, **changes: object) -> RunRecord:
-    host, process, began = own_process()
+    host, process = own_process()
     made = RunRecord(
         name=place.name,
         model=plan.model.spec,
@@ -73,11 +77,10 @@ def record_of(plan: Plan, place: Path, **changes: object) -> RunRecord:
         plan="one",
         predicted_step_seconds=0.5,
         command="torchrun train.py",
-        checkpoints=str(place / "checkpoints"),
-        metrics=str(place / "metrics.jsonl"),
+        checkpoints="checkpoints",
+        metrics="metrics.jsonl",
         host=host,
         process=process,
-        process_began=began,
         started_at=1.0,
         state=RunState.FINISHED,
         ended_at=2.0,
@@ -91,6 +94,21 @@ def kept_run(plan: Plan, place: Path, **changes: object) -> Path:
     (place / "checkpoints" / "step-5" / NAME).touch()
     write_record(place, record_of(plan, place, **changes))
     return place
+
+
+def run_that_trains(plan: Plan, place: Path, **changes: object) -> None:
+    """Leave the folder of a run which another process has: that which has started this one."""
+    write_record(place, record_of(plan, place, state=RunState.RUNNING, ended_at=None, **changes))
+    hold(place, os.getppid())
+
+
+def hold(place: Path, process: int) -> None:
+    """Have a process hold a folder."""
+    claim(place).release()
+    own = _own(place)
+    (place / IN_USE).write_text(
+        json.dumps(asdict(replace(own, process=process, began=began(process))))
+    )
 
 
 # ------------------------------------------------------------------------ where a run begins
@@ -114,8 +132,7 @@ def test_auto_takes_the_newest_run_of_the_same_model_that_has_kept_something(
     kept_run(planned, tmp_path / "other", started_at=4.0, model="llama.py")
     write_record(tmp_path / "empty", record_of(planned, tmp_path / "empty", started_at=5.0))
     assert start_of(planned, tmp_path, tmp_path / "new", "auto", ONE).goes_on_from == tmp_path / "b"
-    running = record_of(planned, tmp_path / "b", started_at=3.0, state=RunState.RUNNING)
-    write_record(tmp_path / "b", running)
+    run_that_trains(planned, tmp_path / "b", started_at=3.0)
     with pytest.raises(RunningError):
         start_of(planned, tmp_path, tmp_path / "new", "auto", ONE)
 
@@ -153,15 +170,14 @@ def test_a_name_that_is_there_goes_on_and_is_not_written_over(
 def test_what_script_and_arguments_say_is_left_as_it_is(planned: Plan, folder: Path) -> None:
     script, place = folder / "train.py", folder / "runs" / "a"
     start = start_of(planned, folder / "runs", place, None, ONE)
-    told = script_arguments(script, place, start, ("--lr", "1"))
+    settings = settings_in(script.read_text())
+    told = script_arguments(settings, place, start, ("--lr", "1"))
     assert told[:4] == ("--checkpoint", str(place / "checkpoints"), "--resume", "auto")
     assert str(place / "model.safetensors") in told
     assert told[-2:] == ("--lr", "1")
     given = ("--checkpoint=mine", "--export", "none", "--metrics", "m")
-    assert script_arguments(script, place, start, given) == given
-    text = script.read_text().replace('CHECKPOINT = "none"', 'CHECKPOINT = "there"')
-    script.write_text(text.replace('EXPORT = "model.safetensors"', 'EXPORT = "none"'))
-    told = script_arguments(script, place, start, ())
+    assert script_arguments(settings, place, start, given) == given
+    told = script_arguments({"CHECKPOINT": "there", "EXPORT": "none"}, place, start, ())
     assert told == ("--metrics", str(place / "metrics.jsonl"))
 
 
@@ -169,13 +185,17 @@ def test_what_script_and_arguments_say_is_left_as_it_is(planned: Plan, folder: P
 
 
 STARTED, STEP = '{"event": "started"}', '{"step": 3, "loss": 1.0}'
+FINISHED = '{"event": "finished", "step": 3}'
 PREEMPTED = '{"event": "preempted", "step": 3}'
 
 
 @pytest.mark.parametrize(
     ("code", "is_signalled", "lines", "state"),
     [
-        (0, False, [STARTED, STEP], RunState.FINISHED),
+        (0, False, [STARTED, STEP, FINISHED], RunState.FINISHED),
+        (0, False, [STARTED, STEP], RunState.FAILED),  # something has ended the process
+        (0, False, [], RunState.FAILED),
+        (0, False, [FINISHED, STARTED, STEP], RunState.FAILED),  # it was started again
         (1, False, [STARTED, STEP], RunState.FAILED),
         (1, False, [], RunState.FAILED),
         (1, False, [STARTED, STEP, PREEMPTED], RunState.PREEMPTED),  # a scheduler told the ranks
@@ -192,19 +212,23 @@ def test_the_end_is_told_by_the_code_and_by_what_the_script_left(
     seen = metrics.stat().st_size
     metrics.write_text("\n".join([PREEMPTED, *lines, '{"cut o']))
     ended = Ended(code=code, is_signalled=is_signalled, leftovers=0)
-    assert ended_as(ended, metrics, seen) is state
+    assert ended_as(ended, lines_of(metrics, start=seen)) is state
 
 
 def test_a_run_whose_process_is_gone_was_killed(planned: Plan, tmp_path: Path) -> None:
-    record = record_of(planned, tmp_path, state=RunState.RUNNING, ended_at=None)
-    write_record(tmp_path, record)
-    found = read_record(tmp_path)
+    run_that_trains(planned, tmp_path / "a")
+    assert state_of(tmp_path / "a") is RunState.RUNNING
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+    assert state_of(tmp_path / "copy") is RunState.KILLED, "the process has the original"
+    held = json.loads((tmp_path / "a" / IN_USE).read_text())
+    (tmp_path / "a" / IN_USE).write_text(json.dumps({**held, "began": 1}))
+    assert state_of(tmp_path / "a") is RunState.KILLED, "another process has its number"
+
+
+def state_of(folder: Path) -> RunState:
+    found = read_record(folder)
     assert found is not None
-    assert found.state is RunState.RUNNING
-    write_record(tmp_path, replace(record, process_began=-1))  # another process has the number
-    found = read_record(tmp_path)
-    assert found is not None
-    assert found.state is RunState.KILLED
+    return found.state
 
 
 def test_runs_are_listed_with_their_last_step(

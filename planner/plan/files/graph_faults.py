@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from functools import cache
+from keyword import iskeyword
 
 from autopar.planner.graph import Graph
 from autopar.planner.ops import LOSS_CALL, MODEL_DTYPE, Buffer, Origin, Parameter, refs
@@ -15,6 +17,8 @@ def graph_faults(graph: Graph) -> Iterator[str]:
     yield from _out_of_order(graph)
     yield from _unlike_tensors(graph)
     yield from _own_ancestors(graph)
+    yield from _unlike_schemas(graph)
+    yield from _unlike_names(graph)
     for number, tensor in enumerate(graph.tensors.values()):
         if tensor.dtype not in ITEM_BYTES and tensor.dtype != MODEL_DTYPE:
             yield f"graph.tensors.{number}: {tensor.dtype!r} is no type of elements"
@@ -55,6 +59,44 @@ def _out_of_order(graph: Graph) -> Iterator[str]:
         yield f"graph.loss: no op makes {graph.loss!r}"
 
 
+def _unlike_schemas(graph: Graph) -> Iterator[str]:
+    """Yield each argument that its op has not, and each that it lacks; of torch's ops alone."""
+    for number, op in enumerate(graph.ops):
+        schema = _schema(op.target)
+        if schema is None:
+            continue
+        names = [name for name, _ in op.arguments]
+        for name in names:
+            if name not in schema:
+                yield f"graph.ops.{number}: {op.target} has no argument {name[:40]!r}"
+        for name, has_default in schema.items():
+            if name not in names and not has_default:
+                yield f"graph.ops.{number}: the argument {name!r} of {op.target} is missing"
+
+
+@cache
+def _schema(target: str) -> Mapping[str, bool] | None:
+    """Return the arguments of an op, and whether each has a default; None where nobody knows."""
+    from torch._C import _get_schema  # here alone: it takes seconds
+
+    name, _, overload = target.replace(".", "::", 1).rpartition(".")
+    try:
+        schema = _get_schema(name, "" if overload == "default" else overload)
+    except (RuntimeError, TypeError):
+        return None
+    return {one.name: one.has_default_value() for one in schema.arguments}
+
+
+def _unlike_names(graph: Graph) -> Iterator[str]:
+    """Yield each argument of a call that Python could not name so."""
+    calls = [(f"graph.calls.{n}", one.keywords) for n, one in enumerate(graph.calls.values())]
+    calls += [(f"graph.functions.{n}", one.keywords) for n, one in enumerate(graph.functions)]
+    for where, keywords in calls:
+        for name, _ in keywords:
+            if not name.isidentifier() or iskeyword(name):
+                yield f"{where}: {name[:40]!r} is no name of an argument"
+
+
 def _own_ancestors(graph: Graph) -> Iterator[str]:
     """Yield a call that is inside itself."""
     known: set[str] = set()
@@ -73,7 +115,7 @@ def _own_ancestors(graph: Graph) -> Iterator[str]:
 def _unknown(graph: Graph) -> Iterator[str]:
     """Yield the names that nothing has; the loss function's call is no row."""
     for number, op in enumerate(graph.ops):
-        if "." not in op.target:
+        if op.target.count(".") != 2:
             yield f"graph.ops.{number}: {op.target[:40]!r} is no op, such as aten.add.Tensor"
         if op.call not in graph.calls and op.call != LOSS_CALL:
             yield f"graph.ops.{number} names the call {op.call[:40]!r}, which is not there"

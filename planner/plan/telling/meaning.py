@@ -157,5 +157,9 @@ def is_nearly(op: Op) -> str:
 
 
 def named(op: Op) -> str:
-    """Return the name of an op and its place in the model's code, whose folder says nothing."""
-    return f"{op.name} ({op.location.rpartition('/')[2]})"
+    """Return the name of an op and its place: in the model's code, whose folder says nothing.
+
+    Of an op that only code of libraries is around, the place is the module that was called.
+    """
+    place = op.location.rpartition("/")[2] or op.call
+    return f"{op.name} ({place})" if place else op.name

@@ -54,9 +54,12 @@ def started(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
 
     def launch(command: list[str]) -> Ended:
         commands.append(command)
+        metrics = Path(command[command.index("--metrics") + 1])
+        with metrics.open("a", encoding="utf-8") as file:
+            file.write('{"event": "finished", "step": 1}\n')
         return Ended(code=0, is_signalled=False, leftovers=0)
 
-    monkeypatch.setattr("autopar.commands.run.launch", launch)
+    monkeypatch.setattr("autopar.runs.run_end.launch", launch)
     return commands
 
 

@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 09b1bac914ff9bc0.
+# Written by autopar 0.1.0, which keeps changes by hand: 09b1bac914ff9bc0, plan eb034bb2b3223845.
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Memory of the fullest device: 20 GiB of 67.2 GiB (30%)
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: e981ee456182f0c1.
+# Written by autopar 0.1.0, which keeps changes by hand: e981ee456182f0c1, plan 0e7c0954e77ce1bc.
 
 from __future__ import annotations
 

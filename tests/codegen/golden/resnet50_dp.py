@@ -26,7 +26,7 @@ Memory of the fullest device: 5.57 GiB of 67.2 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 30ae08ddb91d2637.
+# Written by autopar 0.1.0, which keeps changes by hand: 30ae08ddb91d2637, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 

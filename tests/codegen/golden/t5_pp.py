@@ -25,7 +25,7 @@ Memory of the fullest device: 10.95 GiB of 67.2 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which never overwrites changes by hand: 7dddf0e1f50b890e.
+# Written by autopar 0.1.0, which keeps changes by hand: 7dddf0e1f50b890e, plan b1f0f4c39ecd8288.
 
 from __future__ import annotations
 

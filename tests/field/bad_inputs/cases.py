@@ -20,18 +20,26 @@ class Special(StrEnum):
     ZERO = "a link to /dev/zero"
 
 
+Content = str | bytes | Special
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Files that lie in a folder, a command there, its exit code, and a part of what it says.
 
     `plan` are changes of plan.json: a path such as "machines.nodes" and what is put there.
+    `checkpoint` are those of the manifest of CK/step-4, `record` those of mine/run.json; both are
+    there where they are not None. `makes` are the names that a command may leave.
     """
 
     command: str
     code: int = 2
     told: str
-    files: dict[str, str | bytes | Special] = field(default_factory=dict)
+    files: dict[str, Content] = field(default_factory=dict)
     plan: dict[str, Any] = field(default_factory=dict)
+    checkpoint: dict[str, Any] | None = None
+    record: dict[str, Any] | None = None
+    makes: tuple[str, ...] = ()
 
 
 BOM = b"\xef\xbb\xbf"

@@ -6,6 +6,7 @@ import random
 import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -205,6 +206,18 @@ def refusal_of_unseeded(pipeline: int, tensor: int) -> str:
     return told.getvalue()
 
 
+def unlike_lengths(longer: int) -> str:
+    """Return what each of two data ranks says, of which the second has more rows."""
+    mesh, told = start(pipeline=1, data=2, tensor=1), io.StringIO()
+    new_dataset = partial(Numbers, LENGTH + longer * mesh.rank)
+    with redirect_stderr(told):
+        try:
+            next(dataset_batches(new_dataset, _example, mesh, microbatch=1, seed=0))
+        except SystemExit as left:
+            return f"{left.code} {told.getvalue()}"
+    return told.getvalue()
+
+
 def refusal(dataset: Any) -> str:
     mesh, told = start(pipeline=1, data=1, tensor=1), io.StringIO()
     with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
@@ -223,6 +236,14 @@ def test_data_ranks_share_the_rows_that_one_process_would_take() -> None:
     ((*alone,),) = run_on_ranks(rows, 1, 1, 4, 5)
     first, second = run_on_ranks(rows, 2, 2, 2, 5)
     assert [a + b for a, b in zip(first, second, strict=True)] == alone
+
+
+def test_a_dataset_that_is_not_equally_long_on_all_ranks_is_refused() -> None:
+    assert run_on_ranks(unlike_lengths, 2, 0) == ["", ""]
+    for told in run_on_ranks(unlike_lengths, 2, 3):
+        assert told.startswith(
+            "6 error: build_dataset() returns 10 rows on rank 0 and 13 on rank 1"
+        )
 
 
 def test_data_ranks_may_have_rows_of_their_own_number() -> None:

@@ -14,9 +14,8 @@ from torch import nn
 from torch.optim import SGD, Adagrad, AdamW, NAdam, Optimizer, RMSprop
 
 from autopar.runtime.keeping.finding import AUTO, NEVER, find_checkpoint, verify_checkpoint
-from autopar.runtime.keeping.manifest import NAME, Moment
+from autopar.runtime.keeping.manifest import NAME, Moment, rank_file
 from autopar.runtime.keeping.restoring import restore
-from autopar.runtime.keeping.writing import rank_file
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh
 from tests.runtime.keeping.written import write_checkpoint

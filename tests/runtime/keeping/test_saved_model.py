@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.optim import AdamW
 
 from autopar.runtime.keeping.export import export, exporting
-from autopar.runtime.keeping.places import MARK, destination
+from autopar.runtime.keeping.places import destination
 from autopar.runtime.keeping.saved_model import SavedModel
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import ALONE, Mesh
+from autopar.runtime.ranks.outputs import MARK
 from autopar.runtime.weights.beginning import Begun
 from autopar.runtime.weights.initial_weights import build, record
 from tests.field.families import family_named

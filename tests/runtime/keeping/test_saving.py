@@ -13,9 +13,10 @@ from torch.optim import AdamW
 from autopar.runtime.keeping.finding import AUTO, find_checkpoint
 from autopar.runtime.keeping.keeper import Keeper
 from autopar.runtime.keeping.letting_go import let_go
-from autopar.runtime.keeping.manifest import Moment
+from autopar.runtime.keeping.manifest import NAME, Moment
 from autopar.runtime.keeping.restoring import restore
 from autopar.runtime.keeping.saving import Saving
+from autopar.runtime.keeping.step_folders import checkpoints_in
 from autopar.runtime.keeping.writing import Agreed, Snapshot, snapshot
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.mesh import Mesh
@@ -62,6 +63,7 @@ def test_without_room_for_a_copy_it_is_written_at_once(
 def test_the_newest_stay_and_every_so_many_steps(tmp_path: Path) -> None:
     for step in range(10, 100, 10):
         (tmp_path / f"step-{step}").mkdir()
+        (tmp_path / f"step-{step}" / NAME).touch()
     (tmp_path / "step-100.tmp").mkdir()
     let_go(tmp_path, 2, 40)
     assert {one.name for one in tmp_path.iterdir()} == {"step-40", "step-70", "step-80", "step-90"}
@@ -80,7 +82,7 @@ def test_a_checkpoint_is_written_when_the_minutes_are_over(tmp_path: Path, mesh:
     keeper.after(2)
     keeper._finish()
     keeper._wish.let_go()
-    assert [one.name for one in tmp_path.iterdir()] == ["step-2"]
+    assert [one.name for one in checkpoints_in(tmp_path)] == ["step-2"]
 
 
 def test_a_failure_in_the_thread_is_told_when_the_training_asks(

@@ -14,10 +14,9 @@ from torch.optim import AdamW
 
 from autopar.runtime.keeping.finding import AUTO, find_checkpoint, verify_checkpoint
 from autopar.runtime.keeping.letting_go import let_go
-from autopar.runtime.keeping.manifest import NAME, Moment
+from autopar.runtime.keeping.manifest import NAME, Moment, rank_file
 from autopar.runtime.keeping.places import destination
 from autopar.runtime.keeping.step_folders import checkpoints_in, unfinished_in
-from autopar.runtime.keeping.writing import rank_file
 from autopar.runtime.optimizer.building import build_optimizer
 from autopar.runtime.ranks.locations import Location, StorePath, size_of, write
 from autopar.runtime.ranks.mesh import Mesh
@@ -127,7 +126,7 @@ def test_weights_of_another_program_in_a_store_are_not_replaced(
     for text in (str(place), str(place.parent)):
         with pytest.raises(SystemExit):
             destination(text, mesh)
-        assert f"{place} is there, and autopar has not written it" in capsys.readouterr().err
+        assert f"{place} is there, and autopar has not exported it" in capsys.readouterr().err
     place.unlink()
     assert destination(f"{place.parent}/", mesh) is not None
     with pytest.raises(SystemExit):

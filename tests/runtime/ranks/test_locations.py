@@ -13,7 +13,6 @@ from autopar.runtime.ranks.locations import (
     located,
     location,
     put,
-    remove_tree,
     size_of,
     write,
     written_at,
@@ -49,8 +48,7 @@ def test_files_are_written_listed_moved_and_removed(kind: str, tmp_path: Path) -
         "step-1.broken",
         "step-12",
     ]
-    remove_tree(run / "step-1.broken")
-    assert not (run / "step-1.broken").exists()
+    (run / "step-1.broken" / "b").unlink()
     assert (run / "step-12" / "a.bin").exists()
     with pytest.raises(FileNotFoundError):
         size_of(run / "step-1.broken" / "b")

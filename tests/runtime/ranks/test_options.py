@@ -47,3 +47,25 @@ def test_what_stops_early_has_to_be_evaluated(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="2"):
         read("--early-stop", "2", "--eval-every", "0", eval_every=5)
     assert "--eval-every 0 has none" in capsys.readouterr().err
+
+
+def test_a_machine_says_how_many_workers_its_ranks_may_have(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("os.cpu_count", lambda: 64)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    assert read("--workers", "32", workers=0).workers == 4 * 64 // 8
+    with pytest.raises(SystemExit, match="2"):
+        read("--workers", "33", workers=0)
+    assert "--workers: 33 is more than 32" in capsys.readouterr().err
+    monkeypatch.setattr("os.cpu_count", lambda: 1)
+    assert read("--workers", "16", workers=0).workers == 16
+
+
+def test_a_setting_that_is_empty_is_refused_as_its_option_is(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for setting in ({"checkpoint": ""}, {"export": " "}):
+        with pytest.raises(SystemExit, match="2"):
+            read(**setting)  # type: ignore[arg-type]
+        assert "it is empty; is a shell variable not set?" in capsys.readouterr().err

@@ -11,7 +11,8 @@ from textwrap import dedent
 
 import pytest
 
-from autopar.runtime.ranks.refusal import OptionParser, from_one, norm, refuse
+from autopar.runtime.ranks.option_values import NORM, STEPS
+from autopar.runtime.ranks.refusal import OptionParser, refuse
 
 RANKS = 3
 
@@ -86,8 +87,8 @@ def test_one_process_tells_by_itself(
 
 def test_a_setting_is_read_as_its_option_is(capsys: pytest.CaptureFixture[str]) -> None:
     parser = OptionParser(prog="train.py")
-    parser.add_argument("--steps", type=from_one, default=0)
-    parser.add_argument("--clip", type=norm, default=None)
+    parser.add_argument("--steps", type=STEPS, default=0)
+    parser.add_argument("--clip", type=NORM, default=None)
     with pytest.raises(SystemExit, match="2"):
         parser.parse_args([])
     assert "--steps: 0 is not a whole number of 1 or more" in capsys.readouterr().err

@@ -1,0 +1,75 @@
+"""Opens the folder of checkpoints for a training: it is this one's, and says where to go on."""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import dataclass
+
+from autopar.runtime.keeping.claim import Claim, TakenError, claim
+from autopar.runtime.keeping.finding import AUTO, NEVER, Checkpoint, find_checkpoint
+from autopar.runtime.keeping.owners import every_rank
+from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.locations import Location, location
+from autopar.runtime.ranks.mesh import Mesh
+from autopar.runtime.ranks.option_values import NONE
+from autopar.runtime.ranks.outputs import refuse_no_folder, refuse_unwritable
+from autopar.runtime.ranks.refusal import refuse
+
+FOLDER = "checkpoints"  # where --resume auto looks, if --checkpoint names none
+_FIX = "name another place with --checkpoint, or --checkpoint none to keep nothing"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Opened:
+    """What a training goes on from, if anything, and the claim of the first rank."""
+
+    found: Checkpoint | None = None
+    claim: Claim | None = None
+
+
+def folder_of(options: argparse.Namespace) -> Location | None:
+    """Return where checkpoints are; who wants to resume need not name the usual folder."""
+    resume, text = options.resume, options.checkpoint
+    if text != NONE:
+        return location(text).resolve()
+    if resume in (None, NEVER):
+        return None
+    return location(FOLDER).resolve() if resume == AUTO else location(resume).resolve().parent
+
+
+def opened(folder: Location | None, options: argparse.Namespace, mesh: Mesh) -> Opened:
+    """Return what a training goes on from; leave where another one writes into its folder.
+
+    With nothing left to train, nothing is written: a checkpoint that is named may be evaluated
+    while the training that wrote it goes on.
+    """
+    if folder is None:
+        return Opened()
+    if mesh.rank == 0:
+        refuse_no_folder(folder, option="--checkpoint", fix=_FIX)
+        refuse_unwritable(folder, fix=_FIX)
+    resume = options.resume or AUTO
+    is_named = resume not in (AUTO, NEVER)
+    own = None if is_named else _claimed(folder, mesh)
+    found = find_checkpoint(folder, resume, mesh)
+    if found is not None and found.manifest.moment.step >= options.steps:
+        if own is not None:
+            own.release()
+        return Opened(found=found)
+    return Opened(found=found, claim=_claimed(folder, mesh) if is_named else own)
+
+
+def _claimed(folder: Location, mesh: Mesh) -> Claim | None:
+    """Have the first rank take a folder; leave, all ranks alike, where another process has it."""
+    own, taken = None, None
+    if mesh.rank == 0 and not mesh.is_dry_run:
+        try:
+            own = claim(folder, note=lambda text: say(f"note: {text}"))
+        except TakenError as error:
+            taken = f"{folder} is in use: {error.holder} keeps its training there"
+        except OSError as error:
+            taken = f"nothing can be written to {folder}: {error.strerror}"
+    told = every_rank(taken, mesh)[0]
+    if told is not None:
+        refuse(told, fix="wait until that has ended, or name another folder with --checkpoint")
+    return own
