@@ -1,10 +1,12 @@
 """Answers, in minutes, what one GPU can tell of emitted scripts and of the planner's formulas.
 
-    python -m benchmarks.on_gpu [--minutes 12] [--only PART[,PART]] [--tiny] [-o FILE]
+    python -m benchmarks.on_gpu [--minutes 12] [--only PART[,PART]] [--models MODEL[,MODEL]]
+        [--tiny] [-o FILE]
 
-Every row is written as soon as it is known: into FILE, and as JSON beside it, where a log has what
-all processes print. With --tiny all parts run on a CPU with small sizes, which shows that the
-benchmark itself works.
+A part is also a single check of the part "ranks": several of them share their processes, and some
+run at the same time. Every row is written as soon as it is known: into FILE, and as JSON beside it,
+where a log has what all processes print. With --tiny all parts run on a CPU with small sizes, which
+shows that the benchmark itself works.
 """
 
 from __future__ import annotations
@@ -16,15 +18,16 @@ import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import TextIO
 
 from benchmarks.on_gpu.compiled import compiled
 from benchmarks.on_gpu.context import Context, place_here
 from benchmarks.on_gpu.ops import ops
-from benchmarks.on_gpu.ranks import ranks
+from benchmarks.on_gpu.ranks import CHECKS, ranks
 from benchmarks.on_gpu.report import Report, Row
-from benchmarks.on_gpu.steps import steps
+from benchmarks.on_gpu.steps import CASES, steps
 
 RESULT = Path(__file__).parents[1] / "results" / "on_gpu.md"
 
@@ -59,15 +62,15 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def _run_all(options: argparse.Namespace, out: TextIO) -> None:
     ends = time.monotonic() + 60 * options.minutes
-    context = Context(device="", tiny=options.tiny)
+    context = Context(device="", tiny=options.tiny, models=options.models)
     place = context.alone(place_here)
     context.device = "cpu" if "CPU" in place else "cuda"
     report = Report(page=options.output, place=place, out=out)
     report.say(f"on {place}")
     try:
-        for name in options.only:
-            context.deadline = min(ends, time.monotonic() + 60 * PARTS[name].minutes)
-            _run(name, context, report)
+        for name, part in chosen(options.only).items():
+            context.deadline = min(ends, time.monotonic() + 60 * part.minutes)
+            _run(name, part, context, report)
     finally:
         context.end()
 
@@ -86,13 +89,23 @@ def _apart(log: Path) -> Iterator[TextIO]:
             os.dup2(errors, 2)
 
 
-def _run(name: str, context: Context, report: Report) -> None:
+def chosen(names: Sequence[str]) -> Mapping[str, Part]:
+    """Return the parts that names stand for, in their order; checks of ranks are one part."""
+    checks = tuple(name for name in CHECKS if name in names)
+    some = Part(rows=partial(ranks, names=checks), minutes=PARTS["ranks"].minutes)
+    return {
+        "ranks" if name in CHECKS else name: some if name in CHECKS else PARTS[name]
+        for name in names
+    }
+
+
+def _run(name: str, part: Part, context: Context, report: Report) -> None:
     if context.seconds_left < 1:
         report.say(f"{name}: no time is left")
         return
     report.say(f"{name} begins")
     try:
-        for row in PARTS[name].rows(context):
+        for row in part.rows(context):
             report.add(row)
     except Exception as error:
         where = traceback.format_exc().strip().splitlines()[-3:]
@@ -102,17 +115,24 @@ def _run(name: str, context: Context, report: Report) -> None:
 
 
 def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
+    known = [*PARTS, *CHECKS]
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--minutes", type=float, default=12.0, help="after which no part goes on")
     parser.add_argument(
-        "--only", default=",".join(PARTS), help=f"parts, with commas: {', '.join(PARTS)}"
+        "--only", default=",".join(PARTS), help=f"with commas, of {', '.join(known)}"
+    )
+    parser.add_argument(
+        "--models",
+        type=lambda text: tuple(text.split(",")),
+        default=(),
+        help=f"whose steps are timed, with commas: {', '.join(one.name for one in CASES)}",
     )
     parser.add_argument("--tiny", action="store_true", help="small sizes, on a CPU")
     parser.add_argument("-o", "--output", type=Path, default=RESULT)
     options = parser.parse_args(arguments)
     options.only = options.only.split(",")
-    if unknown := set(options.only) - set(PARTS):
-        parser.error(f"there is no part {', '.join(unknown)}: choose of {', '.join(PARTS)}")
+    if unknown := set(options.only) - set(known):
+        parser.error(f"there is no part {', '.join(unknown)}: choose of {', '.join(known)}")
     return options
 
 

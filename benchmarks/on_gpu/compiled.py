@@ -12,4 +12,4 @@ from benchmarks.on_gpu.steps import CASES, TINY, rows_of
 def compiled(context: Context) -> Iterator[Row]:
     """Yield rows for each model."""
     cases = TINY if context.tiny else CASES[:2]
-    yield from rows_of(context, cases, ("script, compiled",))
+    yield from rows_of(context, cases, (("script, compiled",),))

@@ -23,6 +23,7 @@ class Context:
 
     device: str  # of torch: "cuda" or "cpu"
     tiny: bool  # small sizes, for a CPU
+    models: tuple[str, ...] = ()  # whose steps are timed; all, if none
     deadline: float = float("inf")  # of time.monotonic()
     pools: dict[int, Pool] = field(default_factory=dict)
     spare: Pool | None = None  # for what needs a fresh process

@@ -12,7 +12,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 _TRACED_STEPS = 3
-_MOST_KERNELS = 15
+_MOST_KERNELS = 30
+_MOST_LETTERS = 160
 # The first that a kernel's name fits.
 _KINDS = tuple(
     (kind, re.compile(pattern, re.IGNORECASE))
@@ -30,6 +31,7 @@ _KINDS = tuple(
         ("elementwise", r"elementwise|vectorized|unrolled"),
     )
 )
+_COMMON = re.compile(r"void |at::(native::)?|\(anonymous namespace\)::|std::|c10::|<unnamed>::")
 OTHER, IDLE = "others", "idle"
 
 
@@ -89,6 +91,11 @@ def _most_first(sums: Mapping[str, float]) -> list[tuple[str, float]]:
 def kind_of(name: str) -> str:
     """Return what sort of kernel has such a name."""
     return next((kind for kind, pattern in _KINDS if pattern.search(name)), OTHER)
+
+
+def short(name: str) -> str:
+    """Return a kernel's name without what most names have in common."""
+    return _COMMON.sub("", name)[:_MOST_LETTERS]
 
 
 def _idle(spans: Sequence[tuple[float, float, str]]) -> float:

@@ -149,6 +149,17 @@ class LateGroup(_Group):  # type: ignore[misc]
             inputs, flat, lambda own: [part for one in own for part in self._of_all(one)]
         )
 
+    def gather(
+        self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any
+    ) -> LateWork:
+        """Give the root the tensors of all, one by one; the others give no outputs."""
+        received = [one for several in outputs for one in several]
+
+        def moved(own: Sequence[Tensor]) -> list[Tensor]:
+            return list(self._of_all(own[0]))[: len(received)]
+
+        return self._start(inputs, received, moved)
+
     def _allgather_base(self, output: Tensor, own: Tensor, opts: Any) -> LateWork:
         return self.all_gather_single_coalesced([output], [own], opts)
 

@@ -65,6 +65,12 @@ class Report:
                 yield f"| {' | '.join(texts)} |"
 
 
+def told(error: BaseException) -> str:
+    """Return the first and the last lines of an error, in one."""
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return " ⏎ ".join(dict.fromkeys((lines[0], *lines[-3:])))[:600]
+
+
 def text_of(value: Cell) -> str:
     """Return a cell as people read it."""
     if value is None:

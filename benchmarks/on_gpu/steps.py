@@ -9,13 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
+from itertools import product
 from multiprocessing import get_context
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from benchmarks.on_gpu.context import Context
+from benchmarks.on_gpu.kernels import short
 from benchmarks.on_gpu.planned import Case, Planned, device_here, planned, planned_by_profile
-from benchmarks.on_gpu.report import Cell, Row
+from benchmarks.on_gpu.report import Cell, Row, told
 from benchmarks.on_gpu.sides import Job, Taken, taken
 
 SAME_LOSS = 0.01  # relative, in bf16, after a few steps
@@ -33,68 +35,90 @@ CASES = (
     Case(name="ViT-L", file="vit.py", arguments=("size=l16", "dropout=0.0"), rows=64),
 )
 TINY = (Case(name="tiny", file="gpt2.py", arguments=("size=tiny", "dropout=0.0"), rows=8),)
-_SIDES = ("script", "plain", "plain, compiled")
+_ROUNDS = (("script", "plain"), ("plain, compiled",))
+_LEAST_SECONDS = 15.0  # that a side takes
 _SECONDS, _PROFILE_SECONDS = 3.0, 8.0  # of steps that count, and of a profile's ops
 _MOST_SECONDS = 150.0  # of one side
 
 
 def steps(context: Context) -> Iterator[Row]:
-    """Yield rows of one model after the other."""
-    yield from rows_of(context, TINY if context.tiny else CASES, _SIDES)
+    """Yield rows of all models eager, then compiled, then of profiles."""
+    cases = [one for one in CASES if not context.models or one.name in context.models]
+    yield from rows_of(context, TINY if context.tiny else cases, _ROUNDS)
 
 
-def rows_of(context: Context, cases: Sequence[Case], sides: Sequence[str]) -> Iterator[Row]:
-    """Yield rows of models; plans are made in other processes meanwhile."""
+def rows_of(
+    context: Context, cases: Sequence[Case], rounds: Sequence[Sequence[str]]
+) -> Iterator[Row]:
+    """Yield rows of models round by round; plans are made in other processes meanwhile."""
     device = context.alone(device_here)
     planners = ProcessPoolExecutor(
         1 if context.tiny else len(cases), mp_context=get_context("spawn")
     )
+    scripts: dict[str, Taken] = {}
     with TemporaryDirectory(prefix="on-gpu-") as folder, planners:
-        folders = [f"{folder}/{number}" for number in range(len(cases))]
-        coming = [
-            planners.submit(planned, case, device, own)
-            for case, own in zip(cases, folders, strict=True)
-        ]
-        for case, own, future in zip(cases, folders, coming, strict=True):
-            if context.seconds_left < 15:
-                break
+        places = {case: f"{folder}/{number}" for number, case in enumerate(cases)}
+        coming = {one: planners.submit(planned, one, device, own) for one, own in places.items()}
+        for sides, case in product(rounds, cases):
+            if context.seconds_left < _LEAST_SECONDS:
+                return
             try:
-                found = future.result(max(context.seconds_left, 1))
-                yield from _rows_of_case(context, case, found, Path(own) / "train.py", sides)
+                found = coming[case].result(context.seconds_left)
+                job = _job(case, Path(places[case]), is_tiny=context.tiny)
+                yield from _rows_of_case(context, case, found, job, sides, scripts)
             except Exception as error:
-                yield Row(table=TABLE, cells={"model": case.name, "error": _first_line(error)})
+                yield Row(table=TABLE, cells={"model": case.name, "error": told(error)})
+        for case in cases if "script" in rounds[0] else ():
+            yield from _profiled_rows(context, case, scripts.get(case.name))
 
 
-def _rows_of_case(
-    context: Context, case: Case, found: Planned, script: Path, sides: Sequence[str]
-) -> Iterator[Row]:
-    job = Job(
-        script=script,
+def _job(case: Case, folder: Path, *, is_tiny: bool) -> Job:
+    return Job(
+        script=folder / "train.py",
         spec=case.spec,
         arguments=case.arguments,
         rows=case.rows,
-        seconds=0.1 if context.tiny else _SECONDS,
+        seconds=0.1 if is_tiny else _SECONDS,
     )
-    own: Taken | None = None
+
+
+def _rows_of_case(
+    context: Context,
+    case: Case,
+    found: Planned,
+    job: Job,
+    sides: Sequence[str],
+    scripts: dict[str, Taken],
+) -> Iterator[Row]:
+    """Yield rows of some sides; the first script of a model is remembered."""
     for side in sides:
         try:
             one = context.fresh(taken, side, job, seconds=_MOST_SECONDS)
         except Exception as error:
-            yield Row(
-                table=TABLE, cells={"model": case.name, "side": side, "error": _first_line(error)}
-            )
+            yield Row(table=TABLE, cells={"model": case.name, "side": side, "error": told(error)})
             continue
-        own = own or (one if side.startswith("script") else None)
-        yield _side_row(case, side, one, own)
+        if side.startswith("script"):
+            scripts.setdefault(case.name, one)
+        yield _side_row(case, side, one, scripts.get(case.name))
+        if side == "script":
+            yield from _predicted_rows(case, found, one, "formulas")
+            yield _term_row(case, found, one)
         yield from _kernel_rows(case, side, one, found if side == "script" else None)
-    if own is not None and sides[0] == "script":
-        yield from _predicted_rows(case, found, own, "formulas")
-        yield from (_term_row(case, found, own),)
-        seconds = 1.0 if context.tiny else _PROFILE_SECONDS
-        if context.seconds_left > 4 * seconds:
-            device = context.alone(device_here)
-            measured = context.fresh(planned_by_profile, case, device, seconds, seconds=90)
-            yield from _predicted_rows(case, measured, own, "profile")
+
+
+def _profiled_rows(context: Context, case: Case, own: Taken | None) -> Iterator[Row]:
+    """Yield what is predicted with a profile of a case's ops."""
+    seconds = 1.0 if context.tiny else _PROFILE_SECONDS
+    if own is None or context.seconds_left < 4 * seconds:
+        return
+    device = context.alone(device_here)
+    try:
+        measured = context.fresh(planned_by_profile, case, device, seconds, seconds=90)
+    except Exception as error:
+        cells = {"model": case.name, "by": "profile", "error": told(error)}
+        yield Row(table=PREDICTED, cells=cells)
+    else:
+        yield from _predicted_rows(case, measured, own, "profile")
 
 
 def _side_row(case: Case, side: str, one: Taken, own: Taken | None) -> Row:
@@ -185,11 +209,6 @@ def _kernel_rows(case: Case, side: str, one: Taken, found: Planned | None) -> It
                 "side": side,
                 "ms": 1e3 * seconds,
                 "calls": calls,
-                "kernel": name[:100],
+                "kernel": short(name),
             },
         )
-
-
-def _first_line(error: BaseException) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return " ⏎ ".join([lines[0], lines[-1]])[:400]

@@ -10,7 +10,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 from torch.overrides import TorchFunctionMode
+from torch.utils.hooks import RemovableHandle
 
 from autopar.runtime.ranks.undrawn import undrawn
 
@@ -24,24 +29,47 @@ class Widely(TorchFunctionMode):
     A model that pins its logits to float32 would round away what is compared: sums over other rows
     differ there by 1e-7, right or wrong. In a training in float64, what is made from nothing is
     float64 too, and numbers that a model writes down are those of its training in float32.
+
+    The step of an optimizer runs as it does without this mode. AdamW's fused kernel on a GPU reads
+    its count of steps as float32, whatever the type of that tensor is.
     """
 
     def __init__(self, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
         self.dtype = dtype
         self.default = torch.get_default_dtype()
+        self.optimizers = 0  # that step now: one may step another
+        self.hooks: list[RemovableHandle] = []
 
     def __enter__(self) -> Self:
         """Begin, with the type of the training as that of new tensors."""
-        if self.dtype is torch.float64:
-            torch.set_default_dtype(self.dtype)
+        self.hooks += (
+            register_optimizer_step_pre_hook(self._pause),
+            register_optimizer_step_post_hook(self._go_on),
+        )
+        self._set_default()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """End, with the type of new tensors as it was before."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
+        while self.hooks:
+            self.hooks.pop().remove()
+        self.optimizers = 0
         torch.set_default_dtype(self.default)
+
+    def _set_default(self) -> None:
+        is_wide = self.dtype is torch.float64 and not self.optimizers
+        torch.set_default_dtype(self.dtype if is_wide else self.default)
+
+    def _pause(self, *_: Any) -> None:
+        self.optimizers += 1
+        self._set_default()
+
+    def _go_on(self, *_: Any) -> None:
+        self.optimizers -= 1
+        self._set_default()
 
     def __torch_function__(
         self,
@@ -50,14 +78,21 @@ class Widely(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
-        """Call a function of torch with what was float64 staying so."""
+        """Call a function of torch; an optimizer's step calls it as it is."""
         del types
-        kwargs = dict(kwargs or {})
+        if self.optimizers:
+            return func(*args, **(kwargs or {}))
+        return self._call(func, args, dict(kwargs or {}))
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a function of torch with what was float64 staying so."""
         if func in _BACKWARD:
             with _engine_within(type(self)(self.dtype)):
                 return func(*args, **kwargs)
         if func is torch._grouped_mm and args[0].dtype is torch.float64:
             return _product_by_groups(*args, **kwargs)
+        if func is torch._amp_foreach_non_finite_check_and_unscale_:
+            return _unscaled(*args)
         is_wide = self.dtype is torch.float64
         if is_wide or any(isinstance(one, Tensor) and one.dtype is torch.float64 for one in args):
             func = Tensor.double if func is Tensor.float else func
@@ -74,19 +109,9 @@ class Widely(TorchFunctionMode):
 class Exactly(Widely):
     """Leaves out dropout and other random numbers too."""
 
-    def __torch_function__(
-        self,
-        func: Any,
-        types: Any,
-        args: tuple[Any, ...] = (),
-        kwargs: dict[str, Any] | None = None,
-    ) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Call a function of torch with a dropout of zero."""
-
-        def run(one: Any, given: tuple[Any, ...], named: dict[str, Any]) -> Any:
-            return super(Exactly, self).__torch_function__(one, types, given, named)
-
-        return undrawn(func, args, kwargs or {}, run)
+        return undrawn(func, args, kwargs, super()._call)
 
 
 @contextmanager
@@ -116,6 +141,13 @@ def _product_by_groups(rows: Tensor, matrices: Tensor, offs: Tensor, **_: None) 
     *groups, rest = torch.split(rows, sizes)
     made = [group @ matrix for group, matrix in zip(groups, matrices, strict=True)]
     return torch.cat([*made, rest.new_zeros((len(rest), matrices.shape[-1]))])
+
+
+def _unscaled(gradients: list[Tensor], overflow: Tensor, inverse: Tensor) -> None:
+    """Undo the scale of a loss: torch's kernel takes it in float32 alone."""
+    found = overflow.float()
+    torch._amp_foreach_non_finite_check_and_unscale_(gradients, found, inverse.float())
+    overflow.copy_(found)
 
 
 def _with_wide_weights(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,8 +42,8 @@ class LossScale:
 
         The factor of the next step depends on it, and is the same on all ranks.
         """
-        overflow = torch.zeros(1, device=self._mesh.device)
-        inverse = torch.full((1,), 1.0 / self.value, device=self._mesh.device)
+        single: dict[str, Any] = {"device": self._mesh.device, "dtype": torch.float32}
+        overflow, inverse = torch.zeros(1, **single), torch.full((1,), 1.0 / self.value, **single)
         by_dtype: defaultdict[torch.dtype, list[Tensor]] = defaultdict(list)
         for gradient in gradient_memory(model_parts):
             by_dtype[gradient.dtype].append(gradient)

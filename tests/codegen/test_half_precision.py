@@ -21,6 +21,7 @@ from autopar.codegen.proof.script_rank import run_as_it_is, run_script
 from autopar.planner.plan.plan import Plan
 from autopar.planner.precision import Precision
 from tests.cells import cells
+from tests.codegen.equality import compare
 from tests.codegen.kinds import KINDS
 from tests.codegen.plans import pinned_plan
 from tests.runtime.processes import run_on_ranks
@@ -98,6 +99,10 @@ def test_a_step_that_overflows_is_taken_by_no_rank(kind: str, tmp_path: Path) ->
     assert losses[-1] < losses[0] - 10 * ROUNDING
     whole = assembled(rank.parameters for rank in found)
     assert all(value.isfinite().all() for value in whole.values())
+
+
+def test_a_script_in_fp16_is_proved_in_float64() -> None:
+    assert compare(half_plan("zero1"), steps=3, data="synthetic").is_within(1e-9)
 
 
 def test_weights_of_fp16_scripts_are_in_fp16(tmp_path: Path) -> None:

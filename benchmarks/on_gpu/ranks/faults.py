@@ -14,7 +14,7 @@ from tempfile import TemporaryDirectory
 
 from autopar.planner.costs.prediction import Zero
 from benchmarks.on_gpu.context import Context
-from benchmarks.on_gpu.ranks.scripts import Case, written
+from benchmarks.on_gpu.ranks.cases import Case, written
 from benchmarks.on_gpu.report import Row
 
 TABLE = "Ranks: what happens when a rank of two fails in step 4"
@@ -22,7 +22,8 @@ _CASE = Case(
     name="faults",
     pins={"data": 2, "microbatch": 2, "zero_levels": (Zero.OPTIMIZER,)},
 )
-_MOST_SECONDS = 75.0
+_MOST_SECONDS = 100.0
+_TOLD = ("error:", "fix:", "Error:", "kept step")  # in lines that say what has happened
 _BEGUN = "step 4 begins"
 
 
@@ -39,11 +40,14 @@ class Fault:
 
 FAULTS = (
     Fault(name="sleeps for ever, --timeout 5", action="sleep", arguments=("--timeout", "5")),
-    Fault(name="its GPU works for ever, --timeout 5", action="busy", arguments=("--timeout", "5")),
     Fault(name="raises", action="raise"),
     Fault(name="is killed", action="kill"),
     Fault(name="none; SIGTERM, no checkpoints", action="none", stops=True),
     Fault(name="none; SIGTERM, with checkpoints", action="none", stops=True, keeps=True),
+)
+# Those in which a GPU has work for a minute, so that nothing else runs well on it.
+STUCK_FAULTS = (
+    Fault(name="its GPU works for ever, --timeout 5", action="busy", arguments=("--timeout", "5")),
     Fault(
         name="its GPU works for ever; SIGTERM, with checkpoints",
         action="busy",
@@ -51,7 +55,7 @@ FAULTS = (
         keeps=True,
     ),
 )
-TINY_FAULTS = (FAULTS[2],)
+TINY_FAULTS = (FAULTS[1],)
 
 
 @dataclass(slots=True, kw_only=True)
@@ -64,20 +68,30 @@ class _Running:
 
 
 def fault_rows(context: Context) -> Iterator[Row]:
-    """Yield a row for each fault; all of them happen at once."""
-    faults = TINY_FAULTS if context.tiny else FAULTS
+    """Yield a row for each fault after which the device is free."""
+    return _rows(context, TINY_FAULTS if context.tiny else FAULTS)
+
+
+def stuck_rows(context: Context) -> Iterator[Row]:
+    """Yield a row for each fault that leaves the device busy."""
+    return _rows(context, () if context.tiny else STUCK_FAULTS)
+
+
+def _rows(context: Context, faults: Sequence[Fault]) -> Iterator[Row]:
+    """Yield a row for each fault, as soon as it is over; all of them happen at once."""
     with TemporaryDirectory(prefix="on-gpu-") as folder:
         script = written(_CASE, folder).script
-        running = [_started(fault, script, Path(folder), context.device) for fault in faults]
-        _wait(running, min(_MOST_SECONDS, context.seconds_left))
-        for one in running:
+        running = [
+            _started(fault, script, Path(folder) / f"{number}.log", context.device)
+            for number, fault in enumerate(faults)
+        ]
+        for one in _ended(running, min(_MOST_SECONDS, context.seconds_left)):
             yield _row(one)
 
 
-def _started(fault: Fault, script: str, folder: Path, device: str) -> _Running:
-    log = folder / f"{FAULTS.index(fault)}.log"
+def _started(fault: Fault, script: str, log: Path, device: str) -> _Running:
     arguments = ["--steps", "1000000", "--data", "synthetic", "--log-every", "1000"]
-    arguments += ["--checkpoint", str(folder / f"{log.stem}-kept")] if fault.keeps else []
+    arguments += ["--checkpoint", str(log.with_suffix(".kept"))] if fault.keeps else []
     module = ["-m", "benchmarks.on_gpu.ranks.faulty_rank", script, device, fault.action]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with log.open("w") as out:
@@ -92,21 +106,27 @@ def _started(fault: Fault, script: str, folder: Path, device: str) -> _Running:
     return _Running(fault=fault, process=process, log=log)
 
 
-def _wait(running: Sequence[_Running], seconds: float) -> None:
-    """Wait until all have ended; send signals when it is time, and end what does not."""
+def _ended(running: Sequence[_Running], seconds: float) -> Iterator[_Running]:
+    """Yield what has ended; send signals when it is time, and end what does not."""
     deadline = time.monotonic() + seconds
-    while any(one.ended_at is None for one in running) and time.monotonic() < deadline:
-        time.sleep(0.1)
-        for one in running:
-            _look(one)
-    for one in running:
-        if one.ended_at is None:
+    try:
+        while any(one.ended_at is None for one in running) and time.monotonic() < deadline:
+            time.sleep(0.1)
+            for one in running:
+                if one.ended_at is None:
+                    _look(one)
+                    if one.ended_at is not None:
+                        yield one
+    finally:
+        late = [one for one in running if one.ended_at is None]
+        for one in late:
             os.killpg(one.process.pid, signal.SIGKILL)
             one.process.wait()
+    yield from late
 
 
 def _look(one: _Running) -> None:
-    if one.ended_at is None and one.process.poll() is not None:
+    if one.process.poll() is not None:
         one.ended_at = time.monotonic()
     if one.failed_at is None and _BEGUN in one.log.read_text():
         one.failed_at = time.monotonic()
@@ -117,7 +137,7 @@ def _look(one: _Running) -> None:
 
 def _row(one: _Running) -> Row:
     lines = one.log.read_text().splitlines()
-    told = [line for line in lines if "error:" in line or "fix:" in line or "Error:" in line]
+    told = [line for line in lines if any(word in line for word in _TOLD)]
     seconds = None
     if one.ended_at is not None and one.failed_at is not None:
         seconds = one.ended_at - one.failed_at
@@ -134,5 +154,5 @@ def _row(one: _Running) -> Row:
 
 
 def _kept(one: _Running) -> str:
-    folder = one.log.parent / f"{one.log.stem}-kept"
+    folder = one.log.with_suffix(".kept")
     return ", ".join(sorted(path.name for path in folder.glob("step-*"))) if one.fault.keeps else ""

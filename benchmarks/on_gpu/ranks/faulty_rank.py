@@ -18,6 +18,7 @@ import torch.distributed as dist
 
 from autopar.codegen.proof.script_rank import imported
 from benchmarks.on_gpu import late_group
+from benchmarks.on_gpu.ranks.joining import share_device
 
 _STEP = 4
 _LONG_CYCLES = int(60 * 1.8e9)  # of a GPU: a minute
@@ -46,7 +47,7 @@ ACTIONS: Mapping[str, Callable[[], None]] = {
 def main(path: str, device: str, action: str, *arguments: str) -> None:
     """Run the script, with the late group in place of nccl."""
     rank, join = int(os.environ["RANK"]), dist.init_process_group
-    os.environ["LOCAL_RANK"] = "0"
+    share_device()
     late_group.register(device)
 
     def join_late(_: str, **options: Any) -> None:

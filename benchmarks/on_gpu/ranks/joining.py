@@ -12,10 +12,21 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from autopar.runtime.ranks import mesh
 from autopar.runtime.ranks.mesh import Axis
 from benchmarks.on_gpu import late_group
 
 _TIMEOUT = timedelta(seconds=60)
+
+
+def share_device() -> None:
+    """Have this process take the first device, as others of this machine do.
+
+    A script would take that of its rank, and refuse to run where there are too few.
+    """
+    if torch.cuda.is_available():
+        torch.cuda.set_device(0)
+        vars(mesh)["_device"] = lambda: torch.device("cuda", 0)
 
 
 @contextmanager
@@ -45,12 +56,10 @@ def joined_alone(device: str) -> Iterator[None]:
 
 @contextmanager
 def _joined(backend: str, **arguments: Any) -> Iterator[None]:
-    os.environ["LOCAL_RANK"] = "0"
+    share_device()
     if dist.is_initialized():
         dist.barrier()  # a rank that leaves while another one still connects brings it down
         dist.destroy_process_group()
-    if torch.cuda.is_available():
-        torch.cuda.set_device(0)
     dist.init_process_group(backend, **arguments)
     try:
         yield

@@ -15,8 +15,8 @@ from torch import Tensor
 from autopar.codegen.proof.script_rank import imported
 from autopar.planner.precision import Precision
 from benchmarks.on_gpu.context import Context
+from benchmarks.on_gpu.ranks.cases import GPT2, Case, written
 from benchmarks.on_gpu.ranks.joining import joined_alone
-from benchmarks.on_gpu.ranks.scripts import GPT2, Case, written
 from benchmarks.on_gpu.report import Cell, Row
 
 TABLE = "Ranks: a checkpoint, and a training that goes on from it, with dropout"

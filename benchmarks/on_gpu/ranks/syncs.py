@@ -6,8 +6,8 @@ import traceback
 import warnings
 from collections import Counter
 from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from typing import Any
 from unittest.mock import patch
 from uuid import uuid4
@@ -19,11 +19,13 @@ from autopar.planner.costs.prediction import Recompute
 from autopar.planner.plan.declared.constraints import RecomputePin
 from benchmarks.on_gpu import late_group
 from benchmarks.on_gpu.context import Context
+from benchmarks.on_gpu.ranks.cases import CASES, GPT2, Case, Written
 from benchmarks.on_gpu.ranks.joining import joined_alone, joined_late
-from benchmarks.on_gpu.ranks.scripts import CASES, GPT2, Case, written
-from benchmarks.on_gpu.report import Row
+from benchmarks.on_gpu.ranks.lanes import in_lanes
+from benchmarks.on_gpu.report import Row, told
 
 TABLE = "Ranks: where the host waits for the GPU in 5 steps without a log line"
+_WAITS = "called a synchronizing"  # what torch warns of, beside that this mode is new
 _WATCHED = range(3, 8)  # the steps; the last one, 8, logs
 _OUR_FILES = str(Path(__file__).parents[3])
 _AGAIN = (RecomputePin(modules="*", mode=Recompute.FULL),)
@@ -39,22 +41,15 @@ def sync_rows(context: Context) -> Iterator[Row]:
     if not context.is_gpu:
         yield Row(table=TABLE, cells={"script": "all", "place": "no GPU here"})
         return
-    for case in (*_ALONE, *CASES):
-        if context.seconds_left < 10:
-            break
-        with TemporaryDirectory(prefix="on-gpu-") as folder:
-            yield from _rows_of(case, context, folder)
+    for case, found in in_lanes(context, (*_ALONE, *CASES), partial(_places, context)):
+        places = {told(found): None} if isinstance(found, Exception) else found or {"none": 0}
+        for place, count in places.items():
+            yield Row(table=TABLE, cells={"script": case.name, "times": count, "place": place})
 
 
-def _rows_of(case: Case, context: Context, folder: str) -> Iterator[Row]:
-    one = written(case, folder)
+def _places(context: Context, one: Written, folder: str) -> Mapping[str, int]:
     store = f"{folder}/{uuid4().hex}" if one.ranks > 1 else None
-    try:
-        found = context.on_ranks(_waits, one.ranks, one.script, store, seconds=60)[0]
-    except Exception as error:
-        found = {str(error).strip().splitlines()[-1]: 1}
-    for place, count in found.items() or [("none", 0)]:
-        yield Row(table=TABLE, cells={"script": case.name, "times": count, "place": place})
+    return context.on_ranks(_waits, one.ranks, one.script, store)[0]
 
 
 def _waits(path: str, store: str | None) -> Mapping[str, int]:
@@ -68,7 +63,7 @@ def _waits(path: str, store: str | None) -> Mapping[str, int]:
         return own_step(*args, **kwargs)
 
     def note(message: Any, *_: Any, **__: Any) -> None:
-        place = _place() if "synchroniz" in str(message) else None
+        place = _place() if _WAITS in str(message) else None
         if place is not None:
             found[place] += 1
 

@@ -89,3 +89,16 @@ def test_what_nccl_does_not_take_is_refused(tmp_path: Path) -> None:
     assert "int16" in kind
     assert "contiguous" in gaps
     assert "meta" in device
+
+
+def gathered_objects(store: str) -> list[str | None]:
+    """Return what the second rank is given of all."""
+    with joined_late("cpu", store):
+        rank = dist.get_rank()
+        found: list[str | None] = [None, None]
+        dist.gather_object("ab"[rank], found if rank == 1 else None, dst=1)
+        return found
+
+
+def test_objects_are_gathered_by_one_rank(tmp_path: Path) -> None:
+    assert run_on_ranks(gathered_objects, 2, str(tmp_path / "s")) == [[None, None], ["a", "b"]]

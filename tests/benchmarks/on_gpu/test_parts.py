@@ -11,9 +11,10 @@ from torch import nn
 from autopar.codegen.proof.comparison import compared
 from benchmarks.on_gpu import ops as ops_part
 from benchmarks.on_gpu.planned import planned
+from benchmarks.on_gpu.ranks.cases import CASES, STEPS, written
 from benchmarks.on_gpu.ranks.norms import norm_rows
 from benchmarks.on_gpu.ranks.recomputation import recomputation_rows
-from benchmarks.on_gpu.ranks.scripts import CASES, STEPS, trained_alone, trained_late, written
+from benchmarks.on_gpu.ranks.scripts import trained_alone, trained_late
 from benchmarks.on_gpu.ranks.transport import transport_rows
 from benchmarks.on_gpu.sides import Job, compile_layers, layers_of, taken
 from benchmarks.on_gpu.steps import TINY, _predicted_rows, _side_row, _term_row

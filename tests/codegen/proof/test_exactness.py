@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from autopar.codegen.proof.exactness import Exactly
+from autopar.codegen.proof.exactness import Exactly, Widely
 
 
 def test_casts_of_float64_to_float32_are_left_out() -> None:
@@ -144,3 +144,32 @@ def test_in_float64_what_is_made_from_nothing_is_float64_too() -> None:
         assert torch.zeros(2, dtype=torch.float32).dtype is torch.float64
         assert torch.full((), torch.finfo(torch.float64).min).dtype is torch.float64
     assert torch.zeros(2).dtype is torch.float32
+
+
+@pytest.mark.parametrize("kind", [Exactly, Widely])
+def test_the_step_of_an_optimizer_is_as_it_is_without(kind: type[Widely]) -> None:
+    weight = nn.Parameter(torch.ones(3, dtype=torch.float64))
+    optimizer = torch.optim.AdamW([weight], fused=True)
+    found = []
+    optimizer.register_step_pre_hook(lambda *_: found.append(torch.zeros(1).dtype))
+    with kind(torch.float64):
+        weight.square().sum().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        assert torch.zeros(1, dtype=torch.float32).dtype is torch.float64
+        assert torch.zeros(1).dtype is torch.float64
+    # On a GPU the fused kernel reads the count of steps as float32, whatever it is.
+    assert optimizer.state[weight]["step"].dtype is torch.float32
+    assert found == [torch.float32]
+    assert torch.get_default_dtype() is torch.float32
+
+
+def test_the_scale_of_a_loss_is_undone_in_every_type() -> None:
+    gradients = [torch.tensor([6.0, 2.0], dtype=torch.float64)]
+    with Exactly(torch.float64):
+        overflow, inverse = torch.zeros(1), torch.full((1,), 0.5)
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+        assert not overflow
+        gradients[0][0] = torch.inf
+        torch._amp_foreach_non_finite_check_and_unscale_(gradients, overflow, inverse)
+    assert overflow
+    assert gradients[0][1] == 0.5
