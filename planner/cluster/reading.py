@@ -134,7 +134,7 @@ def choice(
 
 def subtable(value: object, *, where: str) -> Mapping[str, object]:
     """Return a value that must be a table."""
-    if not isinstance(value, dict):
+    if not isinstance(value, Mapping):
         raise InputError(
             f"{value!r} is not a table", where=where, fix=f"write it as a section [{where}]"
         )

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from functools import cache
 from importlib import resources
 from types import MappingProxyType
+from typing import Any
 
 from autopar.planner.cluster import reading
 from autopar.planner.cluster.device import Device
@@ -222,7 +223,15 @@ def _names() -> Mapping[str, str]:
 
 def _tables(file: str, section: str) -> tuple[tuple[str, Mapping[str, object]], ...]:
     source = resources.files("autopar.planner.cluster").joinpath(file)
-    return tuple(tomllib.loads(source.read_text(encoding="utf-8"))[section].items())
+    found = tomllib.loads(source.read_text(encoding="utf-8"))[section]
+    return tuple((name, _frozen(table)) for name, table in found.items())
+
+
+def _frozen(value: Any) -> Any:
+    """Return a value of a file as nobody can edit it."""
+    if isinstance(value, dict):
+        return MappingProxyType({key: _frozen(one) for key, one in value.items()})
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 @cache

@@ -10,9 +10,10 @@ from __future__ import annotations
 import ast
 import linecache
 import sys
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
-from types import FrameType
+from types import FrameType, MappingProxyType
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -43,12 +44,12 @@ def _is_between(frame: FrameType) -> bool:
 
 
 @cache
-def _answers(filename: str) -> dict[int, bool]:
+def _answers(filename: str) -> Mapping[int, bool]:
     """Return the passing answers of a file's checks, by line."""
     try:
         tree = ast.parse("".join(linecache.getlines(filename)))
     except SyntaxError:
-        return {}
+        return MappingProxyType({})
     found: dict[int, bool] = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Assert) or (isinstance(node, ast.If) and _only_raises(node)):
@@ -56,7 +57,7 @@ def _answers(filename: str) -> dict[int, bool]:
             for line in range(node.lineno, (node.test.end_lineno or node.lineno) + 1):
                 if answer is not None:
                     found[line] = answer
-    return found
+    return MappingProxyType(found)
 
 
 def _only_raises(node: ast.If) -> bool:
