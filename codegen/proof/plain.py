@@ -24,6 +24,7 @@ from autopar.planner.ops import Ref
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.telling.chosen import USUAL, Usual
 from autopar.planner.plan.telling.meaning import narrowed_buffers
+from autopar.runtime.ranks.randomness import seeded
 from autopar.runtime.weights.plain_model import plain_model
 
 HALVES = (torch.bfloat16, torch.float16)
@@ -72,9 +73,11 @@ def build_alone(file: ModelFile, task: Task) -> nn.Module:
 
 
 def batches_of(file: ModelFile, task: Task) -> Iterator[Batch]:
-    """Yield the global batches of a training, on its device."""
+    """Yield the global batches of a training, on its device, with what is no tensor in them."""
     rows = plain_batches(file, rows=task.rows, seed=task.seed, uses_dataset=task.uses_dataset)
-    return ({key: one.to(task.device) for key, one in batch.items()} for batch in rows)
+    with seeded(task.seed):
+        plain = file.plain_entries()
+    return ({**{k: one.to(task.device) for k, one in batch.items()}, **plain} for batch in rows)
 
 
 def cast_model(model: nn.Module, task: Task) -> nn.Module:
@@ -104,8 +107,7 @@ def loss_of(model: nn.Module, file: ModelFile, batch: Batch, task: Task) -> Tens
     given = {key: _taken(batch[key], task) for key in task.keys if key in batch}
     outputs = model(**given, **dict(task.plain))
     if file.loss is not None:
-        whole = {**batch, **file.plain_entries()}
-        outputs = file.loss(tree_map_only(Tensor, _single, outputs), whole)
+        outputs = file.loss(tree_map_only(Tensor, _single, outputs), batch)
     loss: Tensor = _loss_in(outputs)
     return loss
 

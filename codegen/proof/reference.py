@@ -9,6 +9,7 @@ from itertools import islice
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from autopar.codegen.proof.draws import Draw, Drawing
 from autopar.codegen.proof.exactness import Exactly, Widely
@@ -90,10 +91,12 @@ def train_alone(task: Task) -> Trained:
 
 def cast_batch(batch: Batch, dtype: torch.dtype) -> Batch:
     """Give the fractions of a batch a type that holds more than theirs."""
-    return {
-        key: one.to(dtype) if one.is_floating_point() and one.itemsize < dtype.itemsize else one
-        for key, one in batch.items()
-    }
+
+    def wide(one: Tensor) -> Tensor:
+        return one.to(dtype) if one.is_floating_point() and one.itemsize < dtype.itemsize else one
+
+    wide_batch: Batch = tree_map_only(Tensor, wide, batch)  # which has plain numbers, too
+    return wide_batch
 
 
 def wide_copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
