@@ -36,7 +36,7 @@ CPU: Planned = ("cpu", 0.5, 0.4)
 def options(*words: str) -> argparse.Namespace:
     settings: dict[str, Any] = {
         "steps": 40, "clip": 1.0, "seed": 0, "dtype": "float32", "log_every": 1, "export": "none",
-        "checkpoint": "none", "checkpoint_every": 10, "keep": 3,
+        "checkpoint": "none", "checkpoint_every": 10, "keep": 3, "check_first_step": False,
     }  # fmt: skip
     return read_options(words, **settings)
 
