@@ -36,10 +36,10 @@ def import_name(path: Path) -> ImportName:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Yield all that a file imports, dots in front of what is relative; nothing of a broken one."""
+    """Yield all that a file imports, dots in front of what is relative; nothing of one that cannot be read."""
     try:
         tree = ast.parse(path.read_bytes())
-    except (SyntaxError, ValueError):
+    except (OSError, SyntaxError, ValueError):
         return
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):

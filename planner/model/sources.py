@@ -32,6 +32,7 @@ def _place(name: str, importing: Path, folder: Path) -> Path:
 
 
 def loaded_sources(path: Path) -> list[ModuleType]:
-    """Return the modules of Python that these files are loaded as."""
+    """Return the modules of Python that these files are loaded as, none of autopar's own."""
     files = set(map(str, sources(path)))
-    return [one for one in list(sys.modules.values()) if getattr(one, "__file__", None) in files]
+    loaded = (one for name, one in list(sys.modules.items()) if not name.startswith("autopar."))
+    return [one for one in loaded if getattr(one, "__file__", None) in files]

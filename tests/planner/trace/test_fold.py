@@ -253,7 +253,7 @@ MODELS = {
             return self
 
     def build_model():
-        return Model(nn.Linear(4, 4), *[Dropping() for _ in range(3)])
+        return Model(nn.Linear(4, 4), *[Dropping() for _ in range(3)]).train()
     """,
     "blocks that are frozen": """
     def build_model():

@@ -112,7 +112,7 @@ def test_a_loss_of_the_model_file_takes_outputs_in_float32(tmp_path: Path) -> No
     path.write_text(refused)
     with pytest.raises(TraceError, match="cross_entropy_loss") as told:
         trace(load_model_file(str(path)), precision=Precision.BF16)
-    assert told.value.where == f"{path}:{line_of(path, 'def loss(logits')}"
+    assert told.value.where == f"{path}:{line_of(path, 'return F.cross_entropy')}"
 
 
 def test_weights_of_classes_of_which_every_row_has_a_share_may_be_of_any_type(
