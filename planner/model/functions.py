@@ -13,6 +13,7 @@ def plain_function(called: Callable[..., Any]) -> Callable[..., Any]:
     """Return the function of Python that runs: that of a method, a partial or a callable object."""
     while isinstance(called, partial):
         called = called.func
+    called = inspect.unwrap(called)  # of a wrapper that is an object, as lru_cache makes
     if not isinstance(called, FunctionType | MethodType | BuiltinFunctionType):
         called = type(called).__call__
     plain: Callable[..., Any] = inspect.unwrap(getattr(called, "__func__", called))

@@ -14,6 +14,7 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -115,6 +116,15 @@ class Outside:
         for path, module in self.model.named_modules() if self.model is not None else ():
             walk.look_into(module, f"module {path or '(root)'}")
         return walk.found
+
+    @contextmanager
+    def kept(self) -> Iterator[None]:
+        """Put back after the body what it changes."""
+        before = self.snapshot()
+        try:
+            yield
+        finally:
+            before.put_back()
 
 
 def outside_of(path: Path, model: nn.Module | None = None) -> Outside:

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.planner.errors import AutoparError, TraceError, text_of
 from autopar.planner.model.containing import contained
+from autopar.planner.model.outside import outside_of
 from autopar.planner.trace.build import Subject
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.left_behind import LeftBehind
@@ -96,7 +97,7 @@ def export(
     """
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
-    traces = Traces()
+    traces, outside = Traces(), outside_of(subject.path, subject.model)
     parameters = dict(subject.model.named_parameters())
     try:
         with (
@@ -114,10 +115,13 @@ def export(
             own_weights_alone(),
             contextlib.nullcontext() if is_noticed else unnoticed(),
             saving_noted(recording),
+            outside.kept(),  # the exporter gives modules copies of the containers that they hold
             _OnMeta(recording, found or LeftBehind()),
         ):
             program = torch.export.export(
-                traced_step(subject.step, tensors, constants, Run(recording, traces, found)),
+                traced_step(
+                    subject.step, tensors, constants, Run(outside, recording, traces, found)
+                ),
                 (),
                 tensors,
                 dynamic_shapes=None if has_fixed_rows else {key: {0: Dim.AUTO} for key in tensors},
@@ -159,7 +163,7 @@ class _OnMeta(TorchFunctionMode):
         del types
         kwargs = kwargs or {}
         if type(func) is _OF_AN_ATTRIBUTE and func not in _ATTRIBUTES:
-            return func(*args, **kwargs)  # most calls by far, such as x.shape
+            return self._attribute(func, args, kwargs)  # most calls by far, such as x.shape
         refuse_call(func)
         if self.recording.is_running:
             refuse_learning_outside(args)
@@ -188,6 +192,12 @@ class _OnMeta(TorchFunctionMode):
         result = next((one for one in results if one is not None), None)
         result = func(*args, **kwargs) if result is None else result
         note_drawn(func, args, result)
+        return result
+
+    def _attribute(self, func: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        result = func(*args, **kwargs)
+        if isinstance(result, torch.Tensor):  # a view, such as x.T
+            self.found.note_read(args)
         return result
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.planner.model.outside import Outside, outside_of
+from autopar.planner.model.outside import Outside
 from autopar.planner.trace.build import Step
 from autopar.planner.trace.left_behind import LeftBehind, left_behind
 from autopar.planner.trace.record import Recording
@@ -28,24 +28,25 @@ class Traces:
 class Run:
     """What runs of a step are noted in, and what they find."""
 
+    outside: Outside
     recording: Recording
     traces: Traces
     found: LeftBehind | None
 
-    def loss_of(self, step: Step, batch: Mapping[str, Any], outside: Outside) -> torch.Tensor:
+    def loss_of(self, step: Step, batch: Mapping[str, Any]) -> torch.Tensor:
         """Run a step, and put back what it changes outside the model."""
         self.recording.restart()
-        at_first = outside.snapshot()
+        at_first = self.outside.snapshot()
         try:
             if self.found is not None:
                 self.found.put()
-            before = at_first if self.found is None else outside.snapshot()
+            before = at_first if self.found is None else self.outside.snapshot()
             kept = attributes_kept(step.model) if self.found is None else nullcontext()
             self.recording.is_running = True
             with kept:
                 loss = step.run(batch, noted=self.recording.noting_loss)
             self.recording.is_running = False
-            after = outside.snapshot()
+            after = self.outside.snapshot()
             self.traces.changed = before.changes_to(after)
             self.traces.left = left_behind(before, after)
         finally:
@@ -63,10 +64,8 @@ def traced_step(
             super().__init__()
             self.model = step.model
 
-    outside = outside_of(step.path, step.model)
-
     def run(**batch: Any) -> torch.Tensor:
-        return runs.loss_of(step, {**batch, **constants}, outside)
+        return runs.loss_of(step, {**batch, **constants})
 
     names = ", ".join(tensors)
     pairs = ", ".join(f"{key}={key}" for key in tensors)
