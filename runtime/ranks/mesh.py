@@ -17,10 +17,12 @@ from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from autopar.runtime.ranks.console import show_errors_plainly
+from autopar.runtime.ranks.network import joining_nodes
 from autopar.runtime.ranks.option_values import number_in
 from autopar.runtime.ranks.parent import stop_with_parent
 from autopar.runtime.ranks.refusal import refuse
@@ -32,6 +34,7 @@ DRY_RUN = "AUTOPAR_DRYRUN"
 # what stands still, is to come first (keeping/watch.py).
 _STEPS_OF_MESSAGE = 4
 _LEAST_TIMEOUT = timedelta(minutes=30)
+_LEAST_START = timedelta(minutes=1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,8 @@ def start(
 ) -> Mesh:
     """Join the processes that torchrun started and find this one's place in the mesh.
 
-    `timeout` is how many seconds a step may take; messages have several times as long.
+    `timeout` is how many seconds a step may take, and this start; messages have several times as
+    long.
     """
     shard = data if shard is None else shard
     if data % shard:
@@ -86,7 +90,7 @@ def start(
     message_timeout = max(_STEPS_OF_MESSAGE * timedelta(seconds=timeout), _LEAST_TIMEOUT)
     owns_processes = not dist.is_initialized()
     if owns_processes:
-        _join(needed, message_timeout)
+        _join(needed, _start_timeout(timeout))
     _check_world(dist.get_world_size(), needed)
     device = _device()
     sizes = {"pipeline": pipeline, "replica": data // shard, "shard": shard, "tensor": tensor}
@@ -109,6 +113,13 @@ def start(
         owns_processes=owns_processes,
         message_timeout=message_timeout,
     )
+
+
+def _start_timeout(seconds: float) -> timedelta:
+    """Return how long the ranks of a start wait for each other: for the imports of all, too."""
+    if not seconds:
+        return default_pg_timeout
+    return max(timedelta(seconds=seconds), _LEAST_START)
 
 
 def _device_mesh(device: torch.device, sizes: Mapping[str, int]) -> DeviceMesh:
@@ -174,15 +185,17 @@ def _join(needed: int, timeout: timedelta) -> None:
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"
     is_alone = "RANK" not in os.environ
-    rank = number_in("RANK", usual=0)
-    dist.init_process_group(
-        backend,
-        store=dist.HashStore() if is_alone else store_of(rank, needed),  # type: ignore[attr-defined]
-        rank=rank,
-        world_size=1 if is_alone else needed,
-        timeout=timeout,
-        device_id=device if device.type == "cuda" else None,  # connects at once, not at first use
-    )
+    rank, size = number_in("RANK", usual=0), 1 if is_alone else needed
+    store = dist.HashStore() if is_alone else store_of(rank, size, timeout)  # type: ignore[attr-defined]
+    with joining_nodes(store, size, timeout):
+        dist.init_process_group(
+            backend,
+            store=store,
+            rank=rank,
+            world_size=size,
+            timeout=timeout,
+            device_id=device if device.type == "cuda" else None,  # connects now, not at first use
+        )
 
 
 def _join_fake(place: str, needed: int) -> None:

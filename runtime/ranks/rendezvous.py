@@ -14,16 +14,33 @@ from datetime import timedelta
 from uuid import uuid4
 
 from torch._C._distributed_c10d import PrefixStore, Store, TCPStore
-from torch.distributed import DistStoreError
-from torch.distributed.constants import default_pg_timeout
+from torch.distributed import DistError, DistStoreError
+
+from autopar.runtime.ranks.refusal import refuse
 
 _POLL_SECONDS = 0.02
 _AGAIN = timedelta(seconds=1)  # after which a rank looks whether it was told another word
 _ROOM = "autopar/start"
 
 
-def store_of(rank: int, world_size: int) -> Store:
-    """Return what the ranks that torchrun has started together find each other by."""
+def store_of(rank: int, world_size: int, timeout: timedelta) -> Store:
+    """Return what the ranks that torchrun has started together find each other by.
+
+    Leaves where they do not find each other in time.
+    """
+    try:
+        return _store_of(rank, world_size, timeout)
+    except (TimeoutError, DistError):
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        refuse(
+            f"the {world_size} ranks have not all met at {place} in "
+            f"{timeout.total_seconds():,.0f} s",
+            fix="look whether all nodes are up and reach that address, which MASTER_ADDR and "
+            "MASTER_PORT name; --timeout SECONDS allows for a longer start",
+        )
+
+
+def _store_of(rank: int, world_size: int, timeout: timedelta) -> Store:
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
     is_torchruns = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = TCPStore(
@@ -33,13 +50,13 @@ def store_of(rank: int, world_size: int) -> Store:
         is_master=not is_torchruns and rank == 0,
         multi_tenant=not is_torchruns,
         wait_for_workers=False,
-        timeout=default_pg_timeout,
+        timeout=timeout,
     )
-    word = _agreed_word(store, rank, world_size) if is_torchruns else "first"
+    word = _agreed_word(store, rank, world_size, timeout) if is_torchruns else "first"
     return PrefixStore(f"autopar/{word}", store)
 
 
-def _agreed_word(store: Store, rank: int, world_size: int) -> str:
+def _agreed_word(store: Store, rank: int, world_size: int, timeout: timedelta) -> str:
     """Return a word that the ranks of this start have, and those of no earlier one.
 
     TORCHELASTIC_RESTART_COUNT would not do: nodes whose own ranks did not fail count one less. Each
@@ -49,7 +66,7 @@ def _agreed_word(store: Store, rank: int, world_size: int) -> str:
     """
     own = uuid4().hex
     store.set(f"{_ROOM}/hello/{rank}", own)
-    deadline = time.monotonic() + default_pg_timeout.total_seconds()
+    deadline = time.monotonic() + timeout.total_seconds()
     if rank == 0:
         _tell_all(store, own, world_size, deadline)
         return own
@@ -60,7 +77,7 @@ def _agreed_word(store: Store, rank: int, world_size: int) -> str:
         with suppress(DistStoreError):  # it may be the word of a first rank that has gone
             store.wait([f"{_ROOM}/{word}/done"], _AGAIN)
             return word
-    raise TimeoutError("the ranks that torchrun has started do not find each other")
+    raise TimeoutError("ranks are missing")
 
 
 def _tell_all(store: Store, word: str, world_size: int, deadline: float) -> None:
@@ -77,7 +94,7 @@ def _tell_all(store: Store, word: str, world_size: int, deadline: float) -> None
             store.set(f"{_ROOM}/{word}/done", "")
             return
         time.sleep(_POLL_SECONDS)
-    raise TimeoutError("the ranks that torchrun has started do not find each other")
+    raise TimeoutError("ranks are missing")
 
 
 def _of_each(store: Store, key: str, world_size: int) -> list[str]:

@@ -1,22 +1,29 @@
-"""Two nodes on one machine: network namespaces, joined by a cable of their own."""
+"""Two nodes on one machine: network namespaces, joined by a cable of their own.
+
+As on Debian, the name of a node means 127.0.1.1 on that node itself.
+"""
 
 from __future__ import annotations
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from uuid import uuid4
 
 CABLE = "cable"  # the name of either end, in its node
-HOST = "10.213.77.1"  # of the first node
-_NETWORK = (HOST, "10.213.77.2")
+HOST = "first-node"
+_NETWORK = ("10.213.77.1", "10.213.77.2")
 # What every command is told of the nodes.
 PLACE = ("--nnodes", "2", "--node-rank", "NODE", "--master-addr", HOST, "--master-port", "29513")
-_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": "", "GLOO_SOCKET_IFNAME": CABLE}
+_ENVIRONMENT = {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+_SETTINGS = Path(
+    "/etc/netns"
+)  # of each namespace; `ip netns exec` lays its files over those of /etc
 
 
 def why_not() -> str:
@@ -35,8 +42,9 @@ def two_nodes() -> Iterator[tuple[str, str]]:
     word = uuid4().hex[:6]
     first, second = f"node-{word}-0", f"node-{word}-1"
     try:
-        for name in (first, second):
+        for name, address in ((first, "127.0.1.1"), (second, _NETWORK[0])):
             _done("ip", "netns", "add", name)
+            _name_hosts(name, {HOST: address, socket.gethostname(): "127.0.1.1"})
         peer = ("type", "veth", "peer", "name", CABLE, "netns", second)
         _done("ip", "link", "add", CABLE, "netns", first, *peer)
         for name, address in zip((first, second), _NETWORK, strict=True):
@@ -47,6 +55,7 @@ def two_nodes() -> Iterator[tuple[str, str]]:
     finally:
         for name in (first, second):
             _run("ip", "netns", "delete", name)
+            shutil.rmtree(_SETTINGS / name, ignore_errors=True)
 
 
 def start_on(nodes: Sequence[str], folder: Path, *words: str) -> list[subprocess.Popen[str]]:
@@ -63,6 +72,13 @@ def start_on(nodes: Sequence[str], folder: Path, *words: str) -> list[subprocess
         )
         for number, node in enumerate(nodes)
     ]
+
+
+def _name_hosts(node: str, addresses: Mapping[str, str]) -> None:
+    """Say in a namespace which addresses names of machines have."""
+    lines = ("127.0.0.1 localhost", *(f"{address} {name}" for name, address in addresses.items()))
+    (_SETTINGS / node).mkdir(parents=True)
+    (_SETTINGS / node / "hosts").write_text("\n".join(lines) + "\n")
 
 
 def _done(*words: str) -> None:

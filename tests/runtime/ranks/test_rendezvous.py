@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
 from typing import Any
 
 import torch.distributed as dist
@@ -11,6 +12,7 @@ import torch.distributed as dist
 from autopar.runtime.ranks.rendezvous import _agreed_word
 
 RANKS = 64
+SOON = timedelta(minutes=5)
 
 
 class CountingStore:
@@ -32,7 +34,7 @@ def started(stores: Sequence[CountingStore]) -> list[str]:
     """Have all ranks of a start agree; return the word of each."""
 
     def agree(rank: int) -> str:
-        return _agreed_word(stores[rank], rank, RANKS)  # type: ignore[arg-type]
+        return _agreed_word(stores[rank], rank, RANKS, SOON)  # type: ignore[arg-type]
 
     with ThreadPoolExecutor(RANKS) as threads:
         return list(threads.map(agree, range(RANKS)))
@@ -60,7 +62,7 @@ def test_the_word_of_a_first_rank_that_has_gone_is_left() -> None:
         store.set(f"autopar/start/for/{own}", "gone")
 
     with ThreadPoolExecutor(2) as threads:
-        late = threads.submit(_agreed_word, store, 1, 2)
+        late = threads.submit(_agreed_word, store, 1, 2, SOON)
         gone()
-        word = _agreed_word(store, 0, 2)
+        word = _agreed_word(store, 0, 2, SOON)
         assert late.result() == word != "gone"

@@ -1,0 +1,153 @@
+"""Finds the network interface by which other nodes reach this one, for gloo and nccl to listen on.
+
+gloo listens on the address that the name of the machine has there. Debian and Ubuntu give that name
+127.0.1.1, which on each other node is that node itself.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import socket
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from ipaddress import ip_address
+from threading import Event, Thread
+from typing import Any
+
+from torch._C._distributed_c10d import Store
+
+from autopar.runtime.ranks.option_values import number_in
+from autopar.runtime.ranks.refusal import MISMATCH, refuse
+
+GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
+_ROOM = "autopar/network"
+_FIRST, _LOOPBACK, _FAILED = f"{_ROOM}/first", f"{_ROOM}/loopback", f"{_ROOM}/failed"
+_POLL_SECONDS, _LOOK_SECONDS = 0.02, 1.0
+_MOST_TOLD = 200  # characters of an error
+
+
+@contextmanager
+def joining_nodes(store: Store, world_size: int, timeout: timedelta) -> Iterator[None]:
+    """Have groups that are made inside listen where the other nodes reach them.
+
+    Where some node cannot be reached, all nodes leave with one message that says what to set.
+    """
+    if number_in("LOCAL_WORLD_SIZE", usual=world_size) >= world_size:
+        yield
+        return
+    with suppress(OSError):  # no way leads to the first node, by UDP at least
+        _choose_interface(store, timeout)
+    ended = Event()
+    own: Any = store  # torch's stubs lack `clone`: a connection of its own, for another thread
+    Thread(target=_leave_with_others, args=(own.clone(), ended), daemon=True).start()
+    try:
+        yield
+    except RuntimeError as error:
+        told = f"the nodes cannot join: {error}".partition("\n")[0][:_MOST_TOLD]
+        with suppress(RuntimeError):  # the first node has gone, with the store
+            told = store.compare_set(_FAILED, "", told).decode()
+        _refuse(told)
+    finally:
+        ended.set()
+
+
+def _leave_with_others(store: Store, ended: Event) -> None:
+    """End this process when another rank could not join: this one would wait for that for long."""
+    while not ended.wait(_LOOK_SECONDS):
+        try:
+            told = store.get(_FAILED).decode() if store.check([_FAILED]) else ""
+        except RuntimeError:
+            told = "the nodes cannot join: the first one has gone"
+        if told and not ended.is_set():
+            with suppress(SystemExit):
+                _refuse(told)
+            os._exit(MISMATCH)  # the main thread waits for a message, and takes no exception
+
+
+def _refuse(found: str) -> None:
+    used = os.environ.get(GLOO)
+    where = f" (the interface here is {used})" if used else ""
+    refuse(
+        f"{found}{where}",
+        fix=f"set {GLOO} and {NCCL} on each node to the interface that leads to the others: "
+        "`ip -br address` lists the interfaces",
+    )
+
+
+def _choose_interface(store: Store, timeout: timedelta) -> None:
+    """Set the variables that name the interface, where nobody has set them.
+
+    It is the one that leads to MASTER_ADDR. On that machine itself, its name may be all that leads
+    there, and mean loopback: the other nodes tell which address the name has for them. Where it is
+    loopback for all nodes, they are on one machine, and nothing is to be chosen.
+    """
+    first, own = _addresses_towards(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]))
+    if not _is_loopback(own):
+        store.set(_FIRST, first)
+    else:
+        own = _told_by_others(store, timeout)
+    name = next((name for name, address in _interfaces() if address == own), None)
+    if name is not None:
+        os.environ.setdefault(GLOO, name)
+        os.environ.setdefault(NCCL, f"={name}")  # nccl takes a name alone for the beginning of one
+
+
+def _addresses_towards(host: str, port: int) -> tuple[str, str]:
+    """Return the address of a host, and the one that this machine reaches it from."""
+    found = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)
+    family, kind, _, _, place = found[0]
+    with socket.socket(family, kind) as one:
+        one.connect(place)  # which sends nothing
+        return str(place[0]), str(one.getsockname()[0])
+
+
+def _told_by_others(store: Store, timeout: timedelta) -> str:
+    """Return the address that the first node has for the others; "" where no node tells one."""
+    nodes = number_in("GROUP_WORLD_SIZE", usual=1)
+    deadline = time.monotonic() + timeout.total_seconds()
+    alike = store.add(_LOOPBACK, int(number_in("LOCAL_RANK", usual=0) == 0))
+    while alike < nodes and not store.check([_FIRST]) and time.monotonic() < deadline:
+        time.sleep(_POLL_SECONDS)
+        alike = store.add(_LOOPBACK, 0)
+    return store.get(_FIRST).decode() if store.check([_FIRST]) else ""
+
+
+def _is_loopback(address: str) -> bool:
+    return ip_address(address.partition("%")[0]).is_loopback
+
+
+class _Entry(ctypes.Structure):
+    """The beginning of what C calls `struct ifaddrs`: an address of an interface."""
+
+
+_Entry._fields_ = [
+    ("next", ctypes.POINTER(_Entry)),
+    ("name", ctypes.c_char_p),
+    ("flags", ctypes.c_uint),
+    ("address", ctypes.c_void_p),
+]
+_PLACES = {socket.AF_INET: (4, 4), socket.AF_INET6: (8, 16)}  # of an address: its first byte, bytes
+
+
+def _interfaces() -> Iterator[tuple[str, str]]:
+    """Yield the interfaces of this machine with each of their addresses; on Linux alone."""
+    if not sys.platform.startswith("linux"):
+        return
+    library, first = ctypes.CDLL(None), ctypes.POINTER(_Entry)()
+    if library.getifaddrs(ctypes.byref(first)):
+        return
+    try:
+        entry = first
+        while entry:
+            one, entry = entry.contents, entry.contents.next
+            family = ctypes.c_ushort.from_address(one.address).value if one.address else 0
+            if family in _PLACES:
+                start, size = _PLACES[socket.AddressFamily(family)]
+                packed = ctypes.string_at(one.address + start, size)
+                yield one.name.decode(), socket.inet_ntop(family, packed)
+    finally:
+        library.freeifaddrs(first)
