@@ -13,7 +13,8 @@ from autopar.planner.cluster.device import Device
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.graph import Graph
 from autopar.planner.layers import find_layers
-from autopar.planner.precision import Precision
+from autopar.planner.ops import Tensor
+from autopar.planner.precision import Precision, item_bytes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -67,19 +68,34 @@ def annotated_ops(
     return tuple(lines())
 
 
-def annotated_graph(graph: Graph, ops: tuple[AnnotatedOp, ...], *, batch: int) -> nx.DiGraph:
-    """Return ops and what they read as a graph: an edge for each tensor, with its shape."""
+def annotated_graph(
+    graph: Graph, ops: tuple[AnnotatedOp, ...], *, batch: int, precision: Precision
+) -> nx.DiGraph:
+    """Return the ops, and the tensors that no op makes, as a graph with an edge for each tensor.
+
+    A tensor that no op makes (a parameter, an input) has the bytes that it holds.
+    """
     found = nx.DiGraph()
     known = {one.name: one for one in ops}
     makers = graph.index.made_by
     for name, tensor in graph.tensors.items():
         if name not in makers:
-            found.add_node(name, kind=tensor.origin.value, dtype=tensor.dtype)
+            elements = tensor.expected_numel(batch)
+            found.add_node(
+                name,
+                kind=tensor.origin.value,
+                dtype=tensor.dtype,
+                shape=_shape_text(tensor, batch),
+                held_bytes=elements * item_bytes(tensor.dtype, precision),
+            )
     for op in graph.ops:
         found.add_node(op.name, kind="op", **asdict(known[op.name]))
         for name in op.inputs:
-            tensor = graph.tensors[name]
-            shape = " × ".join(str(size.at(batch)) for size in tensor.shape)
-            maker = makers[name].name if name in makers else name
+            tensor, maker = graph.tensors[name], makers[name].name if name in makers else name
+            shape = _shape_text(tensor, batch)
             found.add_edge(maker, op.name, tensor=name, shape=shape, dtype=tensor.dtype)
     return found
+
+
+def _shape_text(tensor: Tensor, batch: int) -> str:
+    return " × ".join(str(size.at(batch)) for size in tensor.shape)

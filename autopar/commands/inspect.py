@@ -60,7 +60,8 @@ def inspect(
         rows, on = graph.fixed_batch or batch, device_for(device)[0]
         annotated = annotated_ops(graph, batch=rows, precision=precision, device=on)
         if graph_file is not None:
-            write_graph(annotated_graph(graph, annotated, batch=rows), graph_file)
+            nodes = annotated_graph(graph, annotated, batch=rows, precision=precision)
+            write_graph(nodes, graph_file)
             results().print(f"Written: {graph_file}", soft_wrap=True)
         elif as_json:
             print_json([asdict(one) for one in annotated])

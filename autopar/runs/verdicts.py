@@ -13,6 +13,7 @@ from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.given import read_given
 from autopar.runtime.ranks.refusal import VERDICT
 
+_LOGS = ("stdout.log", "stderr.log")  # a rank prints all to the first, once it has begun
 _COARSE_SECONDS = 1.0  # by which the time of a file may be before that of the clock
 _END_BYTES = 2**17  # of a log
 _ATTEMPT = re.compile(r"attempt_(\d{1,6})")
@@ -55,7 +56,7 @@ class Ranks:
 
     def raised(self) -> str:
         """Return what the first rank that failed has raised, in a line; "" where none is seen."""
-        logs = [folder / "stderr.log" for folder in self.folders]
+        logs = [folder / name for folder in self.folders for name in _LOGS]
         ended = sorted((one for one in logs if one.is_file()), key=lambda one: one.stat().st_mtime)
         return next((line for log in ended if (line := _raised_in(log))), "")
 

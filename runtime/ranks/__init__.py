@@ -5,6 +5,7 @@ Scripts import from here; files import from each other.
 
 from autopar.runtime.ranks.mesh import Axis, Mesh, start, stop
 from autopar.runtime.ranks.model_source import note_changes, refuse_changes
+from autopar.runtime.ranks.one_stream import join_streams
 from autopar.runtime.ranks.options import read_options
 from autopar.runtime.ranks.randomness import seed_all, split_randomness
 
@@ -19,3 +20,5 @@ __all__ = [
     "start",
     "stop",
 ]
+
+join_streams()  # as early as can be: a model file may print while it is imported

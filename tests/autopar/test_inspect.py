@@ -84,6 +84,14 @@ def test_the_annotated_graph_is_a_file_that_others_read(
         graph = nx.read_graphml(path)
         assert nx.has_path(graph, "input", list(graph)[-1])
         assert {one["kind"] for _, one in graph.nodes(data=True)} >= {"op", "parameter", "input"}
+        held = {
+            name: one["held_bytes"] for name, one in graph.nodes(data=True) if one["kind"] != "op"
+        }
+        assert held["0.weight"] == 2 * 8 * 16  # in bf16
+        assert all(held.values())
+        works = ("forward_flops", "moved_bytes", "kept_bytes", "forward_seconds")
+        ops = [one for _, one in graph.nodes(data=True) if one["kind"] == "op"]
+        assert all(name in one for one in ops for name in works)
     else:
         assert path.read_text().count(" -> ") == path.read_text().count("tensor=") == 8
     assert autopar(*command).code == 0  # its own file may be written anew

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import socket
@@ -369,18 +370,24 @@ def test_a_run_that_was_stopped_leaves_with_75_and_another_one_goes_on(
 
 @pytest.mark.slow
 def test_a_failure_leaves_with_7_and_says_where_the_logs_are(folder: Path, job: Job) -> None:
+    """The lines of a rank are told in the order in which it printed them, to whichever stream."""
     script = folder / "train.py"
-    broken = script.read_text().replace("keeper.after(step)", "raise RuntimeError('broken here')")
-    script.write_text(broken)
+    printing = "[print('line', n, file=(sys.stdout, sys.stderr)[n % 2]) for n in range(40)]"
+    failing = f"{printing}; raise RuntimeError('broken here')"
+    script.write_text(script.read_text().replace("keeper.after(step)", failing))
     failed = job("--max-restarts", "1", "--", *ENDLESS)
     printed = failed.communicate(timeout=240)[0]
     assert failed.returncode == 7, printed[-3000:]
     assert "error: the training failed" in printed
     place, record = only_run(folder)
     assert record.state is RunState.FAILED
-    logs = [one.read_text() for one in place.glob("logs/*/attempt_*/0/stderr.log")]
+    logs = [one.read_text() for one in place.glob("logs/*/attempt_*/0/stdout.log")]
     assert len(logs) == 2, "it was started again"
     assert all("broken here" in one for one in logs)
+    for text in (*logs, printed.partition("line 39")[0]):
+        numbers = [int(one) for one in re.findall(r"line (\d+)$", text, flags=re.M)]
+        assert numbers == list(range(len(numbers)))
+        assert len(numbers) >= 39
 
 
 @pytest.mark.slow
