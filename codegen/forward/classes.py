@@ -56,17 +56,7 @@ def forward(
     slice_text: str | None = None,
 ) -> Printed:
     """Return the lines of a forward, indented as a method."""
-    annotations = {a.name: a.annotation for a in module.arguments}
-    typed = frozenset(
-        name for name in body.arguments.values() if annotations.get(name, "Tensor") != "Any"
-    )
-    style = Style(
-        typed=typed,
-        returns=module.returns,
-        axis="self.tensor",
-        indent=8,
-        slice_text=slice_text,
-    )
+    style = Style(axis="self.tensor", indent=8, slice_text=slice_text)
     lines = written(body, builder.owner, style)
     text = "\n".join(lines)
     names = [argument for argument in (_name(s) for s in signature) if argument]

@@ -33,7 +33,7 @@ def printed_crossing(opening: Opening, gives: Sequence[Crossing]) -> str:
     bind_batch(builder)
     shown = [_crossing(one, builder) for one in gives]
     result = tuple_of(shown) if len(shown) > 1 else joined(tuple(shown))
-    style = Style(typed=frozenset(), returns="", axis="", indent=4)
+    style = Style(axis="", indent=4)
     doc = '    """Return what a stage gives to the next of a microbatch."""'
     head = f"def {CROSSING}(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:"
     lines = map(_of_any_rank, written(builder.body(result), builder.owner, style))
@@ -58,10 +58,10 @@ def _crossing(one: Crossing, builder: BodyBuilder) -> Expression:
     if layout.kind is Kind.SPLIT:
         dim = split.axes.dims[one.name][layout.dim]
         parts = builder.sizes.listed(dim, layout.axis)
-        given.append(call("Split", literal(layout.dim), parts, is_tensor=False))
+        given.append(call("Split", literal(layout.dim), parts))
     keywords: list[tuple[str, Expression]] = []
     if one.dtype != MODEL_DTYPE:
         keywords.append(("dtype", text(f"torch.{identifier(one.dtype)}")))
     if not one.has_gradient:
         keywords.append(("has_gradient", literal(value=False)))
-    return call("Crossing", *given, keywords=tuple(keywords), is_tensor=False)
+    return call("Crossing", *given, keywords=tuple(keywords))

@@ -61,7 +61,7 @@ def function_line(function: FunctionCall, ops: Sequence[Op], body: AtHand) -> Li
     made = {tensor for op in ops for tensor in op.outputs}
     return Line(
         results=_pattern(function.result, made, body),
-        expression=call(name, *arguments, keywords=keywords, is_tensor=False),
+        expression=call(name, *arguments, keywords=keywords),
         hint=function.name,
         names=tuple(body.tree.named.get(tensor, "") for tensor in refs(function.result)),
         function=name,

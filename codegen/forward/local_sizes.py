@@ -107,7 +107,7 @@ def _local_groups(op: Op, groups: int, body: AtHand) -> Expression:
         return binary(literal(groups), "//", ways, Level.PRODUCT)
     each = channels.extent.at(0) // groups  # channels of a group
     printed = body.sizes.listed(channels.dim, channels.axis, unit=each)
-    return call("local_size", printed, body.axis, is_tensor=False)
+    return call("local_size", printed, body.axis)
 
 
 def _local_cut(op: Op, layout: Layout, body: AtHand) -> dict[str, Expression]:

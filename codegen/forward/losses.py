@@ -49,7 +49,7 @@ def printed_metrics(opening: Opening) -> PrintedMetrics | None:
     if is_whole and not absent:
         return None
     outputs = whole_outputs(builder, result)
-    body = builder.body(call("new_metrics", outputs, text("batch"), is_tensor=False))
+    body = builder.body(call("new_metrics", outputs, text("batch")))
     returns = "Mapping[str, Tensor]"
     source = _function("whole_metrics", builder, body, returns=returns, what="metrics")
     return PrintedMetrics(source=source, absent=absent)
@@ -76,7 +76,7 @@ def _bind_outputs(builder: BodyBuilder, value: Value, place: str) -> None:
 
 
 def _function(name: str, builder: BodyBuilder, body: Body, *, returns: str, what: str) -> str:
-    style = Style(typed=frozenset({"outputs"}), returns=returns, axis="tensor", indent=4)
+    style = Style(axis="tensor", indent=4)
     head = wrapped_definition(name, [*_ARGUMENTS], returns, indent=0)
     doc = f'    """Return the {what} of outputs that are split over the tensor axis."""'
     return "\n".join([*head, doc, *written(body, builder.owner, style)]) + "\n"

@@ -40,7 +40,7 @@ def call_line(unit: str, body: AtHand) -> Line:
     draws = [op for op in ops if is_random(op) and not body.opening.cares_for(op, unit)]
     return Line(
         results=results,
-        expression=call(target, *positional, keywords=keywords, is_tensor=False),
+        expression=call(target, *positional, keywords=keywords),
         is_ordered=any(is_random(op) for op in ops)
         or any(op.writes or body.reads_written(op) for op in ops),
         has_gradient=any(op.grad_enabled for op in ops),
@@ -74,11 +74,11 @@ def _target(unit: str, body: AtHand) -> Form:
     if not record.is_function:
         if body.owner.within(record.path) is None:
             raise NeedsInlineError.for_module(record.path, body.scope, body.graph)
-        return Form(tuple(body.owner.path(record.path).parts), is_tensor=False)
+        return Form(tuple(body.owner.path(record.path).parts))
     owner = body.split.modules.get(record.path.rpartition("/")[0])
     if owner is None or all(one.name != record.class_name for one in owner.functions):
         raise unnamed_function(record, body.tree.ops[unit][0])
-    return Form((f"{record.class_name}.apply",), is_tensor=False)
+    return Form((f"{record.class_name}.apply",))
 
 
 def unnamed_function(record: Call, op: Op) -> InputError:

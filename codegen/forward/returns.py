@@ -60,9 +60,7 @@ def show_outputs(builder: BodyBuilder, value: Value) -> tuple[str, ...]:
     """
     before = len(builder.lines)
     shown = whole_outputs(builder, value)
-    builder.lines.append(
-        Line(results=None, expression=Form(("self.for_metrics = ", Slot(shown)), is_tensor=False))
-    )
+    builder.lines.append(Line(results=None, expression=Form(("self.for_metrics = ", Slot(shown)))))
     builder.only_in_evaluations(before)
     return absent_outputs(builder, value)
 
@@ -97,7 +95,7 @@ def whole_outputs(builder: BodyBuilder, value: Value, place: str = "outputs") ->
     if isinstance(value, tuple):
         return sequence(value, tuple(inner))
     if _is_absent(builder, value):
-        return call("Absent", text(string(_named(place))), is_tensor=False)
+        return call("Absent", text(string(_named(place))))
     if isinstance(value, Ref):
         return builder.value(value.tensor, WHOLE)
     assert isinstance(value, (str, bool, int, float, complex, NoneType))

@@ -151,8 +151,7 @@ def _function(
     head: str, does: str, builder: BodyBuilder, result: Expression, *, unused: str = ""
 ) -> str:
     """Return the source of a function; what is `unused` may be so."""
-    typed = frozenset(builder.arguments.values())
-    style = Style(typed=typed, returns="Tensor", axis="", indent=4)
+    style = Style(axis="", indent=4)
     lines = written(builder.body(result), builder.owner, style)
     is_unused = unused and not re.search(rf"\b{unused}\b", "\n".join(lines))
     dropped = [f"    del {unused}"] if is_unused else []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -212,8 +211,7 @@ def _classes(plan: Plan, subject: Subject, calls: ModelCalls) -> Source:
     opened = subject.opened
     sources = [one.source for one in opened.classes]
     stages = dict.fromkeys(stage.cls.source for stage in opened.stages)
-    has_own_arguments = _is_pipelined(plan) or _returns_loss(opened)
-    sources += map(_overriding, stages) if has_own_arguments else stages
+    sources += stages
     sources += [one for one in (opened.loss, opened.metrics) if one is not None]
     names = crossing_names(opened)
     sources += [source.replace(CROSSING, name, 1) for source, name in names.items()]
@@ -222,11 +220,6 @@ def _classes(plan: Plan, subject: Subject, calls: ModelCalls) -> Source:
         has_metrics = subject.file.metrics is not None
         sources.append(_loss_stage(name, loss, has_metrics=has_metrics))
     return Source("\n\n\n".join(source.strip("\n") for source in sources))
-
-
-def _overriding(source: str) -> str:
-    """Tell mypy that a stage means it when it takes other arguments than the whole model."""
-    return re.sub(r"^(    def forward\(.*)$", r"\1  # type: ignore[override]", source, flags=re.M)
 
 
 def _loss_stage(last: str, loss: Source, *, has_metrics: bool) -> str:
@@ -240,8 +233,7 @@ def _loss_stage(last: str, loss: Source, *, has_metrics: bool) -> str:
     def forward(self, *received: Tensor, **batch: Tensor) -> Tensor:
         """Map what the stage before gives to the loss."""
         outputs = super().forward(*received, **batch){shown if has_metrics else ""}
-        loss: Tensor = {value}
-        return loss'''
+        return {value}'''
 
 
 def _tables(*tables: Source) -> Source:

@@ -65,7 +65,11 @@ def test_scripts_pass_ruff_as_they_come_out(
 
 
 def test_scripts_pass_mypy_as_they_come_out(scripts: dict[str, Path]) -> None:
-    done = of_tool("mypy", "--config-file", "pyproject.toml", paths=scripts.values())
+    no_words = (
+        "--allow-untyped-calls", "--no-warn-return-any", "--no-warn-unused-ignores",
+        "--disable-error-code=override",
+    )  # fmt: skip
+    done = of_tool("mypy", "--config-file", "pyproject.toml", *no_words, paths=scripts.values())
     assert done.returncode == 0, done.stdout + done.stderr
     assert f"no issues found in {len(scripts)} source files" in done.stdout
 

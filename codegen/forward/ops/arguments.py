@@ -124,7 +124,7 @@ class Arguments:
     def _extreme(self, which: str) -> Form:
         """Return the end of the model's own type: the trace runs in another."""
         dtype = self.dtype(DType("model"))
-        return Form(("torch.finfo(", Slot(dtype), f").{which}"), is_tensor=False)
+        return Form(("torch.finfo(", Slot(dtype), f").{which}"))
 
     def dtype(self, value: DType) -> Expression:
         """Return an element type."""
@@ -185,7 +185,7 @@ def _function_of(name: str) -> str:
 def as_op(arguments: Arguments) -> Form:
     """Print an op as torch has it under its full name."""
     given = tuple((key, arguments[key]) for key in arguments.raw)
-    return call(f"torch.ops.{arguments.op.target}", keywords=given, is_tensor=False)
+    return call(f"torch.ops.{arguments.op.target}", keywords=given)
 
 
 def by_schema(arguments: Arguments, name: str) -> Form:

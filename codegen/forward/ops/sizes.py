@@ -190,7 +190,7 @@ class Sizes:
         if not size.varies and parts.are_even(self.split.degree, self.split.batch):
             ways = Form((*self.axis.parts, ".size"))
             return binary(literal(size.extent.at(0)), "//", ways, Level.PRODUCT)
-        return call("local_size", self.listed(size.dim, size.axis), self.axis, is_tensor=False)
+        return call("local_size", self.listed(size.dim, size.axis), self.axis)
 
     def listed(self, dim: Dim, axis: str, *, unit: int = 1) -> Expression:
         """Return the parts of a dim that is split along an axis: what lies outside repeats them.

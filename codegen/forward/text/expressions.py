@@ -45,11 +45,10 @@ class Fact:
 
 @dataclass(frozen=True, slots=True)
 class Form:
-    """Source text with expressions in it; `is_tensor` where a type checker knows the result."""
+    """Source text with expressions in it."""
 
     parts: tuple[str | Slot, ...]
     level: Level = Level.CALL
-    is_tensor: bool = True
 
 
 Expression = Held | Fact | Form
@@ -68,14 +67,13 @@ Names = Callable[[Held | Fact], tuple[str, Level]]
 
 def text(source: str, level: Level = Level.CALL) -> Form:
     """Return source text that has no expressions in it."""
-    return Form((source,), level, is_tensor=False)
+    return Form((source,), level)
 
 
 def call(
     function: str | Form,
     *arguments: Expression,
     keywords: tuple[tuple[str, Expression], ...] = (),
-    is_tensor: bool = True,
 ) -> Form:
     """Return the call of a function."""
     parts: list[str | Slot] = list(function.parts if isinstance(function, Form) else (function,))
@@ -83,7 +81,7 @@ def call(
     for number, (name, argument) in enumerate([*(("", a) for a in arguments), *keywords]):
         separator = ", " if number else ""
         parts += [f"{separator}{name}=" if name else separator, Slot(argument)]
-    return Form((*parts, ")"), Level.CALL, is_tensor)
+    return Form((*parts, ")"), Level.CALL)
 
 
 def method(
@@ -112,7 +110,7 @@ def joined(items: tuple[Expression, ...]) -> Form:
     parts: list[str | Slot] = ["("]
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
-    return Form((*parts, ",)" if len(items) == 1 else ")"), is_tensor=False)
+    return Form((*parts, ",)" if len(items) == 1 else ")"))
 
 
 def listed(items: tuple[Expression, ...]) -> Form:
@@ -120,7 +118,7 @@ def listed(items: tuple[Expression, ...]) -> Form:
     parts: list[str | Slot] = ["["]
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
-    return Form((*parts, "]"), is_tensor=False)
+    return Form((*parts, "]"))
 
 
 def mapped(items: Iterable[tuple[Expression, Expression]]) -> Form:
@@ -128,7 +126,7 @@ def mapped(items: Iterable[tuple[Expression, Expression]]) -> Form:
     parts: list[str | Slot] = ["{"]
     for number, (key, item) in enumerate(items):
         parts += [", " if number else "", Slot(key), ": ", Slot(item)]
-    return Form((*parts, "}"), is_tensor=False)
+    return Form((*parts, "}"))
 
 
 def sequence(value: tuple[Value, ...], items: tuple[Expression, ...]) -> Form:
@@ -168,7 +166,7 @@ def replaced(expression: Expression, known: Callable[[Held], Expression | None])
         Slot(replaced(part.expression, known), part.level) if isinstance(part, Slot) else part
         for part in expression.parts
     )
-    return Form(parts, expression.level, expression.is_tensor)
+    return Form(parts, expression.level)
 
 
 def rendered(expression: Expression, names: Names) -> tuple[str, Level]:

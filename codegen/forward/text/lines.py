@@ -57,4 +57,4 @@ def tuple_of(items: Sequence[Expression]) -> Form:
     parts: list[str | Slot] = []
     for number, item in enumerate(items):
         parts += [", " if number else "", Slot(item)]
-    return Form(tuple(parts), is_tensor=False)
+    return Form(tuple(parts))

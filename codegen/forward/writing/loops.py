@@ -148,7 +148,6 @@ def _loop(
             text(variable),
             *[value for name, value in arguments if not name],
             keywords=tuple((name, value) for name, value in arguments if name),
-            is_tensor=False,
         ),
         is_ordered=any(line.is_ordered for line in run),
         has_gradient=first.has_gradient,

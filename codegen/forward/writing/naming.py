@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from itertools import chain, count
 
 from autopar.codegen.forward.reading.split import Split
-from autopar.codegen.forward.text.expressions import Expression, Fact, Form, Held, Slot, pieces
+from autopar.codegen.forward.text.expressions import Expression, Form, Held, Slot, pieces
 from autopar.codegen.forward.text.identifiers import identifier, is_identifier
 from autopar.codegen.forward.text.imports import IMPORTED
 from autopar.codegen.forward.text.lines import Body, Line, held_in
@@ -28,10 +28,9 @@ _AXIS = "tensor"  # the argument of a loss that is printed
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Named:
-    """The names of all values, which of them are known to be tensors, and the named sizes."""
+    """The names of all values, and the named sizes."""
 
     names: Mapping[Held, str]
-    typed: frozenset[Held]
     shapes: tuple[Shape, ...]
 
 
@@ -51,11 +50,10 @@ def values_to_keep(lines: Sequence[Line]) -> frozenset[Held]:
 def named(
     statements: Sequence[Statement],
     body: Body,
-    typed: frozenset[str],
     split: Split,
 ) -> Named:
     """Return names for the values of a body's statements; its arguments have theirs."""
-    return _Namer(statements, body, typed, split).named()
+    return _Namer(statements, body, split).named()
 
 
 class _Namer:
@@ -63,7 +61,6 @@ class _Namer:
         self,
         statements: Sequence[Statement],
         body: Body,
-        typed: frozenset[str],
         split: Split,
     ) -> None:
         arguments = body.arguments
@@ -71,8 +68,6 @@ class _Namer:
         modules = split.modules.values()
         self.unpacks = {name: one for module in modules for name, one in module.unpacks.items()}
         self.names = dict(arguments)
-        self.typed = {held for held, name in arguments.items() if name in typed}
-        self.kinds = {name: name in typed for name in arguments.values()}
         self.frame = {_AXIS, *(name.partition("[")[0] for name in arguments.values())}
         self.frame |= body.containers
         self.shapes = tuple(shapes_of(statements, split, self.frame))
@@ -90,7 +85,7 @@ class _Namer:
             for position, held in enumerate(held_in(statement.results)):
                 if held not in self.names:
                     self._name(held, statement, number, position)
-        return Named(names=self.names, typed=frozenset(self.typed), shapes=self.shapes)
+        return Named(names=self.names, shapes=self.shapes)
 
     def _name_carried(self, number: int, loop: Loop) -> None:
         # What every turn reads must not lie under a name that is given before the first of them.
@@ -99,9 +94,6 @@ class _Namer:
             name = self.names[start]
             is_free = self.last.get(start, -1) <= number and not hasattr(builtins, name)
             self.names[end] = name if is_free else self._free(number, [], read)
-            if start in self.typed:
-                self.typed.add(end)
-                self.kinds[self.names[end]] = True
 
     def _name(self, held: Held, statement: Statement, number: int, position: int) -> None:
         others = {self.names[h] for h in held_in(statement.results) if h in self.names}
@@ -110,9 +102,6 @@ class _Namer:
             wishes += _USUAL
         name = self._free(number, wishes, others)
         self.names[held] = name
-        known = self.kinds.setdefault(name, is_tensor(statement.expression, self.typed))
-        if known:
-            self.typed.add(held)
 
     def _free(self, number: int, wishes: Sequence[str], others: set[str]) -> str:
         busy = {
@@ -250,16 +239,6 @@ def _hint(statement: Statement) -> str:
     """Return what a statement does: its outermost line that does not only change the type."""
     hints = [line.hint for line in reversed(statement.lines)]
     return next((hint for hint in hints if hint not in _CASTS), hints[0])
-
-
-def is_tensor(expression: Expression, typed: set[Held] | frozenset[Held]) -> bool:
-    """Whether a type checker knows that an expression is a tensor."""
-    if isinstance(expression, Held):
-        return expression in typed
-    if isinstance(expression, Fact) or not expression.is_tensor:
-        return False
-    first = expression.parts[0]
-    return not isinstance(first, Slot) or is_tensor(first.expression, typed)
 
 
 def _is_call_of(expression: Expression, functions: tuple[str, ...]) -> bool:

@@ -22,17 +22,15 @@ from autopar.codegen.forward.text.identifiers import comment
 from autopar.codegen.forward.text.lines import Body, Pattern
 from autopar.codegen.forward.text.wrapping import WIDTH, wrapped
 from autopar.codegen.forward.writing.loops import Loop, rolled
-from autopar.codegen.forward.writing.naming import Named, is_tensor, named, values_to_keep
+from autopar.codegen.forward.writing.naming import Named, named, values_to_keep
 from autopar.codegen.forward.writing.size_names import Shape
 from autopar.codegen.forward.writing.statements import Statement, statements
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Style:
-    """How a body is framed: what its arguments and result are known to be, and its axis."""
+    """How a body is framed."""
 
-    typed: frozenset[str]
-    returns: str
     axis: str
     indent: int
     slice_text: str | None = None  # stands for the bounds of loops over layers
@@ -64,7 +62,7 @@ def _attempt(
 ) -> tuple[list[str], list[Held]]:
     """Return the source with some values named, and those to name where lines are too long."""
     found = statements(body, kept=kept)
-    names = named(found, body, style.typed, owner.split)
+    names = named(found, body, owner.split)
     writer = _Writer(found, names, style, owner.split, has_result=body.result is not None)
     return writer.lines(), writer.too_long
 
@@ -81,9 +79,6 @@ class _Writer:
     ) -> None:
         self.found, self.named, self.style, self.split = found, names, style, split
         self.has_result = has_result
-        self.declared: Statement | None = None
-        made = {held for s in found for held in _held(s.results)}
-        self.arguments = {name for held, name in names.names.items() if held not in made}
         self.too_long: list[Held] = []
         self.shapes: dict[Held, Shape] = {shape.held: shape for shape in names.shapes}
         self.known: Mapping[tuple[Held, str], str] = {
@@ -104,7 +99,6 @@ class _Writer:
         ]
         previous = ""
         found = self._returned_at_once() if self.has_result else self.found
-        self.declared = self._declared(found)
         for number, statement in enumerate(found):
             is_return = self.has_result and number == len(found) - 1
             is_block = not is_return or statement.line.is_random
@@ -128,19 +122,6 @@ class _Writer:
             return self.found
         return [*self.found[:-2], replace(before, results=None)]
 
-    def _declared(self, found: Sequence[Statement]) -> Statement | None:
-        """Return the first assignment of what is returned, where only it can say the type."""
-        last = found[-1].expression if found and self.has_result else None
-        if self.style.returns != "Tensor" or not isinstance(last, Held) or len(found) < 2:
-            return None
-        name = self.named.names[last]
-        makers = [s for s in found if name in {self.named.names[h] for h in _held(s.results)}]
-        if not makers or (last in self.named.typed and len(makers) == 1):
-            return None
-        first = makers[0]
-        is_simple = isinstance(first.results, Held) and not isinstance(first.line, Loop)
-        return first if is_simple and name not in self.arguments else None
-
     def _block(self, statement: Statement) -> str:
         if statement.line.only_evaluates:
             return "if not self.training:"
@@ -162,27 +143,15 @@ class _Writer:
             carried: dict[Held, Expression] = dict(line.carried)
             expression = replaced(expression, carried.get)
         source = self._text(expression)
-        if statement is self.declared:
-            target += ": Tensor"
         prefix = f"{target} = " if target else ""
         yield from self._with_comment(prefix + source, statement, indent)
         for held in _held(statement.results):
             if held in self.shapes and any(self.shapes[held].names):
                 yield " " * indent + self.shapes[held].text.format(self.named.names[held])
 
-    def _return(self, statement: Statement, indent: int) -> Iterator[str]:
-        expression = statement.expression
-        is_known = (
-            self.style.returns != "Tensor"
-            or self.declared is not None
-            or is_tensor(expression, self.named.typed)
-        )
-        source = self._text(expression)
-        if is_known:
-            yield from self._with_comment(f"return {source}", statement, indent)
-            return
-        yield from self._with_comment(f"out: Tensor = {source}", statement, indent)
-        yield f"{' ' * indent}return out"
+    def _return(self, statement: Statement, indent: int) -> list[str]:
+        source = self._text(statement.expression)
+        return self._with_comment(f"return {source}", statement, indent)
 
     def _with_comment(self, source: str, statement: Statement, indent: int) -> list[str]:
         lines = wrapped(source, indent=indent)

@@ -29,7 +29,7 @@ Memory of the fullest device: 20 GiB of 67.2 GiB (30%)
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: e981ee456182f0c1, plan 0e7c0954e77ce1bc.
+# Written by autopar 0.1.0, which keeps changes by hand: a2d1501457f879fa, plan 0e7c0954e77ce1bc.
 
 from __future__ import annotations
 
@@ -155,8 +155,7 @@ class TensorParallelAttention(Attention):
         q = rotate(self.q_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2), cos, sin)
         k = rotate(self.k_proj(x).view(batch, seq, -1, self.head_dim).transpose(1, 2), cos, sin)
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
-        out: Tensor = self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
-        return out
+        return self.o_proj(y.transpose(1, 2).reshape(batch, seq, -1))
 
 
 class FirstStage(Llama):
@@ -164,9 +163,9 @@ class FirstStage(Llama):
 
     tensor: Axis
 
-    def forward(self, *, input_ids: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, *, input_ids: Tensor, **_: Tensor) -> Tensor:
         """Map the batch to what the next stage takes."""
-        x: Tensor = self.embed_tokens(input_ids)
+        x = self.embed_tokens(input_ids)
         cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
         # from shards of embed to shards of seq
         x = exchange(x, 2, 1, self.tensor, gather_parts=((4096, 1),))
@@ -181,7 +180,7 @@ class MiddleStage(Llama):
     first: int
     end: int
 
-    def forward(self, x: Tensor, *, input_ids: Tensor, **_: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, *, input_ids: Tensor, **_: Tensor) -> Tensor:
         """Map what the stage before gives to what the next stage takes."""
         cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
         for block in self.layers[self.first : self.end]:
@@ -194,7 +193,7 @@ class LastStage(Llama):
 
     tensor: Axis
 
-    def forward(self, x: Tensor, *, input_ids: Tensor, labels: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, x: Tensor, *, input_ids: Tensor, labels: Tensor) -> Tensor:
         """Map what the stage before gives to the loss."""
         cos, sin = rotary_table(input_ids.shape[1], 128, 500000.0, like=x)
         for block in self.layers[10:]:

@@ -125,8 +125,12 @@ def test_a_change_outside_is_told_by_its_place(file: Any, change: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [one for one in CHANGES if one not in ("next(COUNT)", "ARRAY += 1", "TENSOR += 1",
-                                             "criterion.seen += 1")]  # fmt: skip
+    "change",
+    [
+        one
+        for one in CHANGES
+        if one not in ("next(COUNT)", "ARRAY += 1", "TENSOR += 1", "criterion.seen += 1")
+    ],  # fmt: skip
 )
 def test_what_has_changed_is_put_back(file: Any, change: str) -> None:
     outside = Outside(files=(file,))

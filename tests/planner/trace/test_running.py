@@ -98,7 +98,8 @@ def test_a_count_in_a_closure_is_refused(tmp_path: Path) -> None:
 )
 def test_a_forward_that_counts_is_refused(tmp_path: Path, line: str, place: str) -> None:
     model = linear_model(line, "return self.linear(x)").replace(
-        "self.linear = ", "self.counter, self.log = Counter(), {'n': 0, 'model': Model}; self.linear = "
+        "self.linear = ",
+        "self.counter, self.log = Counter(), {'n': 0, 'model': Model}; self.linear = ",
     )
     with pytest.raises(TraceError, match="keep one value") as told:
         traced(tmp_path, "class Counter:\n    n = 0\n\n" + model)
