@@ -91,7 +91,7 @@ def _rows(context: Context, faults: Sequence[Fault]) -> Iterator[Row]:
 
 def _started(fault: Fault, script: str, log: Path, device: str) -> _Running:
     arguments = ["--steps", "1000000", "--data", "synthetic", "--log-every", "1000"]
-    arguments += ["--checkpoint", str(log.with_suffix(".kept"))] if fault.keeps else []
+    arguments += ["--checkpoint", str(log.with_suffix(""))] if fault.keeps else []
     module = ["-m", "benchmarks.on_gpu.ranks.faulty_rank", script, device, fault.action]
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     with log.open("w") as out:
@@ -154,5 +154,5 @@ def _row(one: _Running) -> Row:
 
 
 def _kept(one: _Running) -> str:
-    folder = one.log.with_suffix(".kept")
+    folder = one.log.with_suffix("")
     return ", ".join(sorted(path.name for path in folder.glob("step-*"))) if one.fault.keeps else ""

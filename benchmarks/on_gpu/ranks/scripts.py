@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from functools import partial
 from uuid import uuid4
 
@@ -84,4 +85,4 @@ def trained_late(path: str, arguments: list[str], device: str, store: str) -> Ra
 def trained_alone(task: Task, device: str) -> Trained:
     """Train in one process, on the device."""
     with joined_alone(device):
-        return train_alone(task)
+        return train_alone(replace(task, device=device))
