@@ -111,7 +111,9 @@ class _Synchronised(_BatchNorm):
         eps: float = 1e-5,
     ) -> Tensor:
         if not training:
-            return functional.batch_norm(input, running_mean, running_var, weight, bias, eps=eps)
+            assert running_mean is not None
+            assert running_var is not None
+            return _scaled(input, running_mean, running_var, weight, bias, eps)
         arguments = (running_mean, running_var, eps, momentum, self.axis)
         output = _Normalise.apply(input, weight, bias, *arguments)  # type: ignore[no-untyped-call]
         assert isinstance(output, Tensor)
