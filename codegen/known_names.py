@@ -20,7 +20,7 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.evaluation": (
-            "Evaluation Plainly first_step_checked one_by_one read_evaluation"
+            "Evaluation Plainly first_step_checked one_by_one read_evaluation with_gradients"
         ),
         "autopar.runtime.keeping": "Keeper",
         "autopar.runtime.model": (

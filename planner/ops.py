@@ -144,6 +144,14 @@ class Constant:
     values: Value
 
 
+class Left(StrEnum):
+    """What a call of a module leaves outside: on a module, in a list, under a global name."""
+
+    NOTHING = ""
+    BEHIND = "behind"
+    FOR_A_WHILE = "for a while"  # other code takes it away in the same step
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Call:
     """One call of a module: `key` is unique, `path` is the module, equal for repeated calls.
@@ -154,7 +162,8 @@ class Call:
     the model as "<module h.0.position>". Lists are
     `Listed`, for callers concatenate them, dicts `Mapped`, and objects with fields `Fields`.
     `has_unused` marks a call that computes with activations what the loss does not depend on,
-    `is_batch_norm` one of torch's batch norms, which share statistics over the data ranks.
+    `is_batch_norm` one of torch's batch norms, which share statistics over the data ranks,
+    `mode_is_set` one whose module the code around it has set to training or to evaluating.
     """
 
     key: str
@@ -167,6 +176,8 @@ class Call:
     result: Value
     has_unused: bool = False
     is_batch_norm: bool = False
+    left: Left = Left.NOTHING
+    mode_is_set: bool = False
 
 
 LOSS_FUNCTION = ("", "loss")  # the model file's own, as the module and the name of a function
@@ -194,6 +205,7 @@ class GradientUse(StrEnum):
 
     CHANGED = "changed"  # by a hook
     TAKEN = "taken"  # by torch.autograd.grad
+    KEPT = "kept"  # by retain_grad, for somebody to look at
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -32,7 +32,7 @@ from autopar.codegen.forward.text.imports import imports_of
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.errors import InputError
 from autopar.planner.graph import batch_key
-from autopar.planner.ops import refs
+from autopar.planner.ops import GradientUse, refs
 from autopar.planner.plan.declared.gradient_limits import gradient_words
 from autopar.planner.plan.plan import Plan
 
@@ -110,6 +110,7 @@ class _State:
 def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -> Opened:
     opening = _opening(split, tree, state)
     _check_own_gradients(opening)
+    _check_modes(opening)
     printed = {
         call: printed_forward(opening, call)
         for call in tree.chains
@@ -159,13 +160,34 @@ def _applied(split: Split, sources: Sequence[str]) -> Iterable[Imported]:
 def _check_own_gradients(opening: Opening) -> None:
     """Refuse to print code that changes or takes gradients: no op of the graph shows how."""
     for own in opening.split.graph.own_gradients:
-        if own.call in opening.printed:
+        if own.call in opening.printed and own.use is not GradientUse.KEPT:
             what = "the loss" if own.call == LOSS else own.call or "the model"
             raise InputError(
                 f"the code of {what} has to be printed, and {gradient_words(own)}",
                 expected="gradients that autograd alone makes, wherever a plan changes the code",
                 fix="write the change as the backward of a torch.autograd.Function, or take the "
                 "gradient in a module that the plan leaves as it is",
+            )
+
+
+def _check_modes(opening: Opening) -> None:
+    """Refuse to print code that sets modes of modules: no op of the graph shows that."""
+    chains, calls = opening.tree.chains, opening.split.graph.calls
+    outermost = (
+        one
+        for one in calls.values()
+        if one.mode_is_set and one.parent is not None and not calls[one.parent].mode_is_set
+    )
+    for call in outermost:
+        around = [one for one in chains.get(call.key, ())[1:-1] if one in opening.printed]
+        if around:
+            mode = "train()" if not opening.split.modules[call.path].trains else "eval()"
+            raise InputError(
+                f"the code of {around[-1] or 'the model'} has to be printed, and it calls "
+                f"{call.path}.{mode}",
+                expected="modes of modules that stay as build_model leaves them",
+                fix="call it in build_model, and leave it out of the forward: scripts never call "
+                "model.train()",
             )
 
 

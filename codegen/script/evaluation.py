@@ -42,6 +42,8 @@ def plainly(plan: Plan, subject: Subject) -> Source:
         given.append("new_loss")
     if half_buffers(plan):
         given.append("half_buffers=HALF_BUFFERS")
+    if plan.graph.own_gradients:
+        given.append("needs_gradients=True")
     return Source(call("Plainly", *given).flat)
 
 
@@ -73,10 +75,13 @@ def absent_notes(subject: Subject) -> Iterator[str]:
 
 def _model(plan: Plan, subject: Subject) -> tuple[str, str]:
     """Return what gives the losses of microbatches, and what a rank holds of the model."""
-    if plan.arrangement.pipeline > 1:
-        return "model.losses_of", "model.parts"
+    is_pipelined = plan.arrangement.pipeline > 1
     split = ", tensor=mesh.tensor" if subject.opened.loss is not None else ""
-    return f"one_by_one(partial(loss_of, model{split}))", "[model]"
+    losses = "model.losses_of" if is_pipelined else f"one_by_one(partial(loss_of, model{split}))"
+    return (
+        f"with_gradients({losses})" if plan.graph.own_gradients else losses,
+        "model.parts" if is_pipelined else "[model]",
+    )
 
 
 def _rows(plan: Plan, subject: Subject) -> Group:

@@ -105,15 +105,18 @@ def division_of(graph: Graph, op: Op) -> Division | None:
 
 
 def _made_of_numbers(graph: Graph, name: str) -> tuple[tuple[Op, ...], tuple[str, ...]]:
-    """Return the ops that make a number of other numbers, in order, and those made of rows."""
+    """Return the ops that make a number of other numbers, in order, and those made of rows.
+
+    What is the same for every batch is made anew as well.
+    """
     of_batch = {out for op in graph.index.reached_from(graph.inputs) for out in op.outputs}
     waiting, steps, counts = [name], dict[str, Op](), dict[str, None]()
     while waiting:
         one = waiting.pop()
         maker = graph.index.made_by.get(one)
-        if one not in of_batch or maker is None:
+        if maker is None:
             continue
-        if _is_of_numbers(maker, graph):
+        if one not in of_batch or _is_of_numbers(maker, graph):
             steps[maker.name] = maker
             waiting += maker.inputs
         else:

@@ -12,7 +12,7 @@ from enum import StrEnum
 from types import MappingProxyType
 
 from autopar.planner.extent import BATCH, Extent
-from autopar.planner.findings.counting import counts_untold, division_of
+from autopar.planner.findings.counting import counted_by, counts_untold, division_of
 from autopar.planner.graph import Graph
 from autopar.planner.ops import Op, Origin, Ref, Value, refs
 from autopar.planner.rules.rule import Linear, OpKind, Rule
@@ -65,9 +65,19 @@ def is_weighed_division(op: Op, graph: Graph, follows: Mapping[str, Follows]) ->
     It is a mean then, in which each part has the weight of its own such number.
     """
     division = division_of(graph, op)
-    if division is None or not division.counts:
+    if division is None or not division.counts or _is_weighed(division.counted, graph):
         return False
     return all(follows[name] in _OF_ROWS for name in (division.counted, *division.counts))
+
+
+def _is_weighed(number: str, graph: Graph) -> bool:
+    """Whether a number is made of means in which parts have other weights than their rows."""
+    maker = graph.index.made_by.get(number)
+    if maker is None or graph.tensors[number].shape:
+        return False
+    if counted_by(maker, graph) or division_of(graph, maker) is not None:
+        return True
+    return any(_is_weighed(one, graph) for one in maker.inputs)
 
 
 def _origin(graph: Graph, found: Mapping[str, Follows], kind: Follows) -> Op | None:

@@ -9,18 +9,21 @@ parameters, that trains otherwise, without an error.
 from __future__ import annotations
 
 import inspect
+import pickle
 import random
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
 from typing import Any, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.findings.optimizer_call import NAME, Make, make_on_stand_ins
@@ -49,7 +52,7 @@ class StandIn(NamedTuple):
 
 class _Stepped(NamedTuple):
     optimizer: Any
-    draws: bool  # random numbers, of torch or of Python
+    draws: bool  # random numbers
 
 
 class Reach(IntEnum):
@@ -76,18 +79,27 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
 
     One that a script cannot make or call, or whose scheduler it cannot, is refused.
     """
-    built = None if model_file.build_optimizer is None else without_memory(model_file)
+    with _draws_kept():
+        return _traits(model_file, graph)
+
+
+@contextmanager
+def _draws_kept() -> Iterator[None]:
+    """Have what is drawn at random in the body change nothing for those who draw later."""
+    of_python, of_numpy = random.getstate(), np.random.get_state()
+    try:
+        with torch.random.fork_rng(devices=[]):
+            yield
+    finally:
+        random.setstate(of_python)
+        np.random.set_state(of_numpy)
+
+
+def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
+    is_own = model_file.build_optimizer is not None or model_file.build_scheduler is not None
+    built = without_memory(model_file) if is_own else None
     make = make_on_stand_ins(model_file, graph, built)
-    originals = dict(built.named_parameters()) if built is not None else {}
-    every = [
-        StandIn(
-            one.name,
-            tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape),
-            originals.get(one.name),
-        )
-        for one in graph.parameters
-        if one.trainable
-    ]
+    every = _to_stand_in_for(graph, built)
     by_size = {one.size: one for one in every}
     # AdamW tells no two of a size apart, and a large model has thousands.
     sizes = list(by_size.values()) if model_file.build_optimizer is None else every
@@ -110,7 +122,7 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
         _check_step(
             scheduler, "build_scheduler", "a schedule of steps alone, as LambdaLR has", where
         )
-    check_stepped_state(model_file.path, partial(_step_once, optimizer, scheduler))
+    check_stepped_state(model_file.path, built, partial(_step_once, optimizer, scheduler))
     try:
         kept = _moments(make, sizes)
         if len(sizes) < len(every):
@@ -126,6 +138,20 @@ def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | N
     except Exception:  # whatever a step does that works on other devices alone
         _refuse_sparse(make, every, type(optimizer).__name__, where)
         return None
+
+
+def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
+    """Return a small stand-in for each parameter that learns."""
+    originals = dict(built.named_parameters()) if built is not None else {}
+    return [
+        StandIn(
+            one.name,
+            tuple(min(_LARGEST_DIM, size.at(1)) for size in one.shape),
+            originals.get(one.name),
+        )
+        for one in graph.parameters
+        if one.trainable
+    ]
 
 
 def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
@@ -158,7 +184,7 @@ def _step_once(optimizer: Any, scheduler: Any) -> None:
     for group in optimizer.param_groups:
         for parameter in group["params"]:
             parameter.grad = torch.zeros_like(parameter)
-    with suppress(Exception), torch.random.fork_rng(devices=[]):
+    with suppress(Exception):
         optimizer.step()
     if scheduler is not None:
         scheduler.step()
@@ -209,13 +235,21 @@ def _stand_ins(sizes: Sequence[StandIn]) -> list[nn.Parameter]:
 
 def _reach(make: Make, sizes: Sequence[StandIn]) -> Reach:
     """Change some numbers and their gradients, and see whether others are updated otherwise."""
-    second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in sizes]
     second_ones = [torch.full((_count(one),), bool(n % 2)) for n, one in enumerate(sizes)]
     if not _same_where_unchanged(make, sizes, second_ones):
         return Reach.MODEL
-    if not _same_where_unchanged(make, sizes, second_halves):
+    second_halves = [torch.arange(_count(one)) >= (_count(one) + 1) // 2 for one in sizes]
+    if not all(
+        _same_where_unchanged(make, sizes, changed) for changed in (second_halves, _apart(sizes))
+    ):
         return Reach.PARAMETER
     return Reach.NUMBER
+
+
+def _apart(sizes: Sequence[StandIn]) -> list[Tensor]:
+    """Return for each parameter every second number along each dim, as squares of a chessboard."""
+    places = (torch.ones(one.size).nonzero().sum(1) for one in sizes)
+    return [one % 2 == 1 for one in places]
 
 
 def _same_where_unchanged(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) -> bool:
@@ -247,18 +281,39 @@ def _updates(make: Make, sizes: Sequence[StandIn], changed: Sequence[Tensor]) ->
 def _stepped(make: Make, parameters: Sequence[nn.Parameter], factors: Sequence[Tensor]) -> _Stepped:
     """Take some steps with gradients times these factors, and note whether these draw numbers."""
     optimizer, gradients = make(parameters), torch.Generator().manual_seed(1)
-    of_python = random.getstate()
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(1)
-        before = torch.get_rng_state()
-        for _ in range(_STEPS):
-            for parameter, factor in zip(parameters, factors, strict=True):
-                parameter.grad = torch.randn(parameter.shape, generator=gradients) * factor
+    for seed in (torch.manual_seed, random.seed, np.random.seed):
+        seed(1)
+    before, drawn = _other_states(optimizer), _Drawn()
+    for _ in range(_STEPS):
+        for parameter, factor in zip(parameters, factors, strict=True):
+            parameter.grad = torch.randn(parameter.shape, generator=gradients) * factor
+        with drawn:
             optimizer.step()
-        draws = not torch.equal(before, torch.get_rng_state())
-    draws = draws or of_python != random.getstate()
-    random.setstate(of_python)
+    draws = drawn.any or before != _other_states(optimizer)
     return _Stepped(optimizer, draws)
+
+
+class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Sees whether torch draws random numbers, from whichever generator."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.any = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        """Run an op."""
+        del types
+        self.any |= torch.Tag.nondeterministic_seeded in func.tags
+        return func(*args, **(kwargs or {}))
+
+
+def _other_states(optimizer: Any) -> bytes:
+    """Return the states of the generators of Python and numpy, and of those of an optimizer."""
+    kinds = (random.Random, np.random.Generator, np.random.RandomState)
+    owned = [one for one in vars(optimizer).values() if isinstance(one, kinds)]
+    return pickle.dumps((random.getstate(), np.random.get_state(), owned))
 
 
 def _moments(make: Make, sizes: Sequence[StandIn]) -> tuple[float, ...]:

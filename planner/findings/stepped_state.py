@@ -19,9 +19,12 @@ from autopar.planner.model.functions import nested_code
 from autopar.planner.model.outside import outside_of
 
 
-def check_stepped_state(path: Path, step: Callable[[], Any]) -> None:
-    """Run a step, put back what it changes, and refuse what the forward or the loss reads of it."""
-    outside = outside_of(path)
+def check_stepped_state(path: Path, model: nn.Module | None, step: Callable[[], Any]) -> None:
+    """Run a step, put back what it changes, and refuse what the forward or the loss reads of it.
+
+    The optimizer may have the model, or its last one may be a global of the file.
+    """
+    outside = outside_of(path, model)
     before = outside.snapshot()
     try:
         with warnings.catch_warnings():

@@ -36,7 +36,7 @@ def import_name(path: Path) -> ImportName:
 
 
 def imported_names(path: Path) -> Iterator[str]:
-    """Yield all that a file imports, dots in front of what is relative; nothing of one that cannot be read."""
+    """Yield all that a file imports, dots in front of what is relative; nothing of a broken one."""
     try:
         tree = ast.parse(path.read_bytes())
     except (OSError, SyntaxError, ValueError):

@@ -4,21 +4,25 @@ A trace keeps a plain value as it is. So a count that grows with each call (a gl
 of a class, a closure, a default argument, a module that a loss calls) would stay at its first value
 in printed code, and would grow with each microbatch elsewhere.
 
-Looked at are the globals of the model's files and the attributes of its modules, and what those
-hold: containers, functions with their closures and defaults, classes of these files and objects of
-them, modules. Objects of libraries are not looked into.
+Looked at are the globals of the model's files, the attributes of its modules and the environment,
+and what those hold: containers, iterators, functions with their closures and defaults, classes of
+these files and objects of them, modules. Objects of libraries are not looked into. What functions
+have cached (`lru_cache`) is forgotten.
 """
 
 from __future__ import annotations
 
+import gc
 import itertools
+import operator
+import os
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Set
 from contextlib import contextmanager
-from dataclasses import dataclass, field
-from functools import partial
+from dataclasses import dataclass, field, replace
+from functools import cache, partial
 from pathlib import Path
-from types import CellType, FunctionType, MethodType, ModuleType
+from types import CellType, FunctionType, GeneratorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,10 +37,15 @@ _SHOWN = (float, complex, itertools.count)  # nan is not itself, and counts are 
 _LONGEST = 1000  # entries: a longer container holds data
 _LARGEST_BYTES = 2**20  # of an array
 _OF_TENSORS = frozenset({"_parameters", "_buffers", "_modules"})
+_OF_HOOKS = frozenset(  # and of their like, which most modules have none of
+    key for key, value in vars(nn.Module()).items() if isinstance(value, (dict, set))
+)
 _OF_PYTHON = frozenset(
     {"__dict__", "__weakref__", "__doc__", "__module__", "__annotations__", "__builtins__"}
 )
 _CONTAINERS = (dict, list, tuple, set, frozenset, deque)
+_ITERATORS = ("builtins", "itertools")  # whose iterators may hold others
+_CACHED = type(cache(int))
 ABSENT = object()
 
 
@@ -86,11 +95,14 @@ class Snapshot:
 
     leaves: dict[str, Leaf] = field(default_factory=dict)
     holders: dict[int, Holder] = field(default_factory=dict)
+    caches: list[Any] = field(default_factory=list)  # functions that remember their results
 
     def put_back(self) -> None:
-        """Have everything hold what it held."""
+        """Have everything hold what it held, and functions forget their results."""
         for holder in self.holders.values():
             holder.put_back()
+        for function in self.caches:
+            function.cache_clear()
 
     def changes_to(self, after: Snapshot) -> Mapping[str, bool]:
         """Return the places that hold something else later, and whether that is another number."""
@@ -103,18 +115,28 @@ class Snapshot:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Outside:
-    """What is looked at: the files of a model, and the model."""
+    """What is looked at: the files of a model, and modules of it, by their paths."""
 
     files: tuple[ModuleType, ...]
-    model: nn.Module | None = None
+    modules: Mapping[str, nn.Module] = field(default_factory=dict)
+
+    def around(self, path: str) -> Outside:
+        """Return what a call of one module can reach: the modules in it, and those around it."""
+        names = path.split(".")
+        above = ("", *(".".join(names[:depth]) for depth in range(1, len(names))))
+        outer = {name: self.modules[name] for name in above if name in self.modules}
+        return replace(self, modules=outer | dict(self.modules[path].named_modules(prefix=path)))
 
     def snapshot(self) -> Snapshot:
         """Take down what is there now."""
         walk = _Walk({file.__name__ for file in self.files})
-        for file in self.files:
-            walk.look_into(vars(file), Path(str(file.__file__)).name)
-        for path, module in self.model.named_modules() if self.model is not None else ():
-            walk.look_into(module, f"module {path or '(root)'}")
+        for name, value in os.environ.items():
+            walk.found.leaves[f"os.environ[{name!r}]"] = Leaf(value, is_number=True)
+        with torch._C.DisableTorchFunction():  # a trace has modes that would take this for a step
+            for file in self.files:
+                walk.look_into(vars(file), Path(str(file.__file__)).name)
+            for path, module in self.modules.items():
+                walk.look_into(module, f"module {path or '(root)'}")
         return walk.found
 
     @contextmanager
@@ -129,7 +151,9 @@ class Outside:
 
 def outside_of(path: Path, model: nn.Module | None = None) -> Outside:
     """Return what lies outside a model that a file builds."""
-    return Outside(files=tuple(loaded_sources(path)), model=model)
+    modules = {} if model is None else dict(model.named_modules())
+    classes = {kind for module in modules.values() for kind in type(module).__mro__}
+    return Outside(files=tuple(loaded_sources(path, classes)), modules=modules)
 
 
 class _Walk:
@@ -146,7 +170,8 @@ class _Walk:
         held = _held_by(owner)
         self.found.holders[id(owner)] = Holder(owner, held)
         for key, value in held.items():
-            if not key.startswith("__") and key not in _OF_TENSORS:
+            is_known = key in _OF_TENSORS or (key in _OF_HOOKS and not value)
+            if not (is_known or key.startswith("__")):
                 self.look(f"{key} of {name}", value)
 
     def look(self, place: str, value: Any) -> None:
@@ -161,6 +186,11 @@ class _Walk:
                 self.found.leaves[place] = Leaf(value.tobytes(), is_number=True)
         elif id(value) not in self.met:
             self.met.add(id(value))
+            if isinstance(value, Iterator):
+                self.found.leaves[place] = Leaf(_progress(value), is_number=True)
+            if isinstance(value, _CACHED) and value.__module__ in self.files:
+                self.found.caches.append(value)
+                self.found.leaves[place] = Leaf(value.cache_info().currsize, is_number=False)
             for name, inner in self._inside(value):
                 self.look(_joined(place, name), inner)
 
@@ -174,6 +204,11 @@ class _Walk:
     def _inside(self, value: Any) -> Iterable[tuple[str, Any]]:
         if isinstance(value, FunctionType):
             return self._of_function(value)
+        if isinstance(value, _CACHED):
+            return (("", value.__wrapped__),)
+        if isinstance(value, Iterator) and type(value).__module__ in _ITERATORS:
+            inner = () if isinstance(value, GeneratorType) else gc.get_referents(value)
+            return ((f"[{n}]", one) for n, one in enumerate(inner))
         if isinstance(value, MethodType):
             return (("", value.__self__), ("", value.__func__))
         if isinstance(value, partial):
@@ -191,7 +226,8 @@ class _Walk:
     def _of_function(self, function: FunctionType) -> Iterator[tuple[str, Any]]:
         if function.__module__ not in self.files:
             return
-        yield "", function.__dict__.get("__wrapped__")  # goes under the name of its wrapper
+        if "__wrapped__" in function.__dict__:  # goes under the name of its wrapper
+            yield "", function.__dict__["__wrapped__"]
         yield ".__defaults__", function.__defaults__
         yield ".__kwdefaults__", function.__kwdefaults__
         for name, cell in zip(
@@ -229,9 +265,23 @@ def _held_by(owner: Any) -> Mapping[Any, Any]:
         except ValueError:  # of a name that is not set yet
             return {}
     kind = owner if isinstance(owner, type) else type(owner)
-    slots = [name for one in kind.__mro__ for name in getattr(one, "__slots__", ())]
-    own = {name: getattr(owner, name) for name in slots if hasattr(owner, name)}
+    own = {name: getattr(owner, name) for name in _slots(kind) if hasattr(owner, name)}
     return {**own, **getattr(owner, "__dict__", {})}
+
+
+@cache
+def _slots(kind: type) -> tuple[str, ...]:
+    return tuple(name for one in kind.__mro__ for name in getattr(one, "__slots__", ()))
+
+
+def _progress(iterator: Iterator[Any]) -> Any:
+    """Return how far an iterator has come, as far as it tells."""
+    if not isinstance(iterator, GeneratorType):
+        return operator.length_hint(iterator, -1)
+    frame = iterator.gi_frame
+    held = {} if frame is None else frame.f_locals
+    plain = tuple((name, repr(one)) for name, one in held.items() if isinstance(one, PLAIN))
+    return frame is not None and frame.f_lasti, plain
 
 
 def _set(owner: Any, key: Any, value: Any) -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterable
 from pathlib import Path
-from types import ModuleType
+from types import FunctionType, ModuleType
 
 from autopar.planner.model.import_name import INIT, import_name, imported_names
+
+_LIBRARIES = {"autopar", "torch", *sys.stdlib_module_names}
 
 
 def sources(path: Path) -> list[Path]:
@@ -31,8 +34,24 @@ def _place(name: str, importing: Path, folder: Path) -> Path:
     return above.joinpath(*absolute.split(".")) if absolute else above
 
 
-def loaded_sources(path: Path) -> list[ModuleType]:
-    """Return the modules of Python that these files are loaded as, none of autopar's own."""
+def loaded_sources(path: Path, classes: Iterable[type] = ()) -> list[ModuleType]:
+    """Return the modules of Python that the code of a model is in, none of a library.
+
+    Those are its files, and what defines the classes of the model or is named in these files: a
+    package of the user's that is installed in place.
+    """
     files = set(map(str, sources(path)))
-    loaded = (one for name, one in list(sys.modules.items()) if not name.startswith("autopar."))
-    return [one for one in loaded if getattr(one, "__file__", None) in files]
+    loaded = list(sys.modules.values())
+    home = [one for one in loaded if getattr(one, "__file__", None) in files]
+    named = [value for file in home for value in vars(file).values()]
+    defined = (one for one in (*classes, *named) if isinstance(one, type | FunctionType))
+    names = {one.__module__ for one in defined}
+    names |= {one.__name__ for one in named if isinstance(one, ModuleType)}
+    elsewhere = (sys.modules[name] for name in sorted(names) if name in sys.modules)
+    return [one for one in dict.fromkeys((*home, *elsewhere)) if not _is_library(one)]
+
+
+def _is_library(module: ModuleType) -> bool:
+    file, package = getattr(module, "__file__", None), module.__name__.partition(".")[0]
+    is_installed = file is None or "site-packages" in file or "dist-packages" in file
+    return is_installed or package in _LIBRARIES

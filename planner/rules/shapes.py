@@ -198,12 +198,16 @@ def expanded(case: Case) -> Signature:
     return Signature(operands=of_first(case, operand), results=((case.result, out),))
 
 
-def expanded_as(case: Case) -> Signature:
-    """As `expanded`, and the other tensor has the result's dims."""
-    alone = expanded(case)
-    ((_, out),) = alone.results
-    other = case.tensor("other") or ""
-    return Signature(operands=(*alone.operands, (other, out)), results=alone.results)
+def as_other(alone: ShapeFunction) -> ShapeFunction:
+    """Take the sizes from another tensor, which has the result's dims."""
+
+    def shaped(case: Case) -> Signature:
+        signature = alone(case)
+        ((_, out),) = signature.results
+        other = case.tensor("other") or ""
+        return Signature(operands=(*signature.operands, (other, out)), results=signature.results)
+
+    return shaped
 
 
 def _aligned_where_equal(out: Dims, sizes: Sequence[Extent], shape: Sequence[Extent]) -> Dims:

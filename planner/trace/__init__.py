@@ -11,9 +11,10 @@ import torch
 from torch import Tensor
 
 from autopar.planner.errors import AutoparError, InputError, TraceError
-from autopar.planner.graph import Graph
+from autopar.planner.graph import Graph, batch_key
 from autopar.planner.model.guard import ModelMovedError
 from autopar.planner.model.model_file import ModelFile
+from autopar.planner.ops import Left
 from autopar.planner.precision import Precision
 from autopar.planner.trace.build import TRACED_BATCH, Subject, build
 from autopar.planner.trace.convert import convert
@@ -183,9 +184,15 @@ def _stateless(subject: Subject, *, is_noticed: bool, has_fixed_rows: bool = Fal
     for counted, is_number in second.traces.changed.items():
         if is_number:
             raise counts_outside(counted, subject.path)
-    if left.read or second.graph != first.graph:
+    if left.read or _computed_in(second.graph) != _computed_in(first.graph):
         raise depends_on_outside(place, subject.path)
     return first.graph
+
+
+def _computed_in(graph: Graph) -> Graph:
+    """Return a graph without what its calls leave outside: the first one fills the caches."""
+    calls = {key: replace(call, left=Left.NOTHING) for key, call in graph.calls.items()}
+    return replace(graph, calls=calls)
 
 
 def _graph_in_modes(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
@@ -202,6 +209,24 @@ def _graph_in_modes(subject: Subject, *, is_noticed: bool, is_half: bool) -> Gra
     return replace(graph, in_eval_mode=parts) if differs else graph
 
 
+def _check_written_inputs(graph: Graph, subject: Subject) -> None:
+    """Refuse a step that writes to an entry of the batch which lies in the memory of another.
+
+    One device would change both: here two entries are two tensors, as rows of a dataset are.
+    """
+    for op in graph.ops:
+        for name in op.writes:
+            key = batch_key(graph.tensors[name].storage)
+            if key in subject.shared:
+                others = ", ".join(sorted(subject.shared - {key}))
+                raise InputError(
+                    f"the model writes to batch[{key!r}], in whose memory {others} may lie, too",
+                    where=op.location,
+                    expected="entries of example_batch with memory of their own",
+                    fix=f"give it a copy: {{{key!r}: ids.clone(), …}}",
+                )
+
+
 def _graph(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
     try:
         graph = _stateless(subject, is_noticed=is_noticed)
@@ -209,6 +234,7 @@ def _graph(subject: Subject, *, is_noticed: bool, is_half: bool) -> Graph:
         fixed = _stateless(subject, is_noticed=is_noticed, has_fixed_rows=True)
         graph = replace(fixed, fixed_at=counted.where)
     check_types(graph, is_half=is_half)
+    _check_written_inputs(graph, subject)
     if not graph.tensors[graph.loss].requires_grad:
         raise InputError(
             "the loss has no gradient",

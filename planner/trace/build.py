@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -78,6 +79,7 @@ class Subject:
     path: Path
     model_dtype: torch.dtype
     narrowed: frozenset[str] = frozenset()  # buffers that were cast to it, in 16 bits
+    shared: frozenset[str] = frozenset()  # keys of the batch whose tensors lie in one memory
 
     @property
     def model(self) -> nn.Module:
@@ -118,6 +120,7 @@ def build(
         path=model_file.path,
         model_dtype=own,
         narrowed=frozenset(narrowed),
+        shared=_shared(raw),
     )
 
 
@@ -164,6 +167,17 @@ def _batch(model_file: ModelFile, batch_size: int) -> dict[str, Any]:
     if not any(isinstance(value, torch.Tensor) for value in batch.values()):
         raise InputError("the batch has no tensor", where=where)
     return dict(batch)
+
+
+def _shared(batch: Mapping[str, Any]) -> frozenset[str]:
+    """Return the keys of entries that lie in the memory of another one."""
+    memory = {
+        key: value.untyped_storage().data_ptr()
+        for key, value in batch.items()
+        if isinstance(value, torch.Tensor)
+    }
+    counts = Counter(memory.values())
+    return frozenset(key for key, place in memory.items() if counts[place] > 1)
 
 
 def _check_entry(key: object, value: object, batch_size: int, where: str) -> None:

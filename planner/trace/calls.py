@@ -55,6 +55,8 @@ class Calls:
             keywords=tuple((name, structured(value)) for name, value in keywords.items()),
             result=None,
             is_batch_norm=isinstance(self.recording.modules.get(path), _BatchNorm),
+            left=self.recording.left_by(str(recorded)),
+            mode_is_set=str(recorded) in self.recording.modes_set,
         )
         template = self.recording.replays.get(str(recorded))
         run = str(recorded) if template is None else template.call

@@ -104,7 +104,7 @@ def export(
             _quiet(),
             contained(subject.path),
             no_foreign_randomness(subject.model),
-            recorded(subject.model, fold=fold) as recording,
+            recorded(subject.model, outside, fold=fold) as recording,
             fixing_noted() as fixing,
             lengths_as_sizes(),
             own_checkpoints_noted() as recomputing,
@@ -119,9 +119,7 @@ def export(
             _OnMeta(recording, found or LeftBehind()),
         ):
             program = torch.export.export(
-                traced_step(
-                    subject.step, tensors, constants, Run(outside, recording, traces, found)
-                ),
+                traced_step(subject.step, tensors, constants, Run(recording, traces, found)),
                 (),
                 tensors,
                 dynamic_shapes=None if has_fixed_rows else {key: {0: Dim.AUTO} for key in tensors},

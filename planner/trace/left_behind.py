@@ -7,6 +7,7 @@ A tensor made of constants is left out, for a cache is filled again.
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +18,7 @@ from torch._subclasses import FakeTensor
 from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
-from autopar.planner.model.outside import ABSENT, Holder, Snapshot
+from autopar.planner.model.outside import ABSENT, Holder, Leaf, Snapshot
 
 
 @dataclass(slots=True)
@@ -39,6 +40,14 @@ class LeftBehind:
             self.read = any(id(one) in self.replaced for one in pytree.tree_leaves(given))
 
 
+def left_by_call(before: Snapshot, after: Snapshot) -> tuple[Leaf, ...]:
+    """Return what a call has left between two snapshots, but what follows from constants alone."""
+    changed = [after.leaves[place] for place in before.changes_to(after)]
+    tensors = [one for one in changed if isinstance(one.held, FakeTensor)]
+    made = [one for one in tensors if _is_made_of_step(one.held)]
+    return (*(one for one in changed if one.is_number), *made)
+
+
 def left_behind(before: Snapshot, after: Snapshot) -> LeftBehind:
     """Return what the step between two snapshots has left; it must still be traced."""
     left = LeftBehind()
@@ -48,7 +57,23 @@ def left_behind(before: Snapshot, after: Snapshot) -> LeftBehind:
             changed = _changed(holder.held, later.held, left.replaced)
             if changed:
                 left.changed.append((holder, changed))
+    left.read = any(map(_is_stale, after.caches))
     return left
+
+
+def _is_stale(function: Any) -> bool:
+    """Whether a function has cached what the next step must compute anew.
+
+    What is found by the identity of a tensor, which it is given, is found in this step alone.
+    """
+    held = gc.get_referents(function)
+    tables = [one for one in held if isinstance(one, dict)]
+    given = pytree.tree_leaves([list(table) for table in tables])
+    if any(isinstance(one, torch.Tensor) for one in given):
+        return False
+    made = pytree.tree_leaves([list(table.values()) for table in tables])
+    fakes = (one for one in (*held, *made) if isinstance(one, FakeTensor))
+    return any(map(_is_made_of_step, fakes))
 
 
 def _changed(

@@ -32,7 +32,7 @@ def check_root_trains(
         "the model is in eval mode: it has no dropout, and its batch norms learn no statistics",
         where=f"{where}:{line}" if line else f"{name} of {where}",
         expected="a model to train; parts that stay frozen may be in eval mode",
-        fix=f"return {returned or 'model'}.train()",
+        fix=f"return {returned.removesuffix('.eval()') or 'model'}.train()",
     )
 
 

@@ -30,9 +30,11 @@ from torch.fx.experimental import proxy_tensor
 from torch.utils import _pytree as pytree
 
 from autopar.planner.model.hooks import has_backward_hooks, has_hooks
-from autopar.planner.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, OwnGradient
+from autopar.planner.model.outside import Leaf, Outside, Snapshot
+from autopar.planner.ops import LOSS_CALL, LOSS_FUNCTION, GradientUse, Left, OwnGradient
 from autopar.planner.trace.build import Loss
 from autopar.planner.trace.fold import BOOKKEEPING, Template, call_key, repeated_blocks, template_of
+from autopar.planner.trace.left_behind import left_by_call
 from autopar.planner.trace.traps import assigned_buffers_written
 
 TENSOR = object()  # stands for a tensor among the leaves of a border
@@ -65,7 +67,7 @@ class Border:
 class Recording:
     """The record of one trace; filled while the exporter runs, read by `convert` afterwards."""
 
-    modules: Mapping[str, nn.Module]
+    outside: Outside
     blocks: Mapping[str, Hashable]
     counts: Counter[str] = field(default_factory=Counter)
     open_calls: list[str] = field(default_factory=list)
@@ -79,6 +81,10 @@ class Recording:
     templates: dict[Hashable, Template] = field(default_factory=dict)
     replays: dict[str, Template] = field(default_factory=dict)
     own_gradients: list[OwnGradient] = field(default_factory=list)
+    kept: dict[str, tuple[Leaf, ...]] = field(default_factory=dict)  # what calls have left outside
+    modes: dict[str, bool] = field(default_factory=dict)  # of modules, before the step
+    modes_set: set[str] = field(default_factory=set)  # calls of modules whose mode is another one
+    at_end: frozenset[Any] = frozenset()  # by what things are told that are there after the step
     is_running: bool = False  # the step, and not the exporter before or after it
 
     def restart(self) -> None:
@@ -94,6 +100,24 @@ class Recording:
         self.templates.clear()
         self.replays.clear()
         self.own_gradients.clear()
+        self.kept.clear()
+        self.modes_set.clear()
+        self.modes = {path: module.training for path, module in self.modules.items()}
+
+    @property
+    def modules(self) -> Mapping[str, nn.Module]:
+        """The modules of the model, by their paths."""
+        return self.outside.modules
+
+    def seen_by(self, call: str) -> Snapshot:
+        """Return what a call may change outside itself, as it is now."""
+        return self.outside.around(self.paths[call]).snapshot()
+
+    def left_by(self, call: str) -> Left:
+        """Return whether a call has left something outside, and whether that was taken away."""
+        left = self.kept.get(call, ())
+        stays = all(one.is_number or one.told_by in self.at_end for one in left)
+        return (Left.BEHIND if stays else Left.FOR_A_WHILE) if left else Left.NOTHING
 
     def held_by(self, call: str) -> Hashable:
         """Return the identities of what the attributes of a called module hold, children's too."""
@@ -126,13 +150,13 @@ class Recording:
 
 
 @contextmanager
-def recorded(model: nn.Module, *, fold: bool) -> Iterator[Recording]:
+def recorded(model: nn.Module, outside: Outside, *, fold: bool) -> Iterator[Recording]:
     """Wrap the modules of a model while a trace runs."""
-    modules = dict(model.named_modules())
+    modules = outside.modules
     names = {path: _CALL if has_hooks(module) else "forward" for path, module in modules.items()}
     own = {path: module.__dict__.get(names[path]) for path, module in modules.items()}
     blocks = repeated_blocks(model) if fold else {}
-    recording = Recording(modules=modules, blocks=blocks)
+    recording = Recording(outside=outside, blocks=blocks)
     with _marker_ops(recording), _functions_recorded(recording), plain_functions_noted(recording):
         try:
             for path, module in modules.items():
@@ -190,14 +214,18 @@ def _noting_call(
         leaves, spec = pytree.tree_flatten((args, kwargs))
         key = recording.open(path, type(module).__name__)
         recording.entered[key] = _mark(torch.ops.autopar.enter, leaves, spec, key)
+        if module.training is not recording.modes[path]:
+            recording.modes_set.add(key)
         if has_backward_hooks(module):
             where = f"module {path or '(root)'}"
             recording.note_gradient(GradientUse.CHANGED, _BACKWARD_HOOK, where)
+        before = recording.seen_by(key)
         try:
             with assigned_buffers_written(module, path):
                 result = _run_or_replay(recording, key, original, args, kwargs)
         finally:
             recording.open_calls.pop()
+        recording.kept[key] = left_by_call(before, recording.seen_by(key))
         seen = pytree.tree_flatten(_with_fields(result))
         recording.left[key] = _mark(torch.ops.autopar.leave, *seen, key)
         return result
@@ -297,15 +325,14 @@ def _run_or_replay(
         recording.replays[call] = template
         tensors = [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
         return template.result(leaves, iter(torch.ops.autopar.replay(tensors, call)))
-    before = recording.held_by(call)
+    before, seen = recording.held_by(call), recording.seen_by(call)
     result = function(*args, **kwargs)
     made = template_of(call, leaves, result)
     # A block that leaves tensors elsewhere than in its result (a list, an attribute such as
     # `self.aux_loss`) must run each time.
     leaves_after, _ = pytree.tree_flatten((args, kwargs))
-    is_pure = before == recording.held_by(call) and list(map(id, leaves)) == list(
-        map(id, leaves_after)
-    )
+    is_pure = before == recording.held_by(call) and not seen.changes_to(recording.seen_by(call))
+    is_pure &= list(map(id, leaves)) == list(map(id, leaves_after))
     if key is not None and made is not None and is_pure:
         recording.templates[key] = made
     return result

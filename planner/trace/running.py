@@ -9,7 +9,6 @@ from typing import Any
 
 import torch
 
-from autopar.planner.model.outside import Outside
 from autopar.planner.trace.build import Step
 from autopar.planner.trace.left_behind import LeftBehind, left_behind
 from autopar.planner.trace.record import Recording
@@ -28,7 +27,6 @@ class Traces:
 class Run:
     """What runs of a step are noted in, and what they find."""
 
-    outside: Outside
     recording: Recording
     traces: Traces
     found: LeftBehind | None
@@ -36,17 +34,19 @@ class Run:
     def loss_of(self, step: Step, batch: Mapping[str, Any]) -> torch.Tensor:
         """Run a step, and put back what it changes outside the model."""
         self.recording.restart()
-        at_first = self.outside.snapshot()
+        outside = self.recording.outside
+        at_first = outside.snapshot()
         try:
             if self.found is not None:
                 self.found.put()
-            before = at_first if self.found is None else self.outside.snapshot()
+            before = at_first if self.found is None else outside.snapshot()
             kept = attributes_kept(step.model) if self.found is None else nullcontext()
             self.recording.is_running = True
             with kept:
                 loss = step.run(batch, noted=self.recording.noting_loss)
             self.recording.is_running = False
-            after = self.outside.snapshot()
+            after = outside.snapshot()
+            self.recording.at_end = frozenset(leaf.told_by for leaf in after.leaves.values())
             self.traces.changed = before.changes_to(after)
             self.traces.left = left_behind(before, after)
         finally:

@@ -24,6 +24,7 @@ Found = TypeVar("Found")
 Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the factor of its loss
 Divisor: TypeAlias = Callable[[Tensor, float], Tensor]  # of counts, of so many parts together
 
+_MOST_STEPS_BACK = 4  # from a loss to where it divides: casts, factors
 MOST_STEPS_AHEAD = 4  # host memory holds their batches
 
 
@@ -117,7 +118,24 @@ def scale_loss(loss: Tensor, scale: Tensor) -> Tensor:
     The result is wide where the loss has 16 bits, in which neither sums nor scaled losses fit.
     """
     wide = torch.promote_types(loss.dtype, torch.float32)
+    send_nothing_back(loss, scale)
     return loss.masked_fill(scale == 0, 0).to(wide) * scale.to(wide)
+
+
+def send_nothing_back(loss: Tensor, scale: Tensor) -> None:
+    """Have a mean that divides by its count send no gradient where that is 0: 0 ÷ 0 is none."""
+
+    def sent(gradients: tuple[Tensor | None, ...], _: Any) -> tuple[Tensor | None, ...]:
+        return tuple(one if one is None else one.masked_fill(scale == 0, 0) for one in gradients)
+
+    node: Any = loss.grad_fn
+    for _ in range(_MOST_STEPS_BACK):
+        if node is None:
+            return
+        if node.name() == "DivBackward0":
+            node.register_hook(sent)
+            return
+        node = next((before for before, _ in node.next_functions), None)
 
 
 def in_float32(loss: Callable[..., Found]) -> Callable[..., Found]:

@@ -3,7 +3,7 @@
 Scripts import from here; files import from each other.
 """
 
-from autopar.runtime.evaluation.evaluating import Evaluation, one_by_one
+from autopar.runtime.evaluation.evaluating import Evaluation, one_by_one, with_gradients
 from autopar.runtime.evaluation.first_step import Plainly, first_step_checked
 from autopar.runtime.evaluation.outputs import Absent, Outputs, named_outputs
 from autopar.runtime.evaluation.rows import read_evaluation
@@ -17,4 +17,5 @@ __all__ = [
     "named_outputs",
     "one_by_one",
     "read_evaluation",
+    "with_gradients",
 ]

@@ -47,6 +47,17 @@ def one_by_one(loss: Callable[[Batch], Tensor]) -> Losses:
     return partial(map, loss)
 
 
+def with_gradients(losses: Losses) -> Losses:
+    """Return what computes losses of a model that takes gradients itself, or has hooks on them."""
+
+    @torch.enable_grad()
+    def computed(batches: Iterable[Batch]) -> Iterator[Tensor]:
+        for loss in losses(batches):
+            yield loss.detach()
+
+    return computed
+
+
 def evaluates_after(step: int, options: Namespace) -> bool:
     """Whether the options want an evaluation after a step: after every so many, and the last."""
     every = options.eval_every

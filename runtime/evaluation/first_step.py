@@ -56,6 +56,7 @@ class Plainly:
     new_batch: Example
     new_loss: Callable[[Any, Batch], Tensor] | None = None  # absent where the model returns it
     half_buffers: Collection[str] = ()  # that a training in 16 bits has so
+    needs_gradients: bool = False  # the model takes some itself, or has hooks on them
 
     def loss(self, model: nn.Module, batch: Batch) -> Tensor:
         """Return the loss of a model, which is called with what its forward names of the batch."""
@@ -149,7 +150,8 @@ def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _F
     try:
         model = _built(plainly, options, mesh)
         built = time.perf_counter()
-        with computes_as_trained([model], mesh, options.seed):
+        learning = torch.set_grad_enabled(plainly.needs_gradients)
+        with computes_as_trained([model], mesh, options.seed), learning:
             loss = float(plainly.loss(model, batch))
     except torch.OutOfMemoryError:
         return _Found(failure="the whole model has no room beside what this rank holds")

@@ -9,6 +9,7 @@ from typing import Any, TypeAlias
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 
 from autopar.runtime.data.batches import Batch
 from autopar.runtime.evaluation.sums import once, over_ranks
@@ -52,7 +53,8 @@ class RowMetrics:
         if self._measure is None or not self._outputs:
             return
         with told("metrics() of the model file"):
-            found = self._measure(self._outputs.pop(), batch)
+            outputs = tree_map_only(Tensor, Tensor.detach, self._outputs.pop())
+            found = self._measure(outputs, batch)
         _check(found, like=self.sums)
         for name, value in found.items():
             # On the device, where they are summed over the ranks: numpy leaves them on the CPU.

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward
 
+from autopar.runtime.data.loss import send_nothing_back
 from autopar.runtime.data_parallel.gradient_buckets import GradientBuckets
 from autopar.runtime.data_parallel.wrapping import buckets_of, set_last
 from autopar.runtime.pipeline.torch_stage import (
@@ -246,6 +247,7 @@ class Stage(TorchStage):
         output = bwd_kwargs["stage_output"]
         loss = output[0] if isinstance(output, tuple) else output
         weight = self._weights[self._answered].to(loss.dtype)
+        send_nothing_back(loss, weight)
         bwd_kwargs.update(stage_output=(loss,), output_grads=(weight.view_as(loss),))
 
     def _take_in(self) -> None:

@@ -144,7 +144,7 @@ def test_a_plan_whose_every_text_is_hostile_has_the_script_of_a_harmless_one(
         except AutoparError:
             continue  # refused: a word that must be one of some, or a name of the model's
         hostile = trial
-    assert len(hostile) > 30
+    assert len(hostile) > 20
     harmless = {text: f"{text}_1" for text in hostile}
     trees = [ast.parse(emitted(names)) for names in (hostile, harmless)]
     kinds = [[type(node) for node in ast.walk(tree)] for tree in trees]

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS, CallTree, common
+from autopar.planner.ops import Left
 
 
 def finds_state(opening: Opening) -> list[str]:
@@ -19,7 +20,7 @@ def finds_state(opening: Opening) -> list[str]:
     calls = tree.graph.calls
     found: dict[str, None] = {}
     for call, chain in tree.chains.items():
-        if _is_printed(tree.hidden(call), opening):
+        if _is_printed(tree.hidden(call), opening) or _finds_left(call, opening):
             found[call] = None
         if len(chain) < 3:
             continue
@@ -36,6 +37,15 @@ def finds_state(opening: Opening) -> list[str]:
 
 def _is_function(call: str, tree: CallTree) -> bool:
     return call != LOSS and tree.graph.calls[call].is_function
+
+
+def _finds_left(call: str, opening: Opening) -> bool:
+    """Whether the code of a call may look for what a call inside it has left, or takes it away."""
+    calls, tree, printed = opening.tree.graph.calls, opening.tree, opening.printed
+    if call != LOSS and calls[call].left is Left.FOR_A_WHILE:
+        return not printed.isdisjoint(tree.chains[call][:-1])
+    leaving = (one for one in printed if one != LOSS and calls[one].left is not Left.NOTHING)
+    return any(call in tree.chains[one][:-1] for one in leaving)
 
 
 def _is_printed(names: frozenset[str], opening: Opening) -> bool:

@@ -18,13 +18,16 @@ def with_own_gradients(constraints: Constraints, graph: Graph) -> Constraints:
 
     A tensor rank has a share of a gradient, or a partial sum of it. Where the model takes a
     gradient, all that this flows through has to be in one place: no stage, and no gathered copy
-    of parameters that is freed before the second backward.
+    of parameters that is freed before the second backward. One that is kept to be looked at
+    trains nothing.
     """
     own = tuple(one for found in graph.own_gradients for one in _demands(found))
     return constraints_of((*constraints.declared, *own)) if own else constraints
 
 
 def _demands(found: OwnGradient) -> Iterator[Declared]:
+    if found.use is GradientUse.KEPT:
+        return
     why = gradient_words(found)
     is_taken = found.use is GradientUse.TAKEN
     yield _declared("tp", "max_tensor", 1, "at most tp=1", why)

@@ -30,6 +30,7 @@ from autopar.planner.ops import (
     Fields,
     FunctionCall,
     GradientUse,
+    Left,
     Listed,
     Mapped,
     NamedFields,
@@ -110,6 +111,8 @@ class CallRow(NamedTuple):
     result: JsonValue
     has_unused: bool = False
     is_batch_norm: bool = False
+    left: Left = Left.NOTHING
+    mode_is_set: bool = False
 
 
 class FunctionRow(NamedTuple):

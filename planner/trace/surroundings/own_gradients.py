@@ -21,9 +21,10 @@ from autopar.planner.trace.record import Recording
 
 _NODE: Any = Tensor.grad_fn
 GRAD_FN = _NODE.__get__
-_HOOKS = {
-    Tensor.register_hook: "Tensor.register_hook",
-    GRAD_FN: "Tensor.grad_fn",  # nodes have hooks, too
+_USES = {
+    Tensor.register_hook: (GradientUse.CHANGED, "Tensor.register_hook"),
+    GRAD_FN: (GradientUse.CHANGED, "Tensor.grad_fn"),  # nodes have hooks, too
+    Tensor.retain_grad: (GradientUse.KEPT, "Tensor.retain_grad"),
 }
 _SAVING = "torch.autograd.graph.saved_tensors_hooks"
 _TAKING = "torch.autograd.grad"
@@ -33,8 +34,9 @@ def worked_on(
     func: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any], recording: Recording
 ) -> tuple[Tensor, ...] | None:
     """Note a call that changes or takes a gradient; return what it takes, None for any other."""
-    if func in _HOOKS:
-        recording.note_gradient(GradientUse.CHANGED, _HOOKS[func], calling_place())
+    if func in _USES:
+        use, how = _USES[func]
+        recording.note_gradient(use, how, calling_place())
     if func is not torch.autograd.grad:
         return None
     recording.note_gradient(GradientUse.TAKEN, _TAKING, calling_place())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from tests.codegen.idioms.outcomes import Idiom, idiom, refused
+from tests.codegen.idioms.outcomes import Idiom, idiom, refused, told
 
 _CLASSIFIER = """
 class Classifier(Model):
@@ -49,6 +49,89 @@ def example_batch(batch_size):
     ids = torch.randint(WORDS, (batch_size, LENGTH + 1))
     return {"ids": ids[:, :LENGTH], "labels": ids[:, 1:]}
 """),
+    "one tensor under two keys, some of it ignored": idiom("""
+class Shifting(Model):
+    def forward(self, ids, labels):
+        logits = super().forward(ids)
+        return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten()), logits
+
+
+def build_model():
+    return seeded(Shifting)
+
+
+def example_batch(batch_size):
+    ids = torch.randint(WORDS, (batch_size, LENGTH))
+    return {"ids": ids, "labels": ids}
+
+
+def build_dataset():
+    found = [{"ids": row["ids"], "labels": row["ids"].clone()} for row in rows(20, 1)]
+    for number, row in enumerate(found):
+        row["labels"][: number % 4] = -100
+    return found
+
+
+del loss
+"""),
+    "one tensor under three keys": idiom("""
+class Twice(Model):
+    def forward(self, ids, more):
+        return self.head(self.hidden(ids) + self.words(more))
+
+
+def build_model():
+    return seeded(Twice)
+
+
+def example_batch(batch_size):
+    ids = torch.randint(WORDS, (batch_size, LENGTH))
+    return {"ids": ids, "more": ids, "labels": ids}
+
+
+def build_dataset():
+    return [{**row, "more": row["ids"].flip(0)} for row in rows(20, 1)]
+"""),
+    "one row for all in an example": idiom("""
+class Masked(Model):
+    def forward(self, ids, mask):
+        return self.head(self.hidden(ids) * mask[..., None])
+
+
+def build_model():
+    return seeded(Masked)
+
+
+def example_batch(batch_size):
+    ids = torch.randint(WORDS, (batch_size, LENGTH + 1))
+    mask = torch.ones(1, LENGTH).expand(batch_size, LENGTH)
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:], "mask": mask}
+
+
+def build_dataset():
+    mask = torch.ones(LENGTH, LENGTH).tril()
+    return [{**row, "mask": mask[1 + n % 4]} for n, row in enumerate(rows(20, 1))]
+"""),
+    "a batch that is written to": idiom(
+        """
+class Written(Model):
+    def forward(self, ids):
+        ids[:, 0] = 1
+        return super().forward(ids)
+
+
+def build_model():
+    return seeded(Written)
+
+
+def example_batch(batch_size):
+    ids = torch.randint(WORDS, (batch_size, LENGTH))
+    return {"ids": ids, "labels": ids}
+
+
+""",
+        every=refused("the model writes to batch['ids'], in whose memory labels"),
+    ),
     "ignored targets": idiom("""
 def build_dataset():
     found = rows(20, 1)
@@ -261,6 +344,31 @@ def example_batch(batch_size):
     ids = torch.randint(WORDS, (batch_size, LENGTH + 1))
     return {"ids": ids[:, :-1], "labels": ids[:, 1:], "heat": 0.5}
 """),
+    "a plain number for the loss": idiom("""
+def example_batch(batch_size):
+    ids = torch.randint(WORDS, (batch_size, LENGTH + 1))
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:], "heat": 0.5}
+
+
+def loss(outputs, batch):
+    return F.cross_entropy(outputs.flatten(0, 1) / batch["heat"], batch["labels"].flatten())
+"""),
+    "a plain number that rows have otherwise": idiom(
+        """
+def example_batch(batch_size):
+    ids = torch.randint(WORDS, (batch_size, LENGTH + 1))
+    return {"ids": ids[:, :-1], "labels": ids[:, 1:], "heat": 0.5}
+
+
+def build_dataset():
+    return [{**row, "heat": 0.5 + n} for n, row in enumerate(rows(20, 1))]
+
+
+def loss(outputs, batch):
+    return F.cross_entropy(outputs.flatten(0, 1) / batch["heat"], batch["labels"].flatten())
+""",
+        every=told("To train on those of the rows"),
+    ),
     "no dataset": idiom("""
 del build_dataset
 """),

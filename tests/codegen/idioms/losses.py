@@ -3,12 +3,64 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from tests.codegen.idioms.outcomes import Idiom, idiom, told
 
 _FLAT = "outputs.flatten(0, 1), batch['labels'].flatten()"
 
+_NEARLY = told("makes the loss a mean over rows only nearly")
+
+
+def _weighed(made: str, **more: Any) -> Idiom:
+    """Return an idiom of a mean that a loss makes by hand, with two weights for each target."""
+    return idiom(
+        f"""
+def example_batch(batch_size):
+    ids = torch.randint(WORDS, (batch_size, LENGTH + 1))
+    w, v = torch.rand(2, batch_size, LENGTH)
+    return {{"ids": ids[:, :-1], "labels": ids[:, 1:], "w": w, "v": v}}
+
+
+def build_dataset():
+    numbers, found = torch.Generator().manual_seed(3), rows(20, 1)
+    for n, row in enumerate(found):
+        row["w"] = torch.rand(LENGTH, generator=numbers) * 0.3 * (n % 3)
+        row["v"] = torch.rand(LENGTH, generator=numbers) * (1 + n % 4)
+    return found
+
+
+def loss(outputs, batch):
+    w, v = batch["w"], batch["v"]
+    each = F.cross_entropy(outputs.transpose(1, 2), batch["labels"], reduction="none")
+    return {made}
+""",
+        **more,
+    )
+
+
 LOSSES: Mapping[str, Idiom] = {
+    "divided by a sum of two": _weighed("(each * w).sum() / (2 * w.sum() + 0.5 * v.sum() + 1)"),
+    "divided by the larger of two": _weighed("(each * w).sum() / torch.maximum(w.sum(), v.sum())"),
+    "divided by a choice": _weighed(
+        "(each * w).sum() / torch.where(w.sum() > 3, w.sum(), torch.ones(()))"
+    ),
+    "divided by max() of Python": _weighed("(each * w).sum() / max(w.sum(), 1)"),
+    "divided by a norm": _weighed("(each * v).sum() / v.square().sum().sqrt()"),
+    "a mean divided by a mean": _weighed("(each * w).mean() / w.mean()"),
+    "a mean divided by a bounded mean": _weighed("(each * w).mean() / w.mean().clamp(min=0.4)"),
+    "two divided means": _weighed(
+        "(each * w).sum() / w.sum().clamp(min=3) + 0.5 * (each * v).sum() / (v.sum() + 1)"
+    ),
+    "two sums divided by one number": _weighed(
+        "((each * w).sum() + 0.1 * outputs.square().sum()) / w.sum().clamp(min=1)"
+    ),
+    "a divided mean of each row": _weighed("((each * w).sum(1) / w.sum(1).clamp(min=0.5)).mean()"),
+    "a mean beside a divided one": _weighed("each.mean() + (each * w).sum() / w.sum()"),
+    "divided twice": _weighed("(each * w).sum() / w.sum() / v.sum()", every=_NEARLY),
+    "times what others divide by": _weighed(
+        "(each * w).sum() * (1 / w.sum().clamp(min=1))", every=_NEARLY
+    ),
     "loss of the model, alone": idiom("""
 class Losing(Model):
     def forward(self, ids, labels):

@@ -143,6 +143,119 @@ def build_optimizer(params):
 """,
         every=refused("Lookahead"),
     ),
+    "one around another, as torch has it": idiom("""
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, inner, every=2, share=0.5):
+        super().__init__(inner.param_groups, {})
+        self.inner, self.every, self.share, self.count = inner, every, share, 0
+        self.slow = [p.detach().clone() for g in self.param_groups for p in g["params"]]
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        self.inner.step()
+        self.count += 1
+        if self.count % self.every == 0:
+            fast = [p for g in self.param_groups for p in g["params"]]
+            for slow, one in zip(self.slow, fast):
+                slow.lerp_(one, self.share)
+                one.copy_(slow)
+
+
+def build_optimizer(params):
+    return Lookahead(torch.optim.SGD(params, lr=0.3, momentum=0.5))
+
+
+def build_scheduler(optimizer):
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda n: 0.5**n)
+"""),
+    "two in one": idiom("""
+class Both(torch.optim.Optimizer):
+    def __init__(self, one, other):
+        super().__init__([*one.param_groups, *other.param_groups], {})
+        self.one, self.other = one, other
+
+    def step(self, closure=None):
+        self.one.step()
+        self.other.step()
+
+
+def build_optimizer(params):
+    params = list(params)
+    matrices = [p for p in params if p.dim() > 1]
+    vectors = [p for p in params if p.dim() <= 1]
+    return Both(
+        torch.optim.SGD(matrices, lr=0.3), torch.optim.SGD(vectors, lr=0.1, momentum=0.9)
+    )
+"""),
+    "weights bounded behind its step": idiom("""
+def build_optimizer(params):
+    params = list(params)
+    optimizer = torch.optim.SGD(params, lr=0.3)
+
+    @torch.no_grad()
+    def bound(*_):
+        for one in params:
+            one.clamp_(-0.2, 0.2)
+
+    optimizer.register_step_post_hook(bound)
+    return optimizer
+"""),
+    "gradients without their mean": idiom(
+        """
+class Centred(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.grad is not None and one.dim() > 1:
+                    one.grad -= one.grad.mean(1, keepdim=True)
+        super().step()
+
+
+def build_optimizer(params):
+    return Centred(params, lr=0.3)
+""",
+        otherwise={"ZeRO-3": refused("whole"), "tp": refused("whole")},
+    ),
+    "noise of numpy in its step": idiom(
+        """
+import numpy
+
+
+class Noisy(torch.optim.SGD):
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.add_(torch.as_tensor(numpy.random.randn(*one.shape), dtype=one.dtype) * 1e-3)
+
+
+def build_optimizer(params):
+    return Noisy(params, lr=0.1)
+""",
+        every=told("draws"),
+    ),
+    "noise of its own generator": idiom(
+        """
+class Noisy(torch.optim.SGD):
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        self.numbers = torch.Generator().manual_seed(0)
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        super().step()
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.add_(torch.randn(one.shape, generator=self.numbers), alpha=1e-3)
+
+
+def build_optimizer(params):
+    return Noisy(params, lr=0.1)
+""",
+        every=told("draws"),
+    ),
     "noise in its step": idiom(
         """
 class Noisy(torch.optim.SGD):

@@ -8,9 +8,11 @@ from types import MappingProxyType
 from tests.codegen.idioms.batches import BATCHES
 from tests.codegen.idioms.evaluations import EVALUATIONS
 from tests.codegen.idioms.forwards import FORWARDS
+from tests.codegen.idioms.hooks import GRADIENTS, HOOKS
 from tests.codegen.idioms.losses import LOSSES
 from tests.codegen.idioms.optimizers import OPTIMIZERS
 from tests.codegen.idioms.outcomes import Idiom
+from tests.codegen.idioms.states import MODES, STATES
 from tests.codegen.idioms.weights import WEIGHTS
 
 _PARTS = {
@@ -18,6 +20,10 @@ _PARTS = {
     "batch": BATCHES,
     "loss": LOSSES,
     "forward": FORWARDS,
+    "hook": HOOKS,
+    "gradient": GRADIENTS,
+    "state": STATES,
+    "mode": MODES,
     "optimizer": OPTIMIZERS,
     "evaluation": EVALUATIONS,
 }

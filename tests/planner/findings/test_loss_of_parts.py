@@ -46,6 +46,11 @@ LOSSES = {
         Follows.NEARLY,  # the balancing loss of experts: counts by probabilities
     "(each * mask).sum() / mask.sum()": Follows.MEAN,
     "(each * mask).sum() / mask.sum().clamp(min=1)": Follows.MEAN,
+    "(each * mask).sum() / (mask.sum() + label.sum())": Follows.MEAN,
+    "(each * mask).sum() / torch.where(mask.sum() > 3, mask.sum(), torch.ones(()))": Follows.MEAN,
+    "(each * mask).sum() / mask.sum() / label.sum()": Follows.NEARLY,
+    "F.cross_entropy(out, label) / label.sum()": Follows.NEARLY,
+    "(0.1 + each[mask].mean()) / label.sum()": Follows.NEARLY,
     "F.cross_entropy(out, label, ignore_index=1)": Follows.MEAN,
     "each[mask].mean()": Follows.MEAN,
     "each.masked_select(mask).mean()": Follows.MEAN,

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn, optim
@@ -52,6 +54,49 @@ class Noisy(optim.SGD):
         return super().step(closure)
 
 
+class NoisyByNumpy(optim.SGD):
+    """Adds noise of numpy's."""
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                one.grad.add_(torch.from_numpy(np.random.randn(*one.shape)))
+        return super().step(closure)
+
+
+class NoisyByItself(optim.SGD):
+    """Adds noise of a generator of its own, of torch or of numpy."""
+
+    def __init__(self, parameters: Any, *, by_numpy: bool) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.of_numpy = np.random.default_rng(0) if by_numpy else None
+        self.of_torch = torch.Generator().manual_seed(0)
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if self.of_numpy is None:
+                    one.grad.add_(torch.randn(one.shape, generator=self.of_torch))
+                else:
+                    one.grad.mul_(self.of_numpy.random())
+        return super().step(closure)
+
+
+class Centred(optim.SGD):
+    """Takes from each gradient the mean along one of its dims."""
+
+    def __init__(self, parameters: Any, dim: int) -> None:
+        super().__init__(parameters, lr=0.1)
+        self.dim = dim
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            for one in group["params"]:
+                if one.dim() > 1:
+                    one.grad.sub_(one.grad.mean(self.dim, keepdim=True))
+        return super().step(closure)
+
+
 def file_with(make: Callable[[list[nn.Parameter]], Any]) -> ModelFile:
     def build(parameters: Iterable[nn.Parameter]) -> Any:
         return make(list(parameters))
@@ -92,6 +137,8 @@ def test_one_that_takes_sparse_gradients_alone_is_refused() -> None:
         (matrices, Reach.PARAMETER, False),
         (optim.Adafactor, Reach.PARAMETER, False),
         (lambda own: Adapted(own, lr=0.1), Reach.PARAMETER, False),
+        (lambda own: Centred(own, dim=0), Reach.PARAMETER, False),
+        (lambda own: Centred(own, dim=1), Reach.PARAMETER, False),
         (lambda own: Clipped(own, lr=0.1), Reach.MODEL, False),
     ],
 )
@@ -102,6 +149,66 @@ def test_an_optimizer_is_known_by_what_changes_its_updates(
     traits = optimizer_traits(file, GRAPH)
     assert traits is not None
     assert (traits.reach, traits.groups_by_place) == (reach, groups_by_place)
+
+
+@pytest.mark.parametrize(
+    ("make", "draws"),
+    [
+        (optim.AdamW, False),
+        (lambda own: Noisy(own, lr=0.1), True),
+        (lambda own: NoisyByNumpy(own, lr=0.1), True),
+        (lambda own: NoisyByItself(own, by_numpy=False), True),
+        (lambda own: NoisyByItself(own, by_numpy=True), True),
+    ],
+)
+def test_an_optimizer_that_draws_is_known_whatever_it_draws_from(
+    make: Callable[[list[nn.Parameter]], Any], draws: bool
+) -> None:
+    states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+    traits = optimizer_traits(file_with(make), GRAPH)
+    assert traits is not None
+    assert traits.draws is draws
+    assert torch.equal(torch.get_rng_state(), states[0])
+    assert random.getstate() == states[1]
+    assert repr(np.random.get_state()) == repr(states[2])
+    found = with_optimizer(declared(global_batch=8), traits)
+    assert (found.max_tensor, found.steps_once) == ((1, True) if draws else (None, False))
+
+
+class Wrapping(optim.Optimizer):
+    """Steps another optimizer, without the __init__ of its base."""
+
+    def __init__(self, inner: optim.Optimizer) -> None:
+        self.inner, self.param_groups = inner, inner.param_groups
+
+    def step(self, closure: Any = None) -> Any:
+        return self.inner.step(closure)
+
+
+class Plain:
+    """Steps parameters, and is no optimizer of torch's."""
+
+    def __init__(self, parameters: list[nn.Parameter]) -> None:
+        self.param_groups = [{"params": parameters}]
+
+    def step(self) -> None:
+        """Do nothing."""
+
+
+@pytest.mark.parametrize(
+    ("make", "lacks"),
+    [
+        (lambda own: Wrapping(optim.SGD(own)), "whose __init__ never called super().__init__"),
+        (Plain, "not a torch Optimizer"),
+    ],
+)
+def test_what_is_no_optimizer_of_torch_is_refused_with_what_to_write(
+    make: Callable[[list[nn.Parameter]], Any], lacks: str
+) -> None:
+    with pytest.raises(InputError) as told:
+        optimizer_traits(file_with(make), GRAPH)
+    assert lacks in told.value.found
+    assert "super().__init__(optimizer.param_groups, {})" in told.value.fix
 
 
 def test_the_optimizers_of_the_zoo_leave_every_plan() -> None:

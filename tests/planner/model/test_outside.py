@@ -25,6 +25,7 @@ from torch import nn
 
 STEP, NOTHING = 0, float("nan")
 COUNT = itertools.count()
+EACH, PAIRS = iter([1, 2, 3]), zip([1, 2, 3], itertools.cycle([4, 5]))
 ARRAY, TENSOR = numpy.zeros(2), torch.zeros(2)
 LISTED, NAMED, LAST, MET = [1, [2]], {"step": {"now": 0}}, deque([1], maxlen=2), {1}
 PAIR = ([0],)
@@ -65,6 +66,14 @@ def around():
     counting()
 
 
+def falling():
+    scale = 1.0
+    while True:
+        yield scale
+        scale /= 2
+
+
+SCALES = falling()
 BOUND, WITH = HELD.__init__, partial(counting, [0])
 
 
@@ -93,6 +102,8 @@ def file() -> Iterator[Any]:
 CHANGES = {
     "STEP += 1": "STEP of state.py",
     "next(COUNT)": "COUNT of state.py",
+    "next(EACH)": "EACH of state.py",
+    "next(SCALES)": "SCALES of state.py",
     "ARRAY += 1": "ARRAY of state.py",
     "TENSOR += 1": "TENSOR[:] of state.py",
     "LISTED[0] += 1": "LISTED[0] of state.py",
@@ -126,11 +137,7 @@ def test_a_change_outside_is_told_by_its_place(file: Any, change: str) -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [
-        one
-        for one in CHANGES
-        if one not in ("next(COUNT)", "ARRAY += 1", "TENSOR += 1", "criterion.seen += 1")
-    ],  # fmt: skip
+    [one for one in CHANGES if not one.startswith(("next", "ARRAY", "TENSOR", "criterion.seen"))],
 )
 def test_what_has_changed_is_put_back(file: Any, change: str) -> None:
     outside = Outside(files=(file,))
@@ -138,6 +145,29 @@ def test_what_has_changed_is_put_back(file: Any, change: str) -> None:
     exec(change, vars(file))
     before.put_back()
     assert before.changes_to(outside.snapshot()) == {}
+
+
+def test_an_iterator_of_others_is_told_by_these(file: Any) -> None:
+    outside = Outside(files=(file,))
+    before = outside.snapshot()
+    next(file.PAIRS)
+    assert before.changes_to(outside.snapshot())
+
+
+def test_the_environment_is_outside_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Outside(files=()).snapshot()
+    monkeypatch.setenv("STEP_OF_A_TEST", "1")
+    changes = before.changes_to(Outside(files=()).snapshot())
+    assert changes == {"os.environ['STEP_OF_A_TEST']": True}
+
+
+def test_what_a_function_has_cached_is_forgotten(file: Any) -> None:
+    exec("import functools\n@functools.lru_cache\ndef table(n): return n", vars(file))
+    before = Outside(files=(file,)).snapshot()
+    file.table(3)
+    assert before.changes_to(Outside(files=(file,)).snapshot()) == {"table of state.py": False}
+    before.put_back()
+    assert file.table.cache_info().currsize == 0
 
 
 def test_another_tensor_is_no_other_number(file: Any) -> None:
@@ -156,29 +186,39 @@ def test_a_global_that_a_step_makes_is_taken_away_again(file: Any) -> None:
     assert not hasattr(file, "FRESH")
 
 
-def test_attributes_of_the_modules_of_a_model_are_outside_its_parameters() -> None:
-    class Part(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(2, 2)
-            self.seen: list[Any] = []
+class Part(nn.Module):
+    """A module that has more than tensors and modules."""
 
-    model = nn.Sequential(Part())
-    outside = Outside(files=(), model=model)
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.seen: list[Any] = []
+
+
+def test_attributes_of_the_modules_of_a_model_are_outside_its_parameters() -> None:
+    part = Part()
+    outside = Outside(files=(), modules={"0": part, "0.linear": part.linear})
     before = outside.snapshot()
     with torch.no_grad():
-        model[0].linear.weight += 1
-    model[0].linear.weight.grad = torch.ones(2, 2)
+        part.linear.weight += 1
+    part.linear.weight.grad = torch.ones(2, 2)
     assert before.changes_to(outside.snapshot()) == {}
-    model[0].seen.append("x")
-    model[0].linear.scale = 2
+    part.seen.append("x")
+    vars(part.linear)["scale"] = 2
     assert before.changes_to(outside.snapshot()) == {
         "seen[0] of module 0": True,
         "scale of module 0.linear": True,
     }
     before.put_back()
-    assert model[0].seen == []
-    assert not hasattr(model[0].linear, "scale")
+    assert part.seen == []
+    assert "scale" not in vars(part.linear)
+
+
+def test_a_call_of_a_module_reaches_what_is_in_it_and_around_it() -> None:
+    model = nn.ModuleDict({"a": nn.Sequential(Part(), Part()), "b": Part()})
+    outside = Outside(files=(), modules=dict(model.named_modules()))
+    assert list(outside.around("a.0").modules) == ["", "a", "a.0", "a.0.linear"]
+    assert outside.around("").modules == outside.modules
 
 
 def test_objects_of_libraries_and_data_are_not_looked_into(file: Any) -> None:

@@ -120,6 +120,11 @@ def test_what_is_expanded_to_another_has_its_dims() -> None:
     assert dict(signature.operands)[op.inputs[1]] == signature.results[0][1]
 
 
+def test_a_view_in_the_sizes_of_another_has_its_dims() -> None:
+    op, signature = signature_in(lambda x, w: (x * w.sum()).flatten(1).view_as(x), "view_as")
+    assert dict(signature.operands)[op.inputs[1]] == signature.results[0][1]
+
+
 def test_a_part_that_is_written_anew_keeps_the_other_dims() -> None:
     _, signature = signature_in(
         lambda x, w: torch.slice_scatter(x @ w, x[..., :2], dim=2, end=2), "slice_scatter"

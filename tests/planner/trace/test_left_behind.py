@@ -15,6 +15,21 @@ from functools import cached_property, lru_cache
 KEPT, LAST = {{}}, []
 
 
+@lru_cache(maxsize=4)
+def table(n):
+    return torch.arange(float(n))
+
+
+@lru_cache
+def keyed(x):
+    return x * 2
+
+
+@lru_cache
+def drawn():
+    return torch.randn(4)
+
+
 class Model(nn.Module):
     def __init__(self):
         super().__init__()
@@ -46,12 +61,18 @@ CACHES = {
     "a property": "x = x * self.scale.to(x)",
     "what nobody reads": "LAST[:] = [x.detach().mean()]",
     "what one step reads of itself": "LAST[:] = [x]; x = LAST.pop() * 2",
+    "a table by a cached function": "x = x + table(x.shape[1]).to(x)",
+    "what a tensor is the key of": "x = keyed(x)",
     "weights put down for a page": "KEPT['norm'] = self.linear.weight.detach().norm()",
 }
 MORE = """
     @lru_cache
     def table(self, n):
         return torch.arange(float(n))
+
+    @lru_cache
+    def scaled(self):
+        return self.linear.weight.mean()
 
     @cached_property
     def scale(self):
@@ -70,6 +91,8 @@ STATE = {
     "a view of the last batch": "x, KEPT['x'] = x + KEPT.get('x', x).T.mean(), x.detach()",
     "a weight as it was": "x = x + KEPT.setdefault('w', self.linear.weight.detach().mean())",
     "numbers drawn once": "x = x + KEPT.setdefault('z', torch.randn(4)).to(x)",
+    "a cached function of a weight": "x = x * self.scaled().detach()",
+    "a cached draw": "x = x + drawn().to(x)",
     "whether it is the first": "x = x * (2 if LAST else 1); LAST.append(x.detach())",
 }
 
@@ -77,5 +100,5 @@ STATE = {
 @pytest.mark.parametrize("name", STATE)
 def test_what_a_later_step_reads_is_state(tmp_path: Path, name: str) -> None:
     with pytest.raises(TraceError, match=r"changes what the next one computes|one value") as told:
-        traced(tmp_path, source(STATE[name]))
+        traced(tmp_path, source(STATE[name], MORE))
     assert "register_buffer" in told.value.fix

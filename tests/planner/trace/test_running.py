@@ -14,7 +14,17 @@ from tests.planner.trace.model_source import linear_model, traced, written
 LOSS = """
 import itertools
 
-STEP, COUNT, SEEN = 0, itertools.count(1), [0]
+STEP, COUNT, SEEN, SCALES = 0, itertools.count(1), [0], iter([1.0, 0.5] * 50)
+
+
+def falling():
+    scale = 1.0
+    while True:
+        yield scale
+        scale /= 2
+
+
+FALLING = falling()
 
 
 class Settings:
@@ -56,6 +66,12 @@ loss.calls = 0
 COUNTED = {
     "STEP": ("global STEP; STEP += 1", "STEP of subject.py"),
     "COUNT": ("outputs = outputs * next(COUNT)", "COUNT of subject.py"),
+    "an iterator": ("outputs = outputs * next(SCALES)", "SCALES of subject.py"),
+    "a generator": ("outputs = outputs * next(FALLING)", "FALLING of subject.py"),
+    "the environment": (
+        "import os; os.environ['STEP'] = os.environ.get('STEP', '') + '1'",
+        "os.environ['STEP']",
+    ),
     "SEEN": ("SEEN[0] += 1", "SEEN[0] of subject.py"),
     "Settings": ("Settings.step += 1", "Settings.step of subject.py"),
     "default": ("state['n'] += 1", "loss.__defaults__[0]['n'] of subject.py"),
@@ -66,9 +82,10 @@ COUNTED = {
 
 @pytest.mark.parametrize("name", COUNTED)
 def test_a_loss_that_counts_its_calls_is_refused_by_the_name_of_the_count(
-    tmp_path: Path, name: str
+    tmp_path: Path, name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     line, place = COUNTED[name]
+    monkeypatch.setenv("STEP", "")
     with pytest.raises(TraceError) as told:
         traced(tmp_path, linear_model("return self.linear(x)") + LOSS.format(
             line=line, inside="self.step += 1"))  # fmt: skip

@@ -53,6 +53,30 @@ def test_scaled_microbatches_give_the_gradient_of_the_mean_over_all_valid_target
             torch.testing.assert_close(found, weight.grad, rtol=0, atol=1e-14)
 
 
+def _masked_gradient(microbatches: int) -> torch.Tensor:
+    """The gradient of a mean that the loss divides by itself, one microbatch of which is empty."""
+    mesh = start(pipeline=1, data=2, tensor=1)
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    batches = _microbatches(mesh, microbatches)
+    for batch, scale in weighed_ahead(batches, _count, mesh, microbatches=microbatches):
+        scale_loss(_masked_mean(weight, batch["x"], batch["y"]), scale).backward()  # type: ignore[no-untyped-call]
+    assert weight.grad is not None
+    dist.all_reduce(weight.grad)
+    return weight.grad / 2
+
+
+def _masked_mean(weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    mask = y != -100
+    return 0.5 * ((x * weight).square().sum(-1) * mask).sum() / mask.sum()
+
+
+def test_an_empty_microbatch_of_a_mean_by_hand_sends_no_gradient() -> None:
+    weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
+    _masked_mean(weight, *_batch()).backward()  # type: ignore[no-untyped-call]
+    for found in run_on_ranks(_masked_gradient, 2, 2):
+        torch.testing.assert_close(found, weight.grad, rtol=0, atol=1e-14)
+
+
 def _two_means(weight: torch.Tensor, x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
     """Two means over targets that count differently, of one batch."""
     logits = (x * weight).flatten(0, 1)
