@@ -40,7 +40,7 @@ from autopar.planner.plan.fleet.curve import Curve, Fewer
 from autopar.planner.plan.fleet.training import Training
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search.degrees import check_degrees, leave_degrees
+from autopar.planner.plan.search.degrees import BatchFacts, check_degrees, leave_degrees
 from autopar.planner.plan.search.demands import check_memory
 from autopar.planner.precision import Precision
 from autopar.planner.profile.file import read_measurements
@@ -192,10 +192,10 @@ def _check_degrees(
     clusters: Sequence[Cluster], constraints: Constraints, graph: Graph | None = None
 ) -> None:
     """Refuse constraints that leave no degrees on any of the clusters, as far as is known."""
-    fixed, at = (graph.fixed_batch, graph.fixed_at) if graph else (None, "")
+    batch = BatchFacts.of(graph) if graph is not None else BatchFacts(may_be_uneven=True)
     *fewer, last = (cluster.size for cluster in clusters)
-    if not any(leave_degrees(constraints.declared, size, fixed_batch=fixed) for size in fewer):
-        check_degrees(last, constraints, fixed_batch=fixed, fixed_at=at)
+    if not any(leave_degrees(constraints.declared, size, batch) for size in fewer):
+        check_degrees(last, constraints, batch)
 
 
 def read_training(request: Request, report: Callable[[str], None]) -> Training:

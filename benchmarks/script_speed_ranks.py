@@ -106,7 +106,7 @@ def _sides(script: Any, hand: str) -> tuple[Callable[[], Tensor], Callable[[], T
     training, whose every target counts, has them before.
     """
     mesh = mesh_of(script)
-    data = script.batches(script.parse_args(["--data", "synthetic"]), mesh)
+    data = script.batches(script.parse_args(["--data", "synthetic"]), mesh, None, 0)
     batches = [batch for batch, _ in islice(data, script.MICROBATCHES)]
     own = step_of(script, mesh)
 

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from itertools import islice
 from typing import Any
 
 from torch import Tensor
 
+from autopar.runtime.optimizer.arguments import OptimizerFactory
 from autopar.runtime.optimizer.building import build_optimizer
+from autopar.runtime.optimizer.usual import adamw
 from autopar.runtime.ranks.mesh import Mesh, start
 from autopar.runtime.ranks.randomness import seed_all
 from autopar.runtime.weights.loading import NOTHING_SPLIT, load_weights
@@ -23,10 +26,10 @@ def step_of(script: Any, mesh: Mesh) -> Callable[[], Tensor]:
     """Build the script's training as its `main` does, and return its step."""
     options = script.parse_args(["--data", "synthetic"])
     model, recipe = script.build_model(mesh, options.dtype, options.seed)
-    data = script.batches(options, mesh)
+    data = script.batches(options, mesh, None, 0)
     parts = getattr(model, "parts", [model])
     load_weights(parts, recipe, None, mesh, splits=getattr(script, "SPLITS", NOTHING_SPLIT))
-    optimizer = build_optimizer(parts, script.new_optimizer, zero=script.ZERO, mesh=mesh, lr=None)
+    optimizer = build_optimizer(parts, _maker(script), zero=script.ZERO, mesh=mesh, lr=None)
     seed_all(options.seed, mesh)
 
     def step() -> Tensor:
@@ -35,3 +38,13 @@ def step_of(script: Any, mesh: Mesh) -> Callable[[], Tensor]:
         return loss
 
     return step
+
+
+def _maker(script: Any) -> OptimizerFactory:
+    """Return what makes the optimizer: the model file's function, or AdamW as the script has it."""
+    if hasattr(script, "new_optimizer"):
+        made: OptimizerFactory = script.new_optimizer
+        return made
+    return partial(
+        adamw, lr=script.LEARNING_RATE, betas=script.BETAS, weight_decay=script.WEIGHT_DECAY
+    )

@@ -15,8 +15,8 @@ _FROM: Mapping[str, str] = MappingProxyType(
         "torch": "Tensor nn",
         "torch.optim": "Optimizer",
         "autopar.runtime.data": (
-            "Batch Weighed gathered_rows in_float32 loss_in placed read_batches scale_loss "
-            "weighed_ahead weighed_terms_ahead with_plain"
+            "Batch Weighed gathered_rows in_float32 loss_in placed read_batches read_dataset "
+            "scale_loss summed_rows weighed_ahead weighed_terms_ahead with_plain"
         ),
         "autopar.runtime.data_parallel": "set_last wrap",
         "autopar.runtime.evaluation": (
@@ -24,7 +24,8 @@ _FROM: Mapping[str, str] = MappingProxyType(
         ),
         "autopar.runtime.keeping": "Keeper",
         "autopar.runtime.model": (
-            "Crossing StagePart freeze keep_apart named names_of numbered submodules take_classes"
+            "ROWS Crossing StagePart freeze keep_apart named names_of numbered submodules "
+            "take_classes"
         ),
         "autopar.runtime.optimizer": (
             "LossScale adamw build_optimizer clip_by_global_norm sum_replicated warmup_cosine"

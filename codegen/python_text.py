@@ -82,6 +82,14 @@ class Group:
         inner = "".join(f"{margin}{line},\n" for line in lines)
         return f"{self.opening}\n{inner}{' ' * indent}{self.closing}"
 
+    def in_few_lines(self, *, before: int, indent: int) -> str:
+        """Return the group on one line, or all items on a line of their own, or one on each."""
+        items = ", ".join(one.flat if isinstance(one, Group) else one for one in self.items)
+        if before + len(self.flat) <= WIDTH or indent + 4 + len(items) > WIDTH:
+            return self.laid_out(before=before, indent=indent)
+        margin = " " * indent
+        return f"{self.opening}\n{margin}    {items}\n{margin}{self.closing}"
+
 
 Row = tuple[str, str | Group, str]  # what leads a value, the value, a remark
 

@@ -45,6 +45,7 @@ _OPTIONS = {
     "--on-nan": "stop", "--timeout": "60", "--export": "none", "--checkpoint": "kept",
     "--checkpoint-every": "10", "--checkpoint-minutes": "5", "--keep": "2", "--keep-every": "20",
     "--resume": "auto", "--eval-every": "10", "--early-stop": "3", "--data": "synthetic",
+    "--last-rows": "pad", "--weight-decay": "0.1", "--warmup-steps": "10",
 }  # fmt: skip
 _EVERYWHERE = ("",)  # where any place may have another right value
 
@@ -125,7 +126,7 @@ def _read(path: Path) -> None:
     options = read_options(
         words, steps=1, clip=1.0, seed=0, dtype="float32", log_every=1, export="none",
         checkpoint="none", checkpoint_every=10, keep=3, workers=0, eval_every=5,
-        check_first_step=False,
+        check_first_step=False, betas=(0.9, 0.95), weight_decay=0.1, warmup_steps=2000,
     )  # fmt: skip
     for name, value in vars(options).items():
         assert _makes_sense(name, value), (name, value)

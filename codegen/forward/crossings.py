@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from autopar.codegen.forward.body import BodyBuilder
 from autopar.codegen.forward.losses import bind_batch
 from autopar.codegen.forward.opened import Crossing
+from autopar.codegen.forward.opening.changes import splits_rows
 from autopar.codegen.forward.opening.opening import Opening
 from autopar.codegen.forward.reading.calls import LOSS
 from autopar.codegen.forward.text.expressions import Expression, call, joined, text
@@ -49,8 +50,9 @@ def _of_any_rank(line: str) -> str:
 def _crossing(one: Crossing, builder: BodyBuilder) -> Expression:
     split = builder.split
     others = split.lengths.shape(one.name)
+    rows = text("MICROBATCH" if splits_rows(split) else "ROWS")
     shape = [
-        text("MICROBATCH") if size == other == BATCH else builder.sizes.whole(size, other)
+        rows if size == other == BATCH else builder.sizes.whole(size, other)
         for size, other in zip(one.shape, others, strict=True)
     ]
     given: list[Expression] = [joined(tuple(shape))]

@@ -16,6 +16,7 @@ from autopar.codegen.forward.classes import (
 )
 from autopar.codegen.forward.losses import printed_loss, printed_metrics
 from autopar.codegen.forward.opened import Opened, OpenedClass, Stage
+from autopar.codegen.forward.opening.changes import splits_rows
 from autopar.codegen.forward.opening.cutting import cut_calls, stage_of_ops
 from autopar.codegen.forward.opening.opener import open_calls
 from autopar.codegen.forward.opening.opening import Opening
@@ -146,6 +147,7 @@ def _open(split: Split, tree: CallTree, places: dict[str, int], state: _State) -
         inlined=opening.inlined,
         functions=tuple(_applied(split, sources)),
         own_rows=tuple(map(batch_key, split.own_rows)),
+        splits_rows=splits_rows(split),
     )
 
 

@@ -74,7 +74,8 @@ class Opened:
     makes of them (at least one, say). `imports` are lines.
     `inlined` are the calls of modules whose code stands in their caller's: nothing calls them.
     `functions` are those of the model's files that the code here calls. `own_rows` are the keys of
-    the batch of which a tensor rank is given its rows alone.
+    the batch of which a tensor rank is given its rows alone; `splits_rows` where tensor ranks have
+    shares of any rows.
     """
 
     classes: tuple[OpenedClass, ...]
@@ -88,6 +89,7 @@ class Opened:
     inlined: frozenset[str]
     functions: tuple[Imported, ...] = ()
     own_rows: tuple[str, ...] = ()
+    splits_rows: bool = False
     absent: tuple[str, ...] = ()
 
 

@@ -16,6 +16,8 @@ from torch.utils.data import IterableDataset, default_collate
 
 from autopar.planner.model.model_file import ModelFile
 from autopar.runtime.data.batches import dataset_batches
+from autopar.runtime.data.epochs import Epochs
+from autopar.runtime.data.shares import Dealing
 from autopar.runtime.ranks.mesh import start, stop
 from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers, seeded
 
@@ -38,7 +40,7 @@ def plain_batches(file: ModelFile, *, rows: int, seed: int, uses_dataset: bool) 
         while True:
             chosen = [_row(dataset, example, place, seed) for place in islice(places, rows)]
             yield {key: one.clone() for key, one in default_collate(chosen).items()}
-    yield from _as_scripts_do(file, rows, seed)
+    yield from _as_scripts_do(file, dataset, rows, seed)
 
 
 def _places(length: int, seed: int) -> Iterator[tuple[int, int]]:
@@ -59,16 +61,16 @@ def _row(
     return {key: torch.as_tensor(row[key], dtype=one.dtype) for key, one in example.items()}
 
 
-def _as_scripts_do(file: ModelFile, rows: int, seed: int) -> Iterator[Batch]:
+def _as_scripts_do(file: ModelFile, dataset: Any, rows: int, seed: int) -> Iterator[Batch]:
     """Read rows that come in a stream, or go through a collate, by the code of scripts."""
-    assert file.build_dataset is not None
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
         yield from dataset_batches(
-            file.build_dataset,
+            dataset,
             file.example_batch,
             mesh,
-            microbatch=rows,
+            dealing=Dealing(each=(rows,), rank=0),
+            epochs=Epochs(rows=None, per_step=rows),
             seed=seed,
             new_collate=file.build_collate,
         )

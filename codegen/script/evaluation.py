@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from autopar.codegen.forward.targets import DIVISOR
-from autopar.codegen.python_text import WIDTH, Group, Source, call
+from autopar.codegen.python_text import Group, Source, call
 from autopar.codegen.script.parameter_tables import half_buffers
 from autopar.codegen.script.settings_lines import sums_rows
 from autopar.codegen.subject import Subject
@@ -28,11 +28,7 @@ def first_step(plan: Plan, subject: Subject) -> Source:
         arguments.append("terms=valid_targets")
     if subject.opened.own_rows:
         arguments += ["rows_over=mesh.tensor", "own=OWN_ROWS", "rows=MICROBATCH"]
-    made = call("first_step_checked", *arguments)
-    items = ", ".join(arguments)
-    if len(items) + 12 <= WIDTH < len(made.flat) + 15:  # on one line, with brackets around it
-        return Source(f"{made.opening}\n            {items}\n        {made.closing}")
-    return Source(made.laid_out(before=15, indent=8))
+    return Source(call("first_step_checked", *arguments).in_few_lines(before=15, indent=8))
 
 
 def plainly(plan: Plan, subject: Subject) -> Source:

@@ -31,8 +31,6 @@ class ScriptView:
     dividing: Source  # the argument that tells what the loss adds to its counts
     weighs_microbatches: bool  # whose loss is one mean, over targets that may be few
     sums_rows: bool  # a loss that is a sum over rows, of several parts
-    microbatch: str  # the type of what a step takes
-    scaled: Source  # the microbatches of a step with the factors of their losses
     tables: Source  # data that names those classes
     is_pipelined: bool
     opened: bool
@@ -55,7 +53,8 @@ class ScriptView:
     first_step: Source  # the call that compares the first loss
     measures: bool  # by metrics() of the model file
     gathers_rows: bool  # which tensor ranks have read each for itself
-    usual: Source  # what makes an optimizer and a schedule that the model file does not make
+    usual_optimizer: Source  # what makes the optimizer where the model file makes none
+    warms_up: bool  # by a schedule that the model file does not make
     scheduler: Source  # the call that makes the schedule of learning rates; empty: there is none
     has_writing: bool  # layers that write where others read
     has_unread: bool  # parameters that the loss does not depend on

@@ -54,11 +54,11 @@ def settings_of(plan: Plan) -> Iterator[Setting]:
     yield Setting("STEPS", literal(100), "--steps")
     if not plan.model.has_optimizer:
         yield Setting("LEARNING_RATE", literal(USUAL.learning_rate), "of AdamW; --lr")
-        yield Setting("BETAS", literal(USUAL.betas), "of AdamW")
-        decayed = "of AdamW, on matrices: norms and biases have none"
+        yield Setting("BETAS", literal(USUAL.betas), "of AdamW; --betas")
+        decayed = "of AdamW, on matrices: norms and biases have none; --weight-decay"
         yield Setting("WEIGHT_DECAY", literal(USUAL.weight_decay), decayed)
     if is_scheduled_here(plan):
-        warmed = "to LEARNING_RATE, at most a tenth of --steps"
+        warmed = "to LEARNING_RATE, at most a tenth of all; --warmup-steps"
         yield Setting("WARMUP_STEPS", literal(USUAL.warmup_steps), warmed)
         final = "of LEARNING_RATE, to which a cosine falls by the last step"
         yield Setting("FINAL_SHARE", literal(USUAL.final_share), final)
@@ -93,15 +93,6 @@ def whole_model_fits(plan: Plan) -> bool:
     item_bytes = 2 if plan.arrangement.precision.is_half else 4
     left_bytes = plan.limit_bytes(rank) - memory.device_bytes
     return item_bytes * plan.model.parameters <= left_bytes
-
-
-def usual_makers(plan: Plan) -> Iterator[str]:
-    """Yield what makes the optimizer and its schedule where the model file does not."""
-    if not plan.model.has_optimizer:
-        rates = "lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY"
-        yield f"new_optimizer = partial(adamw, {rates})"
-    if is_scheduled_here(plan):
-        yield "new_scheduler = partial(warmup_cosine, warmup=WARMUP_STEPS, final=FINAL_SHARE)"
 
 
 def evaluating() -> Iterator[Setting]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
 
 from autopar.codegen.forward.crossings import CROSSING
@@ -21,14 +22,14 @@ from autopar.codegen.python_text import (
 from autopar.codegen.script.name_patterns import numbered_tuple, outermost
 from autopar.codegen.script.parameter_tables import aliases_of, names_with_aliases, parts_text
 from autopar.planner.axes.infer import Axes
-from autopar.planner.extent import Extent
+from autopar.planner.extent import BATCH, Extent
 from autopar.planner.findings.learning import learning_parameters
 from autopar.planner.graph import Graph
 from autopar.planner.layouts import Kind
 from autopar.planner.ops import MODEL_DTYPE
 from autopar.planner.plan.plan import Plan
 from autopar.planner.plan.plan import Stage as PlannedStage
-from autopar.planner.programs.layouts.cuts import parts_of
+from autopar.planner.programs.layouts.cuts import Parts, parts_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -43,8 +44,10 @@ def stage_tables(plan: Plan, opened: Opened, axes: Axes, *, last: str) -> StageT
     """Return what the stages hold and give; `last` is the class of the last one."""
     holds = stage_holds(plan.graph, opened.stages)
     functions = crossing_names(opened)
+    follows = crossings_follow_rows(opened, axes)
     gives: list[Group | str] = [
-        functions.get(stage.crossing) or _gives(stage, plan, axes) for stage in opened.stages
+        functions.get(stage.crossing) or _gives(stage, plan, axes, follows_rows=follows)
+        for stage in opened.stages
     ]
     are_alike = len(set(gives[:-1])) == 1 and not functions
     rows = []
@@ -73,8 +76,8 @@ def crossing_names(opened: Opened) -> dict[str, Source]:
     return {source: Source(f"{CROSSING}{n}") for n, source in enumerate(sources, start=1)}
 
 
-def _gives(stage: Stage, plan: Plan, axes: Axes) -> Group:
-    return tuple_of(*(_crossing(one, plan, axes) for one in stage.gives))
+def _gives(stage: Stage, plan: Plan, axes: Axes, *, follows_rows: bool) -> Group:
+    return tuple_of(*(_crossing(one, plan, axes, follows_rows=follows_rows) for one in stage.gives))
 
 
 def stage_holds(graph: Graph, stages: Sequence[Stage]) -> tuple[frozenset[str], ...]:
@@ -111,13 +114,30 @@ def _common_steps(name: str, stage: Stage) -> int:
     return max(map(together, stage.modules), default=0)
 
 
-def _crossing(crossing: Crossing, plan: Plan, axes: Axes) -> Group:
+def crossings_follow_rows(opened: Opened, axes: Axes) -> bool:
+    """Whether stages give each other tensors whose sizes are multiples of the rows, or constant."""
+    gives = [one for stage in opened.stages for one in stage.gives]
+    sizes = {extent for one in gives for extent in one.shape if not extent.is_constant}
+    are_multiples = all(not any(size.coefficients[:1] + size.coefficients[2:]) for size in sizes)
+    parts = [_parts(one, axes, 2) == _parts(one, axes, 3) for one in gives]
+    return not opened.splits_rows and are_multiples and all(parts)
+
+
+def _parts(crossing: Crossing, axes: Axes, rows: int) -> Parts:
+    """Return how a tensor of so many rows is cut, () where it is whole."""
+    layout = crossing.layout
+    if layout.kind is not Kind.SPLIT:
+        return ()
+    return parts_of(axes.dims[crossing.name][layout.dim], layout.axis, rows)
+
+
+def _crossing(crossing: Crossing, plan: Plan, axes: Axes, *, follows_rows: bool) -> Group:
     microbatch = plan.arrangement.microbatch
-    shape = ", ".join(_size(extent, microbatch) for extent in crossing.shape)
+    size_of = _size if follows_rows else partial(_planned_size, microbatch=microbatch)
+    shape = ", ".join(size_of(extent) for extent in crossing.shape)
     arguments = [f"({shape},)" if len(crossing.shape) == 1 else f"({shape})"]
     layout = crossing.layout
-    if layout.kind is Kind.SPLIT:
-        parts = parts_of(axes.dims[crossing.name][layout.dim], layout.axis, microbatch)
+    if parts := _parts(crossing, axes, microbatch):
         arguments.append(f"Split({layout.dim}, {parts_text(parts)})")
     if crossing.dtype != MODEL_DTYPE:
         arguments.append(f"dtype=torch.{identifier(crossing.dtype)}")
@@ -126,8 +146,15 @@ def _crossing(crossing: Crossing, plan: Plan, axes: Axes) -> Group:
     return call("Crossing", *arguments)
 
 
-def _size(extent: Extent, microbatch: int) -> str:
-    return "MICROBATCH" if extent == Extent.of(0, 1) else literal(extent.at(microbatch))
+def _size(extent: Extent) -> str:
+    """Return a size of a tensor, which may be a multiple of the rows of a microbatch."""
+    if extent.is_constant:
+        return literal(extent.at(0))
+    return "ROWS" if extent == BATCH else f"ROWS * {literal(extent.at(1))}"
+
+
+def _planned_size(extent: Extent, *, microbatch: int) -> str:
+    return "MICROBATCH" if extent == BATCH else literal(extent.at(microbatch))
 
 
 def _ties(plan: Plan, holds: Sequence[frozenset[str]]) -> Source:

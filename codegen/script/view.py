@@ -25,6 +25,7 @@ from autopar.codegen.script.evaluation import (
     first_step,
     plainly,
 )
+from autopar.codegen.script.fewer_rows import fewer_rows
 from autopar.codegen.script.layer_lists import layer_lists, recomputations, writing_layers
 from autopar.codegen.script.model_calls import (
     ModelCalls,
@@ -49,7 +50,6 @@ from autopar.codegen.script.settings_lines import (
     settings_of,
     sums_rows,
     synchronises_batch_norms,
-    usual_makers,
 )
 from autopar.codegen.script.stage_tables import StageTables, crossing_names, stage_tables
 from autopar.codegen.subject import Subject
@@ -89,8 +89,6 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         weighs_terms=opened.weighs_terms,
         weighs_microbatches=weighs,
         sums_rows=sums_rows(plan),
-        microbatch="Weighed" if weighs else "Batch",
-        scaled=Source("microbatches" if weighs else "zip(microbatches, scales, strict=True)"),
         tables=_tables(
             _own_rows_table(opened),
             _opened_table(plan, subject),
@@ -124,7 +122,8 @@ def script_view(plan: Plan, subject: Subject, destination: Path) -> ScriptView:
         first_step=first_step(plan, subject),
         measures=subject.file.metrics is not None,
         gathers_rows=bool(opened.own_rows),
-        usual=Source("\n".join(usual_makers(plan))),
+        usual_optimizer=_usual_optimizer(plan),
+        warms_up=is_scheduled_here(plan),
         scheduler=_scheduler(plan),
         has_writing=bool(writing),
         has_unread=bool(unlearned),
@@ -257,10 +256,19 @@ def _wrap_arguments(plan: Plan) -> Iterator[str]:
         yield "sync_batch_norm=SYNC_BATCH_NORM"
 
 
+def _usual_optimizer(plan: Plan) -> Source:
+    """Return the call that makes what makes an optimizer, empty where the model file does."""
+    if plan.model.has_optimizer:
+        return Source()
+    rates = ("lr=LEARNING_RATE", "betas=options.betas", "weight_decay=options.weight_decay")
+    return Source(call("partial", "adamw", *rates).in_few_lines(before=20, indent=4))
+
+
 def _scheduler(plan: Plan) -> Source:
     """Return the call that makes the schedule of learning rates, empty where there is none."""
     if is_scheduled_here(plan):
-        return Source("new_scheduler(optimizer, steps=options.steps)")
+        steps = ("steps=options.steps", "warmup=options.warmup_steps", "final=FINAL_SHARE")
+        return Source(call("warmup_cosine", "optimizer", *steps).in_few_lines(before=16, indent=4))
     return Source("new_scheduler(optimizer)" if plan.model.has_scheduler else "")
 
 
@@ -287,12 +295,12 @@ def _reading(plan: Plan, subject: Subject) -> Source:
     """Return the call that yields the microbatches of a rank."""
     arguments = ["new_batch", "options", "mesh", "rows=(MICROBATCHES, MICROBATCH)"]
     if plan.model.has_dataset:
-        arguments += ["new_dataset=new_dataset", "skip=skip"]
+        arguments += ["dataset=dataset", "skip=skip", *fewer_rows(plan, subject)]
     if subject.file.build_collate is not None:
         arguments.append("new_collate=new_collate")
     if subject.opened.own_rows:
         arguments.append("rows_over=axis")
-    return Source(call("read_batches", *arguments).laid_out(before=11, indent=4))
+    return Source(call("read_batches", *arguments).in_few_lines(before=11, indent=4))
 
 
 def _waits_for_last(arrangement: Arrangement) -> str:

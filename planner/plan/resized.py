@@ -14,7 +14,7 @@ from autopar.planner.plan.declared.conflict import minimal_conflict
 from autopar.planner.plan.declared.constraints import Constraints, Declared, constraints_of
 from autopar.planner.plan.declared.settings import declare
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search.degrees import leave_degrees, legal_degrees
+from autopar.planner.plan.search.degrees import BatchFacts, leave_degrees, legal_degrees
 from autopar.planner.plan.search.space import STAGES_PER_RANK
 
 ORIGIN = "the plan"
@@ -47,7 +47,7 @@ def resized_constraints(plan: Plan, devices: int) -> Resized:
     Demands that leave no degrees on so many devices are dropped one by one, where they are of
     degrees. What else cannot be had there is left for the search to refuse.
     """
-    arranged, fixed = plan.arrangement, plan.graph.fixed_batch
+    arranged, batch = plan.arrangement, BatchFacts.of(plan.graph)
     same = {"global_batch": arranged.global_batch, "precision": arranged.precision.value}
     declared = (
         *plan.constraints,
@@ -55,7 +55,7 @@ def resized_constraints(plan: Plan, devices: int) -> Resized:
     )
 
     def is_feasible(some: Sequence[Declared]) -> bool:
-        return _leave_a_plan(some, devices, fixed_batch=fixed)
+        return _leave_a_plan(some, devices, batch)
 
     dropped = [one for one in declared if one.field in _OF_A_CHOICE]
     while not is_feasible(rest := [one for one in declared if one not in dropped]):
@@ -67,9 +67,9 @@ def resized_constraints(plan: Plan, devices: int) -> Resized:
     return Resized(constraints=constraints_of(rest), dropped=tuple(dropped))
 
 
-def _leave_a_plan(declared: Sequence[Declared], devices: int, *, fixed_batch: int | None) -> bool:
+def _leave_a_plan(declared: Sequence[Declared], devices: int, batch: BatchFacts) -> bool:
     """Whether some degrees also take the ZeRO levels and the stages that are declared."""
-    if not leave_degrees(declared, devices, fixed_batch=fixed_batch):
+    if not leave_degrees(declared, devices, batch):
         return False
     chosen = constraints_of(declared)
     most = chosen.stages_per_rank or max(STAGES_PER_RANK)
@@ -78,7 +78,7 @@ def _leave_a_plan(declared: Sequence[Declared], devices: int, *, fixed_batch: in
         (data > 1 or Zero.NONE in chosen.zero_levels)
         and (pipeline > 1 or chosen.stages_per_rank in (None, 1))
         and last < (pipeline * most if pipeline > 1 else 1)
-        for pipeline, data, _ in legal_degrees(devices, chosen, fixed_batch=fixed_batch)
+        for pipeline, data, _ in legal_degrees(devices, chosen, batch)
     )
 
 

@@ -43,9 +43,13 @@ def _arrangement(plan: Plan) -> Iterator[Declared]:
     most = max(_ROWS, arranged.tensor) if is_whole else _ROWS
     rows = arranged.microbatch if fixed is not None else min(arranged.microbatch, most)
     count = min(arranged.microbatches, _TURNS * arranged.pipeline)
+    block = rows * arranged.data
+    if arranged.rows:  # one row more than data ranks: the first has two
+        rows, block = 2, arranged.data + 1
+        count += count % arranged.data == 0  # else they could be shared out evenly
     places: dict[str, object] = {
         "precision": arranged.precision.value,
-        "global_batch": rows * count * arranged.data,
+        "global_batch": count * block,
         "pins.pp": arranged.pipeline,
         "pins.dp": arranged.data,
         "pins.tp": arranged.tensor,

@@ -18,7 +18,7 @@ from autopar.planner.plan.declared.constraints import (
     constraints_of,
 )
 from autopar.planner.plan.plan import Plan, RunnerUp
-from autopar.planner.plan.search.degrees import check_degrees, leave_degrees
+from autopar.planner.plan.search.degrees import BatchFacts, check_degrees, leave_degrees
 from autopar.planner.plan.telling.explanation import Part, part_seconds
 
 _NOTHING_SECONDS = 1e-9  # what sums of a step differ by in their last digits
@@ -47,12 +47,7 @@ def why_not(plan: Plan, pins: Constraints, solve_point: SolvePoint | None = None
         return answer("the plan has it")
     fixed = (*pins.declared, _batch_of(plan))
     try:
-        check_degrees(
-            plan.machines.devices,
-            constraints_of(fixed),
-            fixed_batch=plan.graph.fixed_batch,
-            fixed_at=plan.graph.fixed_at,
-        )
+        check_degrees(plan.machines.devices, constraints_of(fixed), BatchFacts.of(plan.graph))
     except InfeasibleError as error:
         return answer(error.found, *filter(None, (error.expected, error.fix)))
     barring = barring_constraints(plan, fixed)
@@ -92,9 +87,8 @@ def barring_constraints(plan: Plan, fixed: Sequence[Declared]) -> tuple[Declared
         if one.place in others and one.value != others[one.place].value
     ]
     rest = [one for one in plan.constraints if one.place not in others]
-    feasible = partial(
-        leave_degrees, devices=plan.machines.devices, fixed_batch=plan.graph.fixed_batch
-    )
+    facts = BatchFacts.of(plan.graph)
+    feasible = partial(leave_degrees, devices=plan.machines.devices, batch=facts)
     while not feasible((*rest, *fixed)):
         conflict = [one for one in minimal_conflict((*rest, *fixed), feasible) if one in rest]
         barring += conflict

@@ -5,16 +5,18 @@ Scripts import from here; files import from each other.
 
 from autopar.runtime.data.batches import (
     Batch,
+    Weighed,
     gathered_rows,
     placed,
     read_batches,
+    read_dataset,
 )
 from autopar.runtime.data.loss import (
-    Weighed,
     in_float32,
     loss_in,
     mean_loss,
     scale_loss,
+    summed_rows,
     weighed_ahead,
     weighed_terms_ahead,
     with_plain,
@@ -29,7 +31,9 @@ __all__ = [
     "mean_loss",
     "placed",
     "read_batches",
+    "read_dataset",
     "scale_loss",
+    "summed_rows",
     "weighed_ahead",
     "weighed_terms_ahead",
     "with_plain",

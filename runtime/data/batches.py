@@ -1,9 +1,10 @@
 """Turns a dataset, or an example batch, into the microbatches of one data rank.
 
-Step s takes rows s·G to (s+1)·G − 1 of one endless sequence, where G is the global batch: the rows
-of a step are the same under every plan. Within a step, microbatch m of all data ranks together is
-one block of it, so a plan with d data ranks trains on what one process would with d times the rows.
-Data ranks have as many rows each, or each its own number of them, as unlike devices do.
+Step s takes rows s·G to (s+1)·G − 1 of one endless sequence, where G is the global batch, unless
+the last rows of an epoch are dropped or are a step of their own: the rows of a step are the same
+under every plan. Within a step, microbatch m of all data ranks together is one block of it, so a
+plan with d data ranks trains on what one process would with d times the rows. Data ranks have as
+many rows each, or each its own number of them, as unlike devices do.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, Sampler
+from torch.utils.data import DataLoader, Sampler
 
 from autopar.runtime.data.collated import Collate, Collated, built_collate, stacked
 from autopar.runtime.data.dataset_rows import (
@@ -28,6 +29,8 @@ from autopar.runtime.data.dataset_rows import (
     rows_like,
     tell,
 )
+from autopar.runtime.data.epochs import Epochs, LastRows, epochs_of
+from autopar.runtime.data.shares import Dealing
 from autopar.runtime.data.streamed_rows import Alike, StreamedRows
 from autopar.runtime.ranks.agreement import agreed, check_same_length
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh
@@ -38,28 +41,27 @@ from autopar.runtime.tensor.cuts import cut
 from autopar.runtime.tensor.slices import gather_along
 
 Batch = dict[str, Tensor]
+Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the weight of its loss
 Example: TypeAlias = Callable[[int], Mapping[str, Any]]
 Rows: TypeAlias = int | Sequence[int]  # of a microbatch: on every data rank, or on each its own
 
 
 class RankRows(Sampler[list[Place]]):
-    """The places of this data rank's microbatches, shuffled anew each time through the data.
+    """The places of this data rank's microbatches, shuffled anew in each epoch.
 
-    The rows that are left at the end of one time through fill up a batch with the next. Of each
-    block of so many rows `own` are those that this rank reads. The first `skip` rows are not read.
+    Of its microbatches a rank reads the part `read`. The first `skip` rows are not read.
     """
 
     def __init__(
-        self, dataset: Dataset[Any], *, block: int, own: slice, seed: int, skip: int = 0
+        self, length: int, dealing: Dealing, epochs: Epochs, *, read: slice, seed: int, skip: int
     ) -> None:
-        self.length = len(dataset)  # type: ignore[arg-type]  # which is checked before
-        self.block, self.own, self.seed, self.skip = block, own, seed, skip
+        self.length, self.dealing, self.epochs = length, dealing, epochs
+        self.read, self.seed, self.skip = read, seed, skip
 
     def __iter__(self) -> Iterator[list[Place]]:
         """Yield the places of one microbatch after another, without end."""
-        rows = self._all_rows()
-        while True:
-            yield [next(rows) for _ in range(self.block)][self.own]
+        for places in self.dealing.dealt(self._all_rows(), self.epochs, self.skip):
+            yield places[self.read]
 
     def _all_rows(self) -> Iterator[Place]:
         first, begin = divmod(self.skip, self.length)
@@ -70,44 +72,82 @@ class RankRows(Sampler[list[Place]]):
             begin = 0
 
 
+def read_dataset(new_dataset: Callable[[], Any], options: Namespace, mesh: Mesh) -> Any:
+    """Return the dataset of the model file; None where the rows are those of an example batch."""
+    if options.data == "synthetic" or mesh.is_dry_run:
+        return None
+    with seeded(options.seed), told("build_dataset() of the model file"):
+        dataset = new_dataset()
+    if not is_streamed(dataset):
+        check_same_length(len(dataset), "build_dataset", mesh)
+    return dataset
+
+
 def read_batches(
     example_batch: Example,
     options: Namespace,
     mesh: Mesh,
     *,
     rows: tuple[int, Rows],
-    new_dataset: Callable[[], Any] | None = None,
+    dataset: Any = None,
     new_collate: Callable[[], Collate] | None = None,
     skip: int = 0,
     rows_over: Axis = ALONE,
-) -> Iterator[Batch]:
-    """Yield this rank's microbatches: of the dataset, or of one example batch where none is wanted.
+    fewest: int = 1,
+    repeats: bool = True,
+) -> Iterator[Weighed]:
+    """Yield this rank's microbatches, of a dataset or of one example batch, with their weights.
 
-    `rows` are how many microbatches a step has, and how many rows each of them.
+    `rows` are how many microbatches a step has, and how many rows each of them. One with fewer, at
+    the end of an epoch, has to have the `fewest`; of one that has none of its own, rows that are
+    there to keep ranks alike count 0, where the model `repeats` rows without harm. A weight is that
+    of a mean over rows: the average of the weighed losses over ranks is the mean of the step.
     """
-    if new_dataset is None or options.data == "synthetic" or mesh.is_dry_run:
-        return synthetic_batches(
+    microbatches, microbatch = rows
+    dealing = Dealing(
+        each=tuple(each_rank(microbatch, mesh.data)),
+        rank=mesh.data.rank,
+        microbatches=microbatches,
+        fewest=fewest,
+        repeats=repeats,
+    )
+    epochs = epochs_of(dataset, options, dealing.per_step)
+    if dataset is None:
+        read = synthetic_batches(
             example_batch, mesh, rows=rows, seed=options.seed, rows_over=rows_over
         )
-    return dataset_batches(
-        new_dataset,
-        example_batch,
-        mesh,
-        microbatch=rows[1],
-        seed=options.seed,
-        skip=skip,
-        workers=options.workers,
-        rows_over=rows_over,
-        new_collate=new_collate,
-    )
+    else:
+        read = dataset_batches(
+            dataset,
+            example_batch,
+            mesh,
+            dealing=dealing,
+            epochs=epochs,
+            seed=options.seed,
+            skip=skip,
+            workers=options.workers,
+            rows_over=rows_over,
+            new_collate=new_collate,
+        )
+    return zip(read, _weights(dealing.parts(epochs, skip), mesh.device), strict=False)
+
+
+def _weights(parts: Iterator[float], device: torch.device) -> Iterator[Tensor]:
+    """Yield weights as tensors: few numbers, each of which is moved to the device once."""
+    known: dict[float, Tensor] = {}
+    for part in parts:
+        if part not in known:
+            known[part] = torch.tensor(part, dtype=torch.float64, device=device)
+        yield known[part]
 
 
 def dataset_batches(
-    new_dataset: Callable[[], Any],
+    dataset: Any,
     example_batch: Example,
     mesh: Mesh,
     *,
-    microbatch: Rows,
+    dealing: Dealing,
+    epochs: Epochs,
     seed: int,
     skip: int = 0,
     workers: int = 0,
@@ -120,19 +160,17 @@ def dataset_batches(
     `workers` are processes that read ahead; without any, rows are read when they are needed. Ranks
     of `rows_over` read a share of the rows each, or share what a collate has made of all of them.
     """
+    for left in epochs.last_steps(skip):
+        dealing.check(left)
     with seeded(seed):
-        with told("build_dataset() of the model file"):
-            dataset = new_dataset()
         collate = built_collate(new_collate) if new_collate is not None else None
-    each = each_rank(microbatch, mesh.data)
-    share = share_of(each[mesh.data.rank], rows_over)
     rows = _OwnRows(
         dataset=dataset,
-        example=example_of(example_batch, each[mesh.data.rank], seed),
+        example=example_of(example_batch, dealing.size, seed),
         mesh=mesh,
-        block=sum(each),
-        of_rank=_of_rank(each, mesh.data),
-        share=share,
+        dealing=dealing,
+        epochs=epochs,
+        share=share_of(dealing.size, rows_over),
         seed=seed,
         skip=skip,
     )
@@ -155,33 +193,29 @@ class _OwnRows:
     dataset: Any
     example: Batch
     mesh: Mesh
-    block: int  # rows of all data ranks together
-    of_rank: slice  # the rows of a block that this data rank trains on
-    share: slice  # the rows of those that this rank reads
+    dealing: Dealing
+    epochs: Epochs
+    share: slice  # the rows of its microbatches that this rank reads
     seed: int
     skip: int  # rows of all data ranks together
-
-    @property
-    def read(self) -> slice:
-        """The rows of a block that this rank reads."""
-        return _part(self.of_rank, self.share)
 
 
 def _listed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader[Any]:
     """Read rows by their numbers."""
-    check_same_length(len(of.dataset), "build_dataset", of.mesh)
     listed: RawRows
     batch_of: Callable[[list[Any]], Batch]
+    at_once = of.dealing.block if of.epochs.last is not LastRows.PAD else 0
     if collate is None:
-        listed = rows_like(of.dataset, of.example, of.mesh, at_once=of.block, seed=of.seed)
-        read, batch_of = of.read, stacked
+        listed = rows_like(of.dataset, of.example, of.mesh, at_once=at_once, seed=of.seed)
+        read, batch_of = of.share, stacked
     else:  # rows are as long as the longest of their microbatch: a share of them has to be, too
-        tell(few(of.dataset, of.block), of.mesh)
-        listed, read = RawRows(of.dataset, seed=of.seed), of.of_rank
+        tell(few(of.dataset, at_once), of.mesh)
+        listed, read = RawRows(of.dataset, seed=of.seed), slice(None)
         batch_of = Collated(collate, columns_of(of.example), of.share, seed=of.seed)
+    places = RankRows(len(of.dataset), of.dealing, of.epochs, read=read, seed=of.seed, skip=of.skip)
     return DataLoader(
         listed,
-        batch_sampler=RankRows(of.dataset, block=of.block, own=read, seed=of.seed, skip=of.skip),
+        batch_sampler=places,
         collate_fn=batch_of,
         num_workers=workers,
         pin_memory=of.mesh.device.type == "cuda",
@@ -195,9 +229,7 @@ def _streamed(of: _OwnRows, collate: Collate | None, workers: int) -> DataLoader
         if collate is None
         else Collated(collate, columns_of(of.example), of.share, seed=of.seed)
     )
-    rows = StreamedRows(
-        of.dataset, batch_of, block=of.block, own=of.of_rank, seed=of.seed, skip=of.skip
-    )
+    rows = StreamedRows(of.dataset, batch_of, of.dealing, of.epochs, seed=of.seed, skip=of.skip)
     is_pinned = of.mesh.device.type == "cuda"
     return DataLoader(rows, batch_size=None, num_workers=min(workers, 1), pin_memory=is_pinned)
 

@@ -15,13 +15,12 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from autopar.runtime.data.batches import Batch
+from autopar.runtime.data.batches import Batch, Weighed
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.ranks.mesh import Axis, Mesh
 from autopar.runtime.ranks.transport import summed
 
 Found = TypeVar("Found")
-Weighed: TypeAlias = tuple[Batch, Tensor]  # a microbatch and the factor of its loss
 Divisor: TypeAlias = Callable[[Tensor, float], Tensor]  # of counts, of so many parts together
 
 _MOST_STEPS_BACK = 4  # from a loss to where it divides: casts, factors
@@ -34,18 +33,50 @@ def as_counted(counts: Tensor, _: float) -> Tensor:
 
 
 def weighed_ahead(
-    data: Iterator[Batch],
+    data: Iterator[Weighed],
     valid_targets: Callable[[Mapping[str, Any]], Tensor],
     mesh: Mesh,
     *,
     microbatches: int,
     divisor: Divisor = as_counted,
 ) -> Iterator[Weighed]:
-    """Yield the microbatches of a rank with factors of their mean losses, in float64.
+    """Yield the microbatches of a rank with weights of means over what counts, in float64.
 
     The sum of a step's scaled losses, averaged over the data axis as gradients are, is the mean
     over all of its valid targets: scale_m = divisor(count_m) · data_size / divisor(Σ counts of all
     microbatches and ranks), where the loss of a batch divides by what `divisor` makes of its count.
+    """
+    ahead = _counted_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
+    return ((batch, share) for batch, _, share in ahead)
+
+
+def weighed_terms_ahead(
+    data: Iterator[Weighed],
+    valid_targets: Callable[[Mapping[str, Any]], Tensor],
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    divisor: Divisor = as_counted,
+) -> Iterator[Weighed]:
+    """Yield the microbatches of a rank with weights of the means that their losses add up.
+
+    `valid_targets` counts those of each mean k. A microbatch keeps the weight that it has by its
+    rows, so that of a mean is scale_mk over this one: w_mk · scale_m = scale_mk.
+    """
+    ahead = _counted_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
+    for batch, by_rows, shares in ahead:
+        yield {**batch, "loss_weights": shares / by_rows.masked_fill(by_rows == 0, 1)}, by_rows
+
+
+def _counted_ahead(
+    data: Iterator[Weighed],
+    valid_targets: Callable[[Mapping[str, Any]], Tensor],
+    mesh: Mesh,
+    *,
+    microbatches: int,
+    divisor: Divisor,
+) -> Iterator[tuple[Batch, Tensor, Tensor]]:
+    """Yield microbatches with their weights by rows, and by what counts: 0 where rows count 0.
 
     A batch is read with those of its step, then of the next two steps, four: their counts are
     summed over the ranks in one message. A message in each step took 0.3 ms of both cores of two
@@ -54,34 +85,26 @@ def weighed_ahead(
     """
     steps, read = 1, list(islice(data, microbatches))
     while read:
-        own = torch.stack([valid_targets(Exact(batch)) for batch in read])
+        by_rows = torch.stack([weight for _, weight in read])
+        own = torch.stack([valid_targets(Exact(batch)) for batch, _ in read])
         counts = own.to(mesh.device, non_blocking=True)  # else the host waits for the device
+        counts = counts * (by_rows > 0).view(-1, *[1] * (counts.dim() - 1))
         shares = _shares(counts, divisor, microbatches, mesh.data).unbind()
         steps = min(2 * steps, MOST_STEPS_AHEAD)
-        coming: list[Batch] = []
-        for used, weighed in enumerate(zip(read, shares, strict=True), start=1):
+        coming: list[Weighed] = []
+        for used, (one, share) in enumerate(zip(read, shares, strict=True), start=1):
             wanted = steps * microbatches * used // len(read)
             coming += islice(data, wanted - len(coming))
-            yield weighed
+            yield *one, share
         read = coming
 
 
-def weighed_terms_ahead(
-    data: Iterator[Batch],
-    valid_targets: Callable[[Mapping[str, Any]], Tensor],
-    mesh: Mesh,
-    *,
-    microbatches: int,
-    divisor: Divisor = as_counted,
-) -> Iterator[Batch]:
-    """Yield the microbatches of a rank with weights of the means that their losses add up.
+def summed_rows(data: Iterator[Weighed], mesh: Mesh) -> Iterator[Weighed]:
+    """Yield the microbatches of a rank with the weight of a loss that is a sum over rows.
 
-    `valid_targets` counts those of each mean k. The average over microbatches and data ranks of
-    w_mk · mean_k is the mean over all valid targets: w_mk = count_mk · M · data_size / Σ counts_k.
+    It stays a sum: over data ranks, losses and gradients are averaged.
     """
-    ahead = weighed_ahead(data, valid_targets, mesh, microbatches=microbatches, divisor=divisor)
-    for batch, shares in ahead:
-        yield {**batch, "loss_weights": shares * microbatches}
+    return ((batch, (weight > 0) * float(mesh.data.size)) for batch, weight in data)
 
 
 class Exact(Mapping[str, Any]):

@@ -11,6 +11,8 @@ from torch.utils.data import IterableDataset
 
 from autopar.runtime.data.collated import Row, stacked
 from autopar.runtime.data.dataset_rows import check_row, columns_of, row_of, told_of_row
+from autopar.runtime.data.epochs import Epochs
+from autopar.runtime.data.shares import Dealing
 from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.ranks.refusal import refuse
 
@@ -29,21 +31,19 @@ class StreamedRows(IterableDataset[Row]):
         self,
         dataset: Any,
         batch_of: Callable[[list[Placed]], Row],
+        dealing: Dealing,
+        epochs: Epochs,
         *,
-        block: int,
-        own: slice,
         seed: int,
         skip: int = 0,
     ) -> None:
         self.dataset, self.batch_of, self.seed = dataset, batch_of, seed
-        self.block, self.own, self.skip = block, own, skip
+        self.dealing, self.epochs, self.skip = dealing, epochs, skip
 
     def __iter__(self) -> Iterator[Row]:
         """Yield this rank's batches without end."""
         rows = islice(self._all_rows(), self.skip, None)
-        while True:
-            block = [next(rows) for _ in range(self.block)]
-            yield self.batch_of(block[self.own])
+        return map(self.batch_of, self.dealing.dealt(rows, self.epochs, self.skip))
 
     def _all_rows(self) -> Iterator[Placed]:
         for epoch in count():
@@ -54,11 +54,22 @@ class StreamedRows(IterableDataset[Row]):
                     seed_numbers(mixed_seed(self.seed, epoch, number))
                     with told_of_row(self.dataset):
                         row = next(stream, _END)
+                self._check_length(number, is_end=row is _END)
                 if row is _END:
                     break
                 yield (epoch, number), row
             if number == 0:
                 refuse_empty(self.dataset, is_first=epoch == 0)
+
+    def _check_length(self, number: int, *, is_end: bool) -> None:
+        """Leave where a stream has fewer rows than it says, or more, and steps count on it."""
+        told = self.epochs.rows
+        if told is not None and is_end != (number == told) and number:
+            refuse(
+                f"the dataset ({type(self.dataset).__name__}) says that it has {told:,} rows, and "
+                f"gives {f'{number:,}' if is_end else 'more'}",
+                fix="let __len__ return how many rows __iter__ gives",
+            )
 
     def _opened(self, epoch: int) -> Iterator[Any]:
         if hasattr(self.dataset, "set_epoch"):  # Hugging Face's streams are shuffled anew so

@@ -9,13 +9,13 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import chain
 from types import MappingProxyType
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from autopar.runtime.data.batches import Batch, Example, gathered_rows
-from autopar.runtime.data.loss import Weighed, loss_in
+from autopar.runtime.data.batches import Batch, Example, Weighed, gathered_rows
+from autopar.runtime.data.loss import loss_in
 from autopar.runtime.data_parallel.batch_norm import widen_norms
 from autopar.runtime.data_parallel.buckets import HALF_DTYPES
 from autopar.runtime.data_parallel.half_precision import compute_in
@@ -28,8 +28,6 @@ from autopar.runtime.ranks.transport import summed
 from autopar.runtime.weights.float64 import in_float64
 from autopar.runtime.weights.plain_model import plain_model
 from autopar.runtime.weights.safetensors_weights import load_safetensors
-
-Read = TypeVar("Read", Batch, Weighed)
 
 # By how much a loss may differ from that of plain PyTorch, as a share of it. Both have the same
 # weights and no random numbers: what differs is the order of sums, and where results are rounded.
@@ -82,7 +80,7 @@ class _Found:
 
 
 def first_step_checked(
-    data: Iterator[Read],
+    data: Iterator[Weighed],
     losses: Losses,
     parts: Sequence[nn.Module],
     plainly: Plainly,
@@ -93,7 +91,7 @@ def first_step_checked(
     rows_over: Axis = ALONE,
     own: Collection[str] = (),
     rows: int = 0,
-) -> Iterator[Read]:
+) -> Iterator[Weighed]:
     """Return `data`; leave where the loss of its first microbatch is not that of plain PyTorch.
 
     Rank 0 computes that. `terms` counts the targets of each mean that a loss adds up; of the keys
@@ -102,7 +100,7 @@ def first_step_checked(
     if mesh.is_dry_run:
         return data
     first = next(data)
-    batch = weighed_alike(first[0] if isinstance(first, tuple) else first, terms)
+    batch = weighed_alike(first[0], terms)
     with computes_as_trained(parts, mesh, options.seed):
         (ours,) = losses([batch])
     rest = gathered_rows({key: batch[key] for key in own}, (), rows_over, rows=rows)

@@ -43,7 +43,7 @@ class Evaluations:
         self._best = self._last if is_best else self._best
         self._tell(step, found, is_best=is_best)
         if self.are_over:
-            best = self._best[0] if self._best is not None else None
+            best = self.best_step
             self._metrics.add(event=Event.STOPPED_EARLY, step=step, best_step=best)
             why = "found a number" if best is None else f"was better than that of step {best:,}"
             self._say(f"stopped early after step {step:,}: no evaluation {why}")
@@ -54,9 +54,10 @@ class Evaluations:
             return None
         return self._last[1]
 
-    def is_best(self, step: int) -> bool:
-        """Whether the best evaluation is that after this step."""
-        return self._best is not None and self._best[0] == step
+    @property
+    def best_step(self) -> int | None:
+        """The step after which the best evaluation was; None before there is one."""
+        return None if self._best is None else self._best[0]
 
     @property
     def are_over(self) -> bool:

@@ -43,7 +43,7 @@ def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | N
         )
     broken: list[Location] = []
     for one in candidates:
-        found = _verified(one, mesh)
+        found = verified(one, mesh)
         if isinstance(found, Manifest):
             _set_aside(broken, mesh)
             return Checkpoint(one, found)
@@ -58,7 +58,7 @@ def find_checkpoint(folder: Location, resume: str, mesh: Mesh) -> Checkpoint | N
 
 
 def _named(path: Location, folder: Location, mesh: Mesh) -> Checkpoint:
-    found = _verified(path, mesh)
+    found = verified(path, mesh)
     if isinstance(found, str):
         refuse(
             f"the checkpoint {path} is not whole: {found}",
@@ -101,7 +101,7 @@ def verify_checkpoint(folder: Location, *, rank: int = 0, ranks: int = 1) -> Man
     return manifest
 
 
-def _verified(folder: Location, mesh: Mesh) -> Manifest | str:
+def verified(folder: Location, mesh: Mesh) -> Manifest | str:
     """Return the manifest of a checkpoint, or what any rank found wrong with it."""
     manifest, wrong = None, None
     try:

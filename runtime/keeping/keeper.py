@@ -13,7 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from autopar.runtime.data.epochs import epochs_of
 from autopar.runtime.evaluation.evaluating import Evaluated, evaluates_after
+from autopar.runtime.keeping.best import go_back
 from autopar.runtime.keeping.evaluations import Evaluations
 from autopar.runtime.keeping.export import Exporting, export, exporting
 from autopar.runtime.keeping.finding import Checkpoint
@@ -48,23 +50,30 @@ from autopar.runtime.weights.initial_weights import Recipe
 class Keeper:
     """What a script calls to keep its training, and to go on with it.
 
-    `step` and `rows` are where the training begins: 0, or what its checkpoint has seen.
+    `step` and `rows` are where the training begins: 0, or what its checkpoint has seen. `steps` are
+    all that it has, as many as --epochs come to.
     """
 
     def __init__(
-        self, options: argparse.Namespace, mesh: Mesh, *, rows_per_step: int, model: str
+        self,
+        options: argparse.Namespace,
+        mesh: Mesh,
+        dataset: Any = None,
+        *,
+        rows_per_step: int,
+        model: str,
     ) -> None:
         self._mesh, self._options, self._model = mesh, options, model
-        self._rows_per_step = rows_per_step
+        self._epochs = epochs_of(dataset, options, rows_per_step)
         self._folder = folder_of(options)
         self._place = destination(options.export, mesh, beside=self._folder)
         self._exporting: Exporting | None = None
-        open_folder = opened(self._folder, options, mesh)
+        open_folder = opened(self._folder, options, mesh, self._steps_from)
         self._found, self._claim = open_folder.found, open_folder.claim
         moment = self._found.manifest.moment if self._found else Moment(step=0, rows=0, updates=0)
         self.step, self.rows = moment.step, moment.rows
         self._begun, self._updates, self._kept_step = moment, moment.updates, moment.step
-        self._last_step = options.steps
+        self.steps = self._last_step = self._steps_from(moment)
         self._loss_scale: LossScale | None = None
         self._parts: Sequence[nn.Module] = ()
         self._optimizer: Optimizer | None = None
@@ -79,6 +88,12 @@ class Keeper:
         self._evaluations = Evaluations(options, mesh, self._metrics)
         self._profile = StepProfile(options, mesh, self._metrics)
         self._progress: Progress | None = None
+
+    def _steps_from(self, moment: Moment) -> int:
+        """Return how many steps a training has that goes on from a moment."""
+        if self._options.epochs is None:
+            return int(self._options.steps)
+        return moment.step + self._epochs.steps_until(self._options.epochs, moment.rows)
 
     def take(
         self,
@@ -98,7 +113,7 @@ class Keeper:
         optimizer.register_step_post_hook(self._count)
         self._found = None
         self._refuse_no_numbers()
-        self._metrics.add(event=Event.STARTED, step=self.step, steps=self._options.steps)
+        self._metrics.add(event=Event.STARTED, step=self.step, steps=self.steps)
         if self._folder is not None:
             self._wish.listen()
         self._watch.begin(self.step, self._note_stop)
@@ -156,7 +171,7 @@ class Keeper:
         )
         leaves = answer.stops and not is_last
         is_due = answer.is_due or step % self._options.checkpoint_every == 0
-        is_due = is_due or leaves or is_last or self._evaluations.is_best(step)
+        is_due = is_due or leaves or is_last or self._evaluations.best_step == step
         with self._watch.patient():
             if answer.is_written or is_due:
                 self._finish()
@@ -175,10 +190,21 @@ class Keeper:
         if self._exporting is not None and (told := self._broken()) is not None:
             self._refuse_broken(self._last_step, told)
             self._exporting = None
+        self._go_back_to_best()
         begun = Begun(self._recipe, self._options.weights)
         export(self._parts, self._optimizer, begun, self._exporting, self._mesh)
         self._give_back()
         self._metrics.add(event=Event.FINISHED, step=self._last_step)
+
+    def _go_back_to_best(self) -> None:
+        """Have the export be that of the best evaluation, if it is to be."""
+        best = self._evaluations.best_step
+        if not self._options.export_best or best in (None, self._last_step):
+            return
+        assert best is not None
+        assert self._folder is not None
+        assert self._optimizer is not None
+        go_back(self._folder, best, self._parts, self._optimizer, self._mesh)
 
     def _go_on(
         self,
@@ -204,8 +230,8 @@ class Keeper:
         self._say(f"goes on after step {moment.step:,} from {found.folder}")
         if origin.model != self._model:
             self._say("note: the model file is another one than that of the checkpoint; all fits")
-        if moment.step >= self._options.steps:
-            self._say(f"nothing is left of {self._options.steps:,} steps (--steps)")
+        if moment.step >= self.steps:
+            self._say(f"nothing is left of {self.steps:,} steps (--steps or --epochs)")
 
     def _write(self, folder: Location, step: int, *, at_once: bool) -> None:
         """Write a checkpoint, beside the training or before it goes on."""
@@ -219,7 +245,7 @@ class Keeper:
         scale = self._loss_scale
         moment = Moment(
             step=step,
-            rows=self.rows + (step - self.step) * self._rows_per_step,
+            rows=self._epochs.position(self.rows, step - self.step),
             updates=self._updates,
             loss_scale=None if scale is None else scale.value,
             calm_steps=0 if scale is None else scale.calm_steps,

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from autopar.runtime.keeping.claim import Claim, TakenError, claim
 from autopar.runtime.keeping.finding import AUTO, NEVER, Checkpoint, find_checkpoint
+from autopar.runtime.keeping.manifest import Moment
 from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.locations import Location, location
@@ -37,9 +39,15 @@ def folder_of(options: argparse.Namespace) -> Location | None:
     return location(FOLDER).resolve() if resume == AUTO else location(resume).resolve().parent
 
 
-def opened(folder: Location | None, options: argparse.Namespace, mesh: Mesh) -> Opened:
+def opened(
+    folder: Location | None,
+    options: argparse.Namespace,
+    mesh: Mesh,
+    last_step: Callable[[Moment], int],
+) -> Opened:
     """Return what a training goes on from; leave where another one writes into its folder.
 
+    `last_step` tells how many steps the training has that goes on from a moment.
     With nothing left to train, nothing is written: a checkpoint that is named may be evaluated
     while the training that wrote it goes on.
     """
@@ -52,7 +60,8 @@ def opened(folder: Location | None, options: argparse.Namespace, mesh: Mesh) -> 
     is_named = resume not in (AUTO, NEVER)
     own = None if is_named else _claimed(folder, mesh)
     found = find_checkpoint(folder, resume, mesh)
-    if found is not None and found.manifest.moment.step >= options.steps:
+    moment = found.manifest.moment if found is not None else None
+    if moment is not None and moment.step >= last_step(moment):
         if own is not None:
             own.release()
         return Opened(found=found)

@@ -6,6 +6,7 @@ Scripts import from here; files import from each other.
 from autopar.runtime.model.apart import keep_apart
 from autopar.runtime.model.layer_names import named, numbered
 from autopar.runtime.model.parts import (
+    ROWS,
     Crossing,
     StagePart,
     freeze,
@@ -15,6 +16,7 @@ from autopar.runtime.model.parts import (
 )
 
 __all__ = [
+    "ROWS",
     "Crossing",
     "StagePart",
     "freeze",

@@ -16,17 +16,31 @@ from autopar.runtime.tensor.shards import Split, local_size, note_ties, places
 
 
 @dataclass(frozen=True, slots=True)
+class Rows:
+    """A size in the shape of a crossing: so many times the rows of the microbatch that crosses."""
+
+    times: int = 1
+
+    def __mul__(self, times: int) -> Rows:
+        return Rows(self.times * times)
+
+
+ROWS = Rows()
+
+
+@dataclass(frozen=True, slots=True)
 class Crossing:
     """A tensor that one pipeline stage gives to the next: the whole one, and how it is split."""
 
-    shape: tuple[int, ...]
+    shape: tuple[int | Rows, ...]
     split: Split | None = None
     dtype: torch.dtype | None = None  # None: that of the training
     has_gradient: bool = True
 
-    def described(self, tensor: Axis, dtype: torch.dtype) -> Tensor:
+    def described(self, tensor: Axis, dtype: torch.dtype, *, rows: int = 1) -> Tensor:
         """Return the tensor that this rank sends or receives; it has no memory."""
-        shape = [max(size, 0) for size in self.shape]  # `h - 4` before h is known
+        sizes = (one.times * rows if isinstance(one, Rows) else one for one in self.shape)
+        shape = [max(size, 0) for size in sizes]  # `h - 4` before h is known
         if self.split is not None:
             shape[self.split.dim] = local_size(self.split.parts, tensor)
         dtype = self.dtype or dtype

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch.distributed.pipelining import (
 from torch.distributed.pipelining.schedules import PipelineScheduleMulti, PipelineScheduleSingle
 
 from autopar.runtime.data.loss import scale_loss
-from autopar.runtime.model.parts import Crossing, StagePart
+from autopar.runtime.model.parts import Crossing, Rows, StagePart
 from autopar.runtime.pipeline.forward_only import losses_through
 from autopar.runtime.pipeline.stage import Shapes, Stage, cut, stage_of
 from autopar.runtime.ranks.mesh import Mesh
@@ -71,22 +72,30 @@ def stage_at(
 ) -> Stage:
     """Make a module the stage of this index among parts that tell what each gives to the next."""
 
+    around = parts[max(index - 1, 0) : index + 1]
+
     def crossing(part: StagePart, batch: Mapping[str, Any]) -> tuple[Crossing, ...]:
         return part.gives(batch) if callable(part.gives) else part.gives
 
-    def described(crossings: Sequence[Crossing]) -> list[Tensor]:
-        return [one.described(mesh.tensor, dtype) for one in crossings]
+    def described(crossings: Sequence[Crossing], rows: int = 1) -> list[Tensor]:
+        return [one.described(mesh.tensor, dtype, rows=rows) for one in crossings]
 
-    def shapes(batch: Mapping[str, Any]) -> Shapes:
+    def shapes_of(batch: Mapping[str, Any], rows: int) -> Shapes:
         received = crossing(parts[index - 1], batch) if index else ()
         return Shapes(
-            received=[tensor.shape for tensor in described(received)],
-            sent=[tensor.shape for tensor in described(crossing(parts[index], batch))],
+            received=[tensor.shape for tensor in described(received, rows)],
+            sent=[tensor.shape for tensor in described(crossing(parts[index], batch), rows)],
             lengths=[one.length for one in received if one.length is not None],
         )
 
+    has_lengths = any(callable(part.gives) for part in around)
+    of_rows = lru_cache(partial(shapes_of, {}))  # which all microbatches share, but for a few
+
+    def shapes(batch: Mapping[str, Any]) -> Shapes:
+        rows = len(next(iter(batch.values())))
+        return shapes_of(batch, rows) if has_lengths else of_rows(rows)
+
     unknown = _Unknown()
-    around = parts[max(index - 1, 0) : index + 1]
     return stage_of(
         module,
         mesh,
@@ -94,8 +103,14 @@ def stage_at(
         stages=len(parts),
         receives=described(crossing(parts[index - 1], unknown)) if index else (),
         sends=described(crossing(parts[index], unknown)),
-        shapes=shapes if any(callable(part.gives) for part in around) else None,
+        shapes=shapes if has_lengths or any(map(_follows_rows, around)) else None,
     )
+
+
+def _follows_rows(part: StagePart) -> bool:
+    """Whether the shapes of what a stage gives are told by the rows of a microbatch."""
+    gives = () if callable(part.gives) else part.gives
+    return any(isinstance(size, Rows) for one in gives for size in one.shape)
 
 
 class _Unknown(Mapping[str, Tensor]):

@@ -104,6 +104,7 @@ class Stage(TorchStage):
         self.receives = receives
         self._shapes_of = shapes
         self._shapes: Sequence[Shapes] = ()
+        self._sized: Sequence[Shapes] = ()  # of what is received
         self._microbatches: Sequence[Mapping[str, Any]] = ()
         self._weights: Sequence[Tensor] = ()
         self._answered = 0  # the microbatch whose backward runs
@@ -124,7 +125,8 @@ class Stage(TorchStage):
         self._microbatches, self._weights = microbatches, weights
         if self._shapes_of is not None:
             self._shapes = [self._shapes_of(batch) for batch in microbatches]
-            self.resize(self._shapes)
+            if self._shapes and self._shapes != self._sized:
+                self.resize(self._shapes)
 
     def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         result = super()._prepare_backward_infra(*args, **kwargs)
@@ -133,6 +135,7 @@ class Stage(TorchStage):
 
     def resize(self, shapes: Sequence[Shapes]) -> None:
         """Receive tensors of these shapes, once torch has noted what is received."""
+        self._sized = shapes
         for chunk, own in enumerate(shapes):
             resize(self.args_recv_info.get(chunk, ()), own.received)
             resize(self.grad_recv_info.get(chunk, ()), own.sent)

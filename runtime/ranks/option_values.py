@@ -7,6 +7,7 @@ import os
 from argparse import ArgumentTypeError
 from contextlib import suppress
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 
 from autopar.runtime.ranks.outputs import is_named_as_file
@@ -15,6 +16,7 @@ from autopar.runtime.ranks.refusal import refuse
 NONE = "none"
 WEIGHTS_ENDING = ".safetensors"
 MOST_STEPS = 10**9
+MOST_EPOCHS, _LEAST_EPOCHS = 1e6, 1e-9
 _LEAST_WORKERS, _WORKERS_OF_PROCESSOR = 16, 4
 
 
@@ -54,6 +56,23 @@ class Real:
         raise ArgumentTypeError(f"{_short(text)} is not a number of {self.least:g} or more")
 
 
+def times(text: str) -> Fraction:
+    """Return how many times the training goes through its rows; 0.1 is a tenth, and no rounded one.
+
+    Bounds come first: a fraction of 1e999999999 would be a number of so many digits.
+    """
+    Real(_LEAST_EPOCHS, MOST_EPOCHS)(text)
+    return Fraction(text)
+
+
+def share_below_one(text: str) -> float:
+    """Return a number from 0 to below 1, as betas are."""
+    found = Real(0, 1)(text)
+    if found == 1:
+        raise ArgumentTypeError("1 is not a number below 1")
+    return found
+
+
 STEPS = Whole(1, MOST_STEPS)
 STEPS_OR_NEVER = Whole(0, MOST_STEPS)
 COUNT = Whole(1, 10**6)
@@ -61,7 +80,8 @@ SEED = Whole(0, 2**63 - 1)
 RATE = Real(0, 1e6)  # below 0 a training would climb
 NORM = Real(0)  # clipped to less than 0, gradients would point the other way
 SECONDS = Whole(1, 10**7)
-MINUTES = Whole(1, 10**6)
+MINUTES = Real(0.01, 1e6)
+DECAY = Real(0, 1e6)
 
 
 def workers_here() -> Whole:

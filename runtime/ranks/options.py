@@ -11,7 +11,9 @@ import torch
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.option_values import (
     COUNT,
+    DECAY,
     MINUTES,
+    NONE,
     NORM,
     RATE,
     SECONDS,
@@ -21,10 +23,12 @@ from autopar.runtime.ranks.option_values import (
     folder_or_none,
     local_file,
     local_folder,
+    share_below_one,
+    times,
     weights_or_none,
     workers_here,
 )
-from autopar.runtime.ranks.refusal import OptionParser
+from autopar.runtime.ranks.refusal import OptionParser, as_typed
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -50,13 +54,33 @@ def read_options(
     check_first_step: bool,
     workers: int | None = None,
     eval_every: int | None = None,
+    betas: tuple[float, float] | None = None,
+    weight_decay: float | None = None,
+    warmup_steps: int | None = None,
 ) -> argparse.Namespace:
-    """Return the options; `workers` and `eval_every` are None where there is no such dataset."""
+    """Return the options.
+
+    `workers` and `eval_every` are None where there is no such dataset, what AdamW and its schedule
+    are made of where the model file makes its own.
+    """
     parser = OptionParser()
     add = parser.add_argument
-    add("--steps", type=STEPS, default=steps, help="how many to train")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--steps", **as_typed({"type": STEPS, "default": steps, "help": "how many to train"})
+    )
     add("--lr", type=RATE, help="a learning rate in place of the optimizer's own")
+    if betas is not None:
+        text = "of AdamW: of the mean of the gradients, and of their squares"
+        add("--betas", type=share_below_one, nargs=2, default=betas, metavar="BETA", help=text)
+        decayed = "of AdamW, on matrices"
+        add("--weight-decay", type=DECAY, default=weight_decay, help=decayed)
+    if warmup_steps is not None:
+        warmed = "until the highest rate; a tenth of all steps at most"
+        add("--warmup-steps", type=STEPS_OR_NEVER, default=warmup_steps, help=warmed)
+    parser.set_defaults(epochs=None, last_rows="run-on")
     if workers is not None:
+        _add_rows(parser, length)
         add("--data", choices=("dataset", "synthetic"), default="dataset")
         add("--workers", type=workers_here(), default=workers, help="how many read ahead")
     add("--clip", type=NORM, default=clip, help="largest gradient norm")
@@ -98,17 +122,34 @@ def read_options(
     add("--keep", type=COUNT, default=keep, help="how many of the newest checkpoints stay")
     add("--keep-every", type=STEPS, metavar="STEPS", help="of every so many steps one stays")
     add("--resume", help="auto (the newest whole checkpoint), a folder step-N, or never")
-    parser.set_defaults(eval_every=0, early_stop=None)
+    parser.set_defaults(eval_every=0, early_stop=None, export_best=False)
     if eval_every is not None:
         every = "steps to an evaluation"
         add("--eval-every", type=STEPS_OR_NEVER, default=eval_every, help=every)
         add("--early-stop", type=STEPS, help="evaluations without a better one until it ends")
+        best = "export the weights of the best evaluation, of which there is a checkpoint"
+        add("--export-best", action="store_true", help=best)
     return _together(parser.parse_args(argv), parser)
+
+
+def _add_rows(parser: OptionParser, length: argparse._MutuallyExclusiveGroup) -> None:
+    """Add what is said of the rows of a dataset."""
+    often = {"type": times, "metavar": "N", "help": "how often to go through the dataset, or 0.5"}
+    length.add_argument("--epochs", **as_typed(often))
+    parser.add_argument(
+        "--last-rows",
+        choices=("run-on", "drop", "pad"),
+        default="run-on",
+        help="of an epoch, too few for a step: they are one with rows of the next epoch, none, or "
+        "one of their own",
+    )
 
 
 def _together(options: argparse.Namespace, parser: OptionParser) -> argparse.Namespace:
     """Return options as the training takes them; leave where two of them contradict each other."""
     options.dtype = getattr(torch, options.dtype)
+    if "betas" in options:
+        options.betas = tuple(options.betas)
     may_lack = tuple(options.allow_missing)
     if options.weights is not None:
         options.weights = StartingWeights(files=options.weights, may_lack=may_lack)
@@ -119,6 +160,20 @@ def _together(options: argparse.Namespace, parser: OptionParser) -> argparse.Nam
             f"--keep-every {options.keep_every} is no multiple of --checkpoint-every "
             f"{options.checkpoint_every}: no checkpoint would stay"
         )
+    if options.epochs is not None and options.data == "synthetic":
+        parser.error("--epochs counts times through the dataset, and --data synthetic reads none")
     if options.early_stop is not None and not options.eval_every:
         parser.error("--early-stop counts evaluations, and --eval-every 0 has none")
+    if options.export_best:
+        _check_best(options, parser)
     return options
+
+
+def _check_best(options: argparse.Namespace, parser: OptionParser) -> None:
+    """Leave where there is no best evaluation, no checkpoint of it, or nothing is exported."""
+    if not options.eval_every:
+        parser.error("--export-best is of the best evaluation, and --eval-every 0 has none")
+    if options.checkpoint == NONE and options.resume in (None, "never"):
+        parser.error("--export-best reads a checkpoint, and none is kept: add --checkpoint FOLDER")
+    if options.export == NONE:
+        parser.error("--export-best says what is exported, and --export none exports nothing")

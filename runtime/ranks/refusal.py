@@ -5,7 +5,7 @@ import hashlib
 import json
 import os
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -36,16 +36,22 @@ class OptionParser(argparse.ArgumentParser):
 
     def add_argument(self, *flags: Any, **how: Any) -> argparse.Action:
         """Add an option; its default, a setting of the script, is read as what is typed is."""
-        if how.get("action", "store") in ("store", "append"):
-            how["type"] = _filled(how.get("type", str))
-            if isinstance(how.get("default"), (str, int, float)):
-                how["default"] = str(how["default"])  # argparse reads defaults that are text
-        return super().add_argument(*flags, **how)
+        return super().add_argument(*flags, **as_typed(how))
 
     def error(self, message: str) -> NoReturn:
         """Say how the script is used and what is wrong, and leave."""
         told = f"{self.format_usage()}{self.prog}: error: {message}"
         _leave(told, Verdict(USAGE, message, f"{self.prog} --help lists the options"))
+
+
+def as_typed(how: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Return how an option is read: never as an empty text, and a setting as what is typed."""
+    if how.get("action", "store") not in ("store", "append"):
+        return how
+    setting = how.get("default")
+    default = str(setting) if isinstance(setting, (str, int, float)) else setting
+    # argparse reads defaults that are text
+    return {**how, "type": _filled(how.get("type", str)), "default": default}
 
 
 def _filled(read: Callable[[str], _Value]) -> Callable[[str], _Value]:

@@ -400,4 +400,4 @@ def test_weights_are_standardised_by_themselves_in_evaluation_too(tmp_path: Path
 
 def test_sides_of_images_between_stages_are_read_each_from_its_own(tmp_path: Path) -> None:
     script = emit(matrix_plan("resnet", "pp 1f1b 4"), destination=tmp_path / "train.py")
-    assert "Crossing((MICROBATCH, 32, (height + 1) // 2, (width + 1) // 2))" in script
+    assert "Crossing((ROWS, 32, (height + 1) // 2, (width + 1) // 2))" in script

@@ -11,7 +11,6 @@ from itertools import islice
 import pytest
 
 from autopar.planner.errors import AutoparError
-from autopar.runtime.data.batches import dataset_batches
 from autopar.runtime.ranks.mesh import start
 from tests.cells import cells
 from tests.codegen.equality import compare
@@ -20,6 +19,7 @@ from tests.codegen.matrix import TOLERANCE, compare_cell, plan_of, split_axes, w
 from tests.codegen.matrix_cells import KINDS, REFUSED, SUBJECTS, axes_of, is_applicable
 from tests.codegen.padding import Padding, padded
 from tests.planner.subjects import zoo_file
+from tests.runtime.data.reading import read_rows
 
 MODELS_PER_KIND = 1
 IN_SINGLE = ("ddp 2", "zero-3 2", "tp+sp 2", "pp zero-bubble-v 2", "dp×tp 4", "zero-1×pp 4")
@@ -91,6 +91,6 @@ def test_microbatches_have_unequal_numbers_of_targets() -> None:
     assert make is not None
     with padded(Padding.ANY):
         mesh = start(pipeline=1, data=1, tensor=1)
-        batches = dataset_batches(make, file.example_batch, mesh, microbatch=4, seed=0)
+        batches = read_rows(make, file.example_batch, mesh, microbatch=4, seed=0)
         counts = {int((batch["labels"] >= 0).sum()) for batch in islice(batches, 4)}
     assert len(counts) == 4

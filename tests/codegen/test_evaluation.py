@@ -133,6 +133,23 @@ def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path:
     assert kept_in(tmp_path) == {"step-1", "step-4"}
 
 
+def test_the_weights_of_the_best_evaluation_are_exported(tmp_path: Path) -> None:
+    plan = small_plan(evaluated_small(tmp_path, LOSSES["mean over rows"], of="iter"))
+    unsteady = ("--lr", "3", "--clip", "0", "--eval-every", "1", "--keep", str(STEPS))
+    exports = {name: tmp_path / f"{name}.safetensors" for name in ("best", "last", "again")}
+    trained(plan, tmp_path, *unsteady, *keeping(tmp_path), "--export", str(exports["last"]))
+    best = min(told(tmp_path, "evaluated"), key=lambda one: one["loss"])["step"]
+    assert best < STEPS
+    # With nothing left to train, each exports what it would have exported at its end.
+    done = ("--eval-every", "1", "--checkpoint", str(tmp_path / "kept"))
+    trained(plan, tmp_path, *done, "--export-best", "--export", str(exports["best"]))
+    alone = ("--eval-every", "0", "--resume", str(tmp_path / "kept" / f"step-{best}"))
+    other = ("--checkpoint", str(tmp_path / "other"), "--export", str(exports["again"]))
+    trained(plan, tmp_path, *alone, *other, steps=best)
+    assert exports["best"].read_bytes() == exports["again"].read_bytes()
+    assert exports["best"].read_bytes() != exports["last"].read_bytes()
+
+
 def test_a_loss_of_one_of_two_outputs_is_split(tmp_path: Path) -> None:
     path = evaluated_small(tmp_path, "F.cross_entropy(kind, batch['kind'])", norm="nn.LayerNorm(8)")
     found = compare(small_plan(path, tensor=2, data=1, split=("classes",)), steps=2)

@@ -34,7 +34,7 @@ from autopar.planner.plan.declared.whole_batch import rows_at_once
 from autopar.planner.plan.files.document import parse_plan, plan_text
 from autopar.planner.plan.model_facts import model_facts
 from autopar.planner.plan.plan import Plan
-from autopar.planner.plan.search.degrees import check_degrees
+from autopar.planner.plan.search.degrees import BatchFacts, check_degrees
 from autopar.planner.plan.search.search import search
 from autopar.planner.plan.telling.meaning import statistics_apart
 from autopar.planner.precision import Precision
@@ -182,8 +182,7 @@ def plan_of(subject: Subject, kind: Kind) -> Plan:
     if norm_of_rows(graph) is not None:  # in several microbatches it trains as no one device does
         kind = replace(kind, microbatch=None)
     constraints = with_optimizer(constraints_of(subject, kind), optimizer_traits(file, graph))
-    fixed, fixed_at = graph.fixed_batch, graph.fixed_at
-    check_degrees(kind.ranks, constraints, fixed_batch=fixed, fixed_at=fixed_at)
+    check_degrees(kind.ranks, constraints, BatchFacts.of(graph))
     plan = search(graph, axes, layers, facts, cluster_of(kind), constraints)
     return parse_plan(plan_text(plan), where="plan.json")
 

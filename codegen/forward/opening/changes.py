@@ -70,6 +70,12 @@ def is_told_own_rows(op: Op, split: Split) -> bool:
     return _told_size(op, split) is not None and is_of_rows(split.made(op.outputs[0]), split)
 
 
+def splits_rows(split: Split) -> bool:
+    """Whether tensor ranks have shares of the rows somewhere: code is then for so many rows."""
+    layouts = split.ops.values()
+    return any(is_of_rows(one, split) for op in layouts for one in (*op.needs, *op.gives))
+
+
 def is_of_rows(layout: Layout, split: Split) -> bool:
     """Whether a layout is split along the rows of a batch, whose number is no constant."""
     return is_split(layout) and layout.axis in split.row_axes

@@ -107,8 +107,8 @@ def _degrees(plan: Plan) -> Iterator[str]:
         yield f"arrangement: shard {arrangement.shard} does not divide data {arrangement.data}"
     if arrangement.rows and not _are_rows(arrangement):
         yield (
-            f"arrangement.rows: {len(arrangement.rows)} numbers for {arrangement.data} data ranks "
-            f"alone, the most of them {max(arrangement.rows)}, {arrangement.microbatch} expected"
+            f"arrangement.rows: {len(arrangement.rows)} numbers for {arrangement.data} data ranks, "
+            f"the most of them {max(arrangement.rows)}, {arrangement.microbatch} expected"
         )
     if shards_in_vain(arrangement):
         yield (
@@ -118,10 +118,9 @@ def _degrees(plan: Plan) -> Iterator[str]:
 
 
 def _are_rows(arrangement: Arrangement) -> bool:
-    """Whether each data rank has its rows, and there are no others to share them with."""
-    has_others = arrangement.pipeline * arrangement.tensor > 1
+    """Whether each data rank has its rows."""
     numbers = len(arrangement.rows) == arrangement.data and min(arrangement.rows) >= 1
-    return numbers and not has_others and max(arrangement.rows) == arrangement.microbatch
+    return numbers and max(arrangement.rows) == arrangement.microbatch
 
 
 def _stages(plan: Plan) -> Iterator[str]:

@@ -9,14 +9,23 @@ from functools import cached_property
 from autopar.planner.cluster.blocks import Share
 from autopar.planner.cluster.cluster import Cluster
 from autopar.planner.costs.prediction import Arrangement
-from autopar.planner.findings.uneven_rows import may_be_uneven
 from autopar.planner.plan.bounds.bounding import Bounds
 from autopar.planner.plan.declared.constraints import Constraints, Objective, allows
 from autopar.planner.plan.declared.lone_rows import least_rows
-from autopar.planner.plan.search.degrees import check_degrees
+from autopar.planner.plan.search.degrees import (
+    BatchFacts,
+    check_degrees,
+    may_share_unevenly,
+)
 from autopar.planner.plan.search.placing import in_orders
 from autopar.planner.plan.search.shares import uneven
-from autopar.planner.plan.search.space import Choices, microbatches_of, simplest, variants
+from autopar.planner.plan.search.space import (
+    Choices,
+    microbatches_of,
+    simplest,
+    uneven_microbatches_of,
+    variants,
+)
 from autopar.planner.plan.solving.costing import Subject
 
 
@@ -33,49 +42,52 @@ class Points:
     bucket_bytes: int
 
     def __iter__(self) -> Iterator[Arrangement]:
-        constraints, graph = self.constraints, self.subject.graph
-        legal = check_degrees(
-            self.cluster.size,
-            constraints,
-            fixed_batch=graph.fixed_batch,
-            fixed_at=graph.fixed_at,
-        )
+        legal = check_degrees(self.cluster.size, self.constraints, self._batch)
         layers = len(self.subject.layers.layers)
         for pipeline, data, tensor in legal:
             if pipeline <= layers and tensor <= self._most_tensor():
                 yield from self._of_degrees(pipeline, data, tensor)
 
     def _of_degrees(self, pipeline: int, data: int, tensor: int) -> Iterator[Arrangement]:
-        sizes = self._microbatches(data)
-        for size, count in sizes:
+        microbatches = self._microbatches(data)
+        for each, count in microbatches:
             point = simplest(
                 pipeline=pipeline,
                 data=data,
                 tensor=tensor,
-                microbatch=size,
+                microbatch=max(each),
                 microbatches=count,
                 precision=self.constraints.precision,
             )
-            yield from in_orders(point, self.orders, self.choices)
-        if sizes and self._may_be_uneven:
+            rows = each if len(set(each)) > 1 else ()
+            yield from in_orders(replace(point, rows=rows), self.orders, self.choices)
+        if microbatches and self._may_suit_devices:
             yield from self._uneven(point)
 
-    def _microbatches(self, data: int) -> list[tuple[int, int]]:
-        """Return the rows of a microbatch, and how many there are, that so many data ranks allow.
+    def _microbatches(self, data: int) -> list[tuple[tuple[int, ...], int]]:
+        """Return the rows of each data rank's microbatch, and how many there are, as is allowed.
 
         The smallest never holds more rows at once than another.
         """
-        constraints, fixed = self.constraints, self.subject.graph.fixed_batch
+        constraints, fixed = self.constraints, self._batch.fixed
         assert constraints.global_batch is not None
         least = self._least_rows[data > 1]
-        sizes = [
-            (size, count)
-            for size, count in microbatches_of(constraints.global_batch, data)
-            if size == (fixed or size) and size == (constraints.microbatch or size)
-            if size >= least
+        even = microbatches_of(constraints.global_batch, data)
+        every = [((size,) * data, count) for size, count in even]
+        if may_share_unevenly(constraints, self._batch):
+            every += uneven_microbatches_of(constraints.global_batch, data)
+        allowed = [
+            (each, count)
+            for each, count in every
+            if {fixed, constraints.microbatch} <= {None, max(each)}
+            if min(each) >= least
             if count == 1 or not constraints.one_microbatch
         ]
-        return sizes[:1] if self.bounds.objective is Objective.MEMORY else sizes
+        return allowed[:1] if self.bounds.objective is Objective.MEMORY else allowed
+
+    @cached_property
+    def _batch(self) -> BatchFacts:
+        return BatchFacts.of(self.subject.graph)
 
     @cached_property
     def _least_rows(self) -> tuple[int, int]:
@@ -83,12 +95,13 @@ class Points:
         graph = self.subject.graph
         return least_rows(graph, data=1), least_rows(graph, data=2)
 
-    @cached_property
-    def _may_be_uneven(self) -> bool:
+    @property
+    def _may_suit_devices(self) -> bool:
+        """Whether unlike devices may have the rows that suit them."""
         return (
             self.constraints.microbatch is None
             and self.bounds.objective is not Objective.MEMORY
-            and may_be_uneven(self.subject.graph)
+            and self._batch.may_be_uneven
         )
 
     def _uneven(self, point: Arrangement) -> Iterator[Arrangement]:

@@ -44,6 +44,17 @@ def microbatches_of(global_batch: int, data: int) -> tuple[tuple[int, int], ...]
     return tuple((size, rows // size) for size in divisors(rows))
 
 
+def uneven_microbatches_of(global_batch: int, data: int) -> Iterator[tuple[tuple[int, ...], int]]:
+    """Yield the rows of a microbatch of each data rank, and how many there are, smallest first.
+
+    Only where data ranks cannot have as many rows each: they have as alike numbers as can be.
+    """
+    for microbatches in reversed(divisors(global_batch) if global_batch % data else ()):
+        least, more = divmod(global_batch // microbatches, data)
+        if least:
+            yield (least + 1,) * more + (least,) * (data - more), microbatches
+
+
 def simplest(
     *, pipeline: int, data: int, tensor: int, microbatch: int, microbatches: int,
     precision: Precision,

@@ -79,9 +79,12 @@ class Questions:
         return self._each(arrangement, [self.costing.slowest_rows(inside, own) for own in kinds])
 
     def kinds(self, arrangement: Arrangement) -> tuple[Kind, ...]:
-        """Return the different groups of devices, with their rows, that pipeline ranks have."""
+        """Return the different groups of devices, with their rows, that pipeline ranks have.
+
+        Data ranks with unlike numbers of rows wait for those with most, but on unlike devices.
+        """
         cluster, rows = self.costing.cluster_of(arrangement), arrangement.microbatch
-        if arrangement.rows:  # of data ranks alone
+        if arrangement.rows and arrangement.data == arrangement.ranks:
             return (shares_of(cluster.devices, arrangement.rows),)
         kinds = different_kinds(cluster, arrangement.pipeline)
         return tuple(tuple(Share(device, rows) for device in own) for own in kinds)

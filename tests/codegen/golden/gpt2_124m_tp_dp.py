@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: b35fb61dbda348c8, plan eb034bb2b3223845.
+# Written by autopar 0.1.0, which keeps changes by hand: 70643dc566b00306, plan eb034bb2b3223845.
 
 from __future__ import annotations
 
@@ -38,6 +38,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -50,6 +51,7 @@ from autopar.runtime.data import (
     in_float32,
     placed,
     read_batches,
+    read_dataset,
     scale_loss,
     weighed_ahead,
 )
@@ -255,19 +257,14 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterator[Weighed]:
-    """Return this rank's microbatches; the rows of a step are the same under every plan."""
+def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
+    """Return this rank's microbatches, and their weights; rows are the same under every plan."""
     data = read_batches(
-        new_batch,
-        options,
-        mesh,
-        rows=(MICROBATCHES, MICROBATCH),
-        new_dataset=new_dataset,
-        skip=skip,
+        new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
     )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
-    weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
+    data = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -279,9 +276,11 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     model, recipe = build_model(mesh, options.dtype, options.seed)
+    dataset = read_dataset(new_dataset, options, mesh)
     # Where there is a checkpoint, the training goes on from it.
-    keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    data = batches(options, mesh, skip=keeper.rows)
+    keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
+    options.steps = keeper.steps  # those that --epochs come to
+    data = batches(options, mesh, dataset, keeper.rows)
     load_weights([model], recipe, options.weights, mesh, splits=SPLITS)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer)

@@ -29,7 +29,7 @@ Memory of the fullest device: 20 GiB of 67.2 GiB (30%)
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: a2d1501457f879fa, plan 0e7c0954e77ce1bc.
+# Written by autopar 0.1.0, which keeps changes by hand: 8312e2e12cb98cd7, plan 0e7c0954e77ce1bc.
 
 from __future__ import annotations
 
@@ -39,17 +39,19 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
+from autopar.runtime.data import Weighed, placed, read_batches, read_dataset, weighed_ahead
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import (
+    ROWS,
     Crossing,
     StagePart,
     named,
@@ -91,9 +93,9 @@ new_dataset = partial(model_file.build_dataset, size="8b")
 
 STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
-BETAS = (0.9, 0.95)  # of AdamW
-WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none
-WARMUP_STEPS = 2000  # to LEARNING_RATE, at most a tenth of --steps
+BETAS = (0.9, 0.95)  # of AdamW; --betas
+WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none; --weight-decay
+WARMUP_STEPS = 2000  # to LEARNING_RATE, at most a tenth of all; --warmup-steps
 FINAL_SHARE = 0.1  # of LEARNING_RATE, to which a cosine falls by the last step
 CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
@@ -105,8 +107,6 @@ KEEP = 3  # checkpoints, the newest ones; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
-new_optimizer = partial(adamw, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
-new_scheduler = partial(warmup_cosine, warmup=WARMUP_STEPS, final=FINAL_SHARE)
 
 # --------------------------------------------------------------------------------- the plan
 
@@ -213,7 +213,7 @@ class LastStage(Llama):
 def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
     """Return what a stage gives to the next of a microbatch."""
     seq = batch["input_ids"].shape[1]
-    return (Crossing((MICROBATCH, seq, 4096), Split(1, ((seq, 1),))),)
+    return (Crossing((ROWS, seq, 4096), Split(1, ((seq, 1),))),)
 
 
 OPENED: dict[str, type[nn.Module]] = {
@@ -284,7 +284,7 @@ def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
+    loss = model.step(*zip(*microbatches, strict=True))  # all batches, all weights
     sum_replicated(model.parts, SUMMED, mesh.tensor)
     norm = clip_by_global_norm(model.parts, clip, mesh, split=SPLITS)
     optimizer.step()
@@ -295,19 +295,14 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterator[Weighed]:
-    """Return this rank's microbatches; the rows of a step are the same under every plan."""
+def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
+    """Return this rank's microbatches, and their weights; rows are the same under every plan."""
     data = read_batches(
-        new_batch,
-        options,
-        mesh,
-        rows=(MICROBATCHES, MICROBATCH),
-        new_dataset=new_dataset,
-        skip=skip,
+        new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
     )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
-    weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
+    data = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -319,12 +314,19 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     model, recipe = build_model(mesh, options.dtype, options.seed)
+    dataset = read_dataset(new_dataset, options, mesh)
     # Where there is a checkpoint, the training goes on from it.
-    keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    data = batches(options, mesh, skip=keeper.rows)
+    keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
+    options.steps = keeper.steps  # those that --epochs come to
+    data = batches(options, mesh, dataset, keeper.rows)
     load_weights(model.parts, recipe, options.weights, mesh, splits=SPLITS)
+    new_optimizer = partial(
+        adamw, lr=LEARNING_RATE, betas=options.betas, weight_decay=options.weight_decay
+    )
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
-    scheduler = new_scheduler(optimizer, steps=options.steps)
+    scheduler = warmup_cosine(
+        optimizer, steps=options.steps, warmup=options.warmup_steps, final=FINAL_SHARE
+    )
     if options.check_first_step and keeper.step == 0:
         plainly = Plainly(new_model, new_batch)  # what one device has
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
@@ -359,6 +361,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         keep=KEEP,
         check_first_step=CHECK_FIRST_STEP,
         workers=WORKERS,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        warmup_steps=WARMUP_STEPS,
     )
 
 

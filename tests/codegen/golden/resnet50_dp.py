@@ -26,7 +26,7 @@ Memory of the fullest device: 5.57 GiB of 67.2 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 25f08a3bc2ad36bd, plan cc1148700d53c4e2.
+# Written by autopar 0.1.0, which keeps changes by hand: 15daf428350f5f54, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 
@@ -36,6 +36,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -47,6 +48,7 @@ from autopar.runtime.data import (
     in_float32,
     placed,
     read_batches,
+    read_dataset,
     scale_loss,
     weighed_ahead,
 )
@@ -147,19 +149,20 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterator[Weighed]:
-    """Return this rank's microbatches; the rows of a step are the same under every plan."""
+def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
+    """Return this rank's microbatches, and their weights; rows are the same under every plan."""
     data = read_batches(
         new_batch,
         options,
         mesh,
         rows=(MICROBATCHES, MICROBATCH),
-        new_dataset=new_dataset,
+        dataset=dataset,
         skip=skip,
+        repeats=False,
     )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
-    weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
+    data = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -171,9 +174,11 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, shard=SHARD, timeout=options.timeout)
     note_changes(model_file, MODEL_FILES, MODEL_DIGEST, mesh)
     model, recipe = build_model(mesh, options.dtype, options.seed)
+    dataset = read_dataset(new_dataset, options, mesh)
     # Where there is a checkpoint, the training goes on from it.
-    keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    data = batches(options, mesh, skip=keeper.rows)
+    keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
+    options.steps = keeper.steps  # those that --epochs come to
+    data = batches(options, mesh, dataset, keeper.rows)
     load_weights([model], recipe, options.weights, mesh)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
     scheduler = new_scheduler(optimizer)

@@ -25,7 +25,7 @@ Memory of the fullest device: 10.95 GiB of 67.2 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 3452643b6234ba04, plan b1f0f4c39ecd8288.
+# Written by autopar 0.1.0, which keeps changes by hand: dee948947540cf60, plan b1f0f4c39ecd8288.
 
 from __future__ import annotations
 
@@ -35,17 +35,18 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from autopar.runtime.data import Weighed, placed, read_batches, weighed_ahead
+from autopar.runtime.data import Weighed, placed, read_batches, read_dataset, weighed_ahead
 from autopar.runtime.data_parallel import wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked
 from autopar.runtime.keeping import Keeper
-from autopar.runtime.model import Crossing, StagePart
+from autopar.runtime.model import ROWS, Crossing, StagePart
 from autopar.runtime.optimizer import adamw, build_optimizer, clip_by_global_norm, warmup_cosine
 from autopar.runtime.pipeline import (
     Pipeline,
@@ -73,9 +74,9 @@ new_dataset = partial(model_file.build_dataset, size="base")
 
 STEPS = 100  # --steps
 LEARNING_RATE = 0.0003  # of AdamW; --lr
-BETAS = (0.9, 0.95)  # of AdamW
-WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none
-WARMUP_STEPS = 2000  # to LEARNING_RATE, at most a tenth of --steps
+BETAS = (0.9, 0.95)  # of AdamW; --betas
+WEIGHT_DECAY = 0.1  # of AdamW, on matrices: norms and biases have none; --weight-decay
+WARMUP_STEPS = 2000  # to LEARNING_RATE, at most a tenth of all; --warmup-steps
 FINAL_SHARE = 0.1  # of LEARNING_RATE, to which a cosine falls by the last step
 CLIP_NORM = 1.0  # of all gradients together, at most; 0: they stay as they are; --clip
 SEED = 0  # of weights, order of the data and dropout; --seed
@@ -87,8 +88,6 @@ KEEP = 3  # checkpoints, the newest ones; --keep
 CHECK_FIRST_STEP = True  # compare the first loss with plain PyTorch's; --check-first-step
 LOG_EVERY = 10  # steps; --log-every
 WORKERS = 0  # processes that read ahead for this rank; --workers
-new_optimizer = partial(adamw, lr=LEARNING_RATE, betas=BETAS, weight_decay=WEIGHT_DECAY)
-new_scheduler = partial(warmup_cosine, warmup=WARMUP_STEPS, final=FINAL_SHARE)
 
 # --------------------------------------------------------------------------------- the plan
 
@@ -135,8 +134,8 @@ class LastStage(T5):
 
 def crossing(batch: Mapping[str, Tensor]) -> tuple[Crossing, ...]:
     """Return what a stage gives to the next of a microbatch."""
-    return Crossing((MICROBATCH, batch["input_ids"].shape[1], 768)), Crossing(
-        (MICROBATCH, batch["labels"].shape[1], 768)
+    return Crossing((ROWS, batch["input_ids"].shape[1], 768)), Crossing(
+        (ROWS, batch["labels"].shape[1], 768)
     )
 
 
@@ -174,7 +173,7 @@ def train_step(
     model: Pipeline, optimizer: Optimizer, microbatches: Sequence[Weighed], mesh: Mesh, clip: float
 ) -> tuple[Tensor, Tensor]:
     """Take one step over this rank's microbatches; return its part of the loss, and the norm."""
-    loss = model.step(*zip(*microbatches, strict=True))  # all batches, all factors
+    loss = model.step(*zip(*microbatches, strict=True))  # all batches, all weights
     tied = TiedWeights(mesh, model.parts, TIES)
     tied.sum_gradients()
     norm = clip_by_global_norm(model.parts, clip, mesh, tied=tied.not_owned)
@@ -186,19 +185,14 @@ def train_step(
 # --------------------------------------------------------------------------------- the data
 
 
-def batches(options: argparse.Namespace, mesh: Mesh, *, skip: int = 0) -> Iterator[Weighed]:
-    """Return this rank's microbatches; the rows of a step are the same under every plan."""
+def batches(options: argparse.Namespace, mesh: Mesh, dataset: Any, skip: int) -> Iterator[Weighed]:
+    """Return this rank's microbatches, and their weights; rows are the same under every plan."""
     data = read_batches(
-        new_batch,
-        options,
-        mesh,
-        rows=(MICROBATCHES, MICROBATCH),
-        new_dataset=new_dataset,
-        skip=skip,
+        new_batch, options, mesh, rows=(MICROBATCHES, MICROBATCH), dataset=dataset, skip=skip
     )
     # The loss is a mean over what counts of the batch: microbatches weigh by what they have of it.
-    weighed = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
-    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in weighed)
+    data = weighed_ahead(data, valid_targets, mesh, microbatches=MICROBATCHES)
+    return ((placed(batch, mesh, options.dtype), scale) for batch, scale in data)
 
 
 # ------------------------------------------------------------------------------ the training
@@ -210,12 +204,19 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     mesh = start(pipeline=PIPELINE, data=DATA, tensor=TENSOR, timeout=options.timeout)
     refuse_changes(model_file, MODEL_FILES, MODEL_DIGEST)  # classes here are of what it was
     model, recipe = build_model(mesh, options.dtype, options.seed)
+    dataset = read_dataset(new_dataset, options, mesh)
     # Where there is a checkpoint, the training goes on from it.
-    keeper = Keeper(options, mesh, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
-    data = batches(options, mesh, skip=keeper.rows)
+    keeper = Keeper(options, mesh, dataset, rows_per_step=GLOBAL_BATCH, model=MODEL_DIGEST)
+    options.steps = keeper.steps  # those that --epochs come to
+    data = batches(options, mesh, dataset, keeper.rows)
     load_weights(model.parts, recipe, options.weights, mesh)
+    new_optimizer = partial(
+        adamw, lr=LEARNING_RATE, betas=options.betas, weight_decay=options.weight_decay
+    )
     optimizer = build_optimizer(model.parts, new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
-    scheduler = new_scheduler(optimizer, steps=options.steps)
+    scheduler = warmup_cosine(
+        optimizer, steps=options.steps, warmup=options.warmup_steps, final=FINAL_SHARE
+    )
     if options.check_first_step and keeper.step == 0:
         plainly = Plainly(new_model, new_batch)  # what one device has
         data = first_step_checked(data, model.losses_of, model.parts, plainly, options, mesh)
@@ -250,6 +251,9 @@ def parse_args(argv: Sequence[str] | None) -> argparse.Namespace:
         keep=KEEP,
         check_first_step=CHECK_FIRST_STEP,
         workers=WORKERS,
+        betas=BETAS,
+        weight_decay=WEIGHT_DECAY,
+        warmup_steps=WARMUP_STEPS,
     )
 
 

@@ -14,8 +14,9 @@ from torch.utils.data import Dataset
 
 from autopar.codegen.proof.plain_rows import plain_batches
 from autopar.planner.model.model_file import ModelFile
-from autopar.runtime.data.batches import dataset_batches, synthetic_batches
+from autopar.runtime.data.batches import synthetic_batches
 from autopar.runtime.ranks.mesh import start
+from tests.runtime.data.reading import read_rows
 
 
 class Crops(Dataset[Any]):
@@ -57,7 +58,7 @@ def test_rows_of_several_epochs_are_those_of_scripts(seed: int) -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     file = file_of(of_crops, Crops)
     plain = plain_batches(file, rows=4, seed=seed, uses_dataset=True)
-    scripts = dataset_batches(Crops, of_crops, mesh, microbatch=4, seed=seed)
+    scripts = read_rows(Crops, of_crops, mesh, microbatch=4, seed=seed)
     for one, other in islice(zip(plain, scripts, strict=False), 6):  # 24 rows of 10
         assert one.keys() == other.keys()
         for key, value in one.items():

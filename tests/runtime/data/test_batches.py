@@ -20,12 +20,12 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, random_split
 
 from autopar.runtime.data.batches import (
     Rows,
-    dataset_batches,
     gathered_rows,
     placed,
     synthetic_batches,
 )
 from autopar.runtime.ranks.mesh import ALONE, Mesh, start
+from tests.runtime.data.reading import read_rows
 from tests.runtime.processes import run_on_ranks
 
 LENGTH = 10
@@ -44,7 +44,7 @@ class Numbers(Dataset[dict[str, Tensor]]):
 
 def rows(data: int, microbatch: Rows, count: int) -> list[list[int]]:
     mesh = start(pipeline=1, data=data, tensor=1)
-    batches = dataset_batches(Numbers, _example, mesh, microbatch=microbatch, seed=0)
+    batches = read_rows(Numbers, _example, mesh, microbatch=microbatch, seed=0)
     return [batch["x"].int().tolist() for batch in islice(batches, count)]
 
 
@@ -100,7 +100,7 @@ def padding() -> Callable[[list[Any]], dict[str, Tensor]]:
 
 def streamed(data: int, microbatch: int, count: int, workers: int = 0) -> list[Any]:
     mesh = start(pipeline=1, data=data, tensor=1)
-    batches = dataset_batches(
+    batches = read_rows(
         lambda: Stream(5), lambda rows: {"x": torch.zeros(rows, 2)}, mesh,
         microbatch=microbatch, seed=0, workers=workers,
     )  # fmt: skip
@@ -110,7 +110,7 @@ def streamed(data: int, microbatch: int, count: int, workers: int = 0) -> list[A
 def collated(tensor: int, shares: bool, collate: Callable[[], Any] = padding) -> list[Any]:
     mesh = start(pipeline=1, data=1, tensor=tensor)
     axis = mesh.tensor if shares else ALONE
-    batches = dataset_batches(
+    batches = read_rows(
         Lines,
         lambda rows: {"x": torch.zeros(rows, 2).long(), "drawn": torch.zeros(rows)},
         mesh,
@@ -154,7 +154,7 @@ def augmented(
 ) -> list[list[list[float]]]:
     mesh = start(pipeline=1, data=data, tensor=1)
     random.seed()  # as Python is in every process at first
-    batches = dataset_batches(
+    batches = read_rows(
         new_dataset, lambda rows: {"x": torch.zeros(rows, 4)}, mesh,
         microbatch=microbatch, seed=0, workers=workers,
     )  # fmt: skip
@@ -169,7 +169,7 @@ def shared(microbatch: int, is_synthetic: bool) -> list[tuple[list[float], list[
             _pairs, mesh, rows=(2, microbatch), seed=0, rows_over=mesh.tensor
         )
     else:
-        batches = dataset_batches(
+        batches = read_rows(
             Twice, _pairs, mesh, microbatch=microbatch, seed=0, rows_over=mesh.tensor
         )
     whole = (gathered_rows(one, ["x"], mesh.tensor, rows=microbatch) for one in batches)
@@ -197,7 +197,7 @@ class Unseeded(Numbers):
 
 def refusal_of_unseeded(pipeline: int, tensor: int) -> str:
     mesh, told = start(pipeline=pipeline, data=1, tensor=tensor), io.StringIO()
-    batches = dataset_batches(
+    batches = read_rows(
         Unseeded, lambda rows: {"x": torch.ones(rows), "y": torch.ones(rows)}, mesh,
         microbatch=2, seed=0,
     )  # fmt: skip
@@ -212,7 +212,7 @@ def unlike_lengths(longer: int) -> str:
     new_dataset = partial(Numbers, LENGTH + longer * mesh.rank)
     with redirect_stderr(told):
         try:
-            next(dataset_batches(new_dataset, _example, mesh, microbatch=1, seed=0))
+            next(read_rows(new_dataset, _example, mesh, microbatch=1, seed=0))
         except SystemExit as left:
             return f"{left.code} {told.getvalue()}"
     return told.getvalue()
@@ -221,7 +221,7 @@ def unlike_lengths(longer: int) -> str:
 def refusal(dataset: Any) -> str:
     mesh, told = start(pipeline=1, data=1, tensor=1), io.StringIO()
     with pytest.raises(SystemExit, match="6"), redirect_stderr(told):
-        list(islice(dataset_batches(lambda: dataset, _example, mesh, microbatch=1, seed=0), 2))
+        list(islice(read_rows(lambda: dataset, _example, mesh, microbatch=1, seed=0), 2))
     return told.getvalue()
 
 
@@ -312,7 +312,7 @@ def test_tensor_ranks_read_their_own_rows_and_gather_what_they_need_of_all(
 def reading_drawn() -> list[float]:
     """Return what is drawn between rows: those of a dataset are drawn apart from it."""
     mesh = start(pipeline=1, data=1, tensor=1)
-    batches = dataset_batches(
+    batches = read_rows(
         Augmented, lambda rows: {"x": torch.zeros(rows, 4)}, mesh, microbatch=2, seed=0
     )
     torch.manual_seed(3)

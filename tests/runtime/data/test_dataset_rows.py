@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset
 
-from autopar.runtime.data.batches import dataset_batches
 from autopar.runtime.ranks.mesh import start
+from tests.runtime.data.reading import read_rows
 
 
 class Same(Dataset[Any]):
@@ -44,7 +44,7 @@ def example(rows: int) -> dict[str, Tensor]:
 
 def batch_of(dataset: Dataset[Any]) -> dict[str, Tensor]:
     mesh = start(pipeline=1, data=1, tensor=1)
-    (batch,) = islice(dataset_batches(lambda: dataset, example, mesh, microbatch=2, seed=0), 1)
+    (batch,) = islice(read_rows(lambda: dataset, example, mesh, microbatch=2, seed=0), 1)
     return batch
 
 
@@ -93,10 +93,10 @@ def test_rows_of_several_lengths_are_refused(capsys: pytest.CaptureFixture[str])
 def test_a_dataset_that_is_smaller_than_a_batch_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     dataset = Same({"ids": [1, 2, 3], "score": 1.0})
-    next(dataset_batches(lambda: dataset, example, mesh, microbatch=5, seed=0))
+    next(read_rows(lambda: dataset, example, mesh, microbatch=5, seed=0))
     told = capsys.readouterr().err
     assert "has 4 rows, fewer than the 5 that are trained on at once" in told
-    next(dataset_batches(lambda: dataset, example, mesh, microbatch=4, seed=0))
+    next(read_rows(lambda: dataset, example, mesh, microbatch=4, seed=0))
     assert capsys.readouterr().err == ""
 
 
@@ -181,11 +181,7 @@ def test_a_fault_of_the_data_is_one_message(
 ) -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     with pytest.raises(SystemExit, match="6"):
-        next(
-            dataset_batches(
-                new_dataset, example, mesh, microbatch=2, seed=0, new_collate=new_collate
-            )
-        )
+        next(read_rows(new_dataset, example, mesh, microbatch=2, seed=0, new_collate=new_collate))
     said, fix = capsys.readouterr().err.splitlines()
     assert said.startswith(f"error: {telling}")
     assert fix.startswith("  fix: ")
@@ -207,7 +203,7 @@ def _new_collate_without_key() -> Callable[[Any], Any]:
 def _read_by_a_worker(dataset: Dataset[Any], new_collate: Callable[[], Any] | None) -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     next(
-        dataset_batches(
+        read_rows(
             lambda: dataset, example, mesh, microbatch=4, seed=0, workers=1, new_collate=new_collate
         )
     )

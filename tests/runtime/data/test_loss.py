@@ -1,4 +1,4 @@
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -7,8 +7,14 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.data.batches import Batch
-from autopar.runtime.data.loss import in_float32, scale_loss, weighed_ahead, weighed_terms_ahead
+from autopar.runtime.data.batches import Batch, Weighed
+from autopar.runtime.data.loss import (
+    in_float32,
+    scale_loss,
+    summed_rows,
+    weighed_ahead,
+    weighed_terms_ahead,
+)
 from autopar.runtime.ranks.mesh import Mesh, start
 from tests.runtime.processes import run_on_ranks
 
@@ -22,9 +28,15 @@ def _batch() -> tuple[torch.Tensor, torch.Tensor]:
     return logits, target
 
 
-def _microbatches(mesh: Mesh, number: int) -> Iterator[Batch]:
+def _by_rows(batches: Iterable[Batch], number: int, device: str = "cpu") -> Iterator[Weighed]:
+    """Give each of so many microbatches of a step the weight that it has by its rows."""
+    weight = torch.tensor(1 / number, dtype=torch.float64, device=device)
+    return ((batch, weight) for batch in batches)
+
+
+def _microbatches(mesh: Mesh, number: int) -> Iterator[Weighed]:
     logits, target = (part.chunk(2)[mesh.data.rank].chunk(number) for part in _batch())
-    return ({"x": x, "y": y} for x, y in zip(logits, target, strict=True))
+    return _by_rows(({"x": x, "y": y} for x, y in zip(logits, target, strict=True)), number)
 
 
 def _count(batch: Mapping[str, Any]) -> torch.Tensor:
@@ -93,10 +105,11 @@ def _gradient_of_two_means(microbatches: int) -> torch.Tensor:
     mesh = start(pipeline=1, data=2, tensor=1)
     weight = torch.ones(5, dtype=torch.float64, requires_grad=True)
     batches = _microbatches(mesh, microbatches)
-    for batch in weighed_terms_ahead(batches, _two_counts, mesh, microbatches=microbatches):
+    weighed = weighed_terms_ahead(batches, _two_counts, mesh, microbatches=microbatches)
+    for batch, scale in weighed:
         means = _two_means(weight, batch["x"], batch["y"])
         terms = [scale_loss(*pair) for pair in zip(means, batch["loss_weights"], strict=True)]
-        (torch.stack(terms).sum() / microbatches).backward()  # type: ignore[no-untyped-call]
+        (torch.stack(terms).sum() * scale).backward()  # type: ignore[no-untyped-call]
     assert weight.grad is not None
     dist.all_reduce(weight.grad)
     return weight.grad / 2
@@ -121,7 +134,8 @@ def _scales(counts: Sequence[int], microbatches: int) -> tuple[list[float], list
             yield read[-1]
 
     found = []
-    weighed = weighed_ahead(data(), _count, mesh, microbatches=microbatches)
+    rows = _by_rows(data(), microbatches)
+    weighed = weighed_ahead(rows, _count, mesh, microbatches=microbatches)
     for _, scale in weighed:
         found.append((float(scale), len(read)))
     return [scale for scale, _ in found], [number for _, number in found]
@@ -160,7 +174,7 @@ class Copies(TorchDispatchMode):
 
 def test_the_host_does_not_wait_for_the_device_to_weigh_what_comes_next() -> None:
     mesh = replace(start(pipeline=1, data=1, tensor=1), device=torch.device("meta"))
-    data = ({"y": torch.ones(3)} for _ in range(8))
+    data = _by_rows(({"y": torch.ones(3)} for _ in range(8)), 2, "meta")
     with Copies() as copies:
         list(weighed_ahead(data, _count, mesh, microbatches=2))
     assert copies.wait
@@ -172,7 +186,7 @@ def test_weights_in_float32_add_up_as_exactly_as_in_float64() -> None:
     sums = weights.double().sum(1)
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
-        rows = iter([{"weight": row} for row in weights])
+        rows = _by_rows(({"weight": row} for row in weights), 2)
         weighed = weighed_ahead(rows, lambda batch: batch["weight"].sum(), mesh, microbatches=2)
         found = torch.stack([scale for _, scale in weighed])
     finally:
@@ -190,7 +204,7 @@ def test_the_divisor_of_a_whole_step_is_that_of_all_its_counts_together() -> Non
 
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
-        rows = iter([{"counts": row} for row in counts])
+        rows = _by_rows(({"counts": row} for row in counts), 2)
         weighed = weighed_ahead(rows, lambda x: x["counts"], mesh, microbatches=2, divisor=divisor)
         found = torch.stack([scale for _, scale in weighed])
     finally:
@@ -204,11 +218,31 @@ def test_the_divisor_of_a_whole_step_is_that_of_all_its_counts_together() -> Non
 def test_a_mean_over_no_targets_counts_nothing() -> None:
     mesh = start(pipeline=1, data=1, tensor=1)
     try:
-        rows = [{"y": torch.full((4,), -100)}] * 2
-        (_, scale), _ = weighed_ahead(iter(rows), _count, mesh, microbatches=2)
+        rows = _by_rows([{"y": torch.full((4,), -100)}] * 2, 2)
+        (_, scale), _ = weighed_ahead(rows, _count, mesh, microbatches=2)
         assert float(scale_loss(torch.tensor(torch.nan), scale)) == 0
     finally:
         dist.destroy_process_group()
+
+
+def test_repeated_rows_count_nothing_whatever_their_loss_is_a_mean_over() -> None:
+    mesh = start(pipeline=1, data=1, tensor=1)
+    weights = torch.tensor([1.0, 0.0], dtype=torch.float64)
+
+    def rows() -> Iterator[Weighed]:
+        return zip([{"y": torch.arange(3)}, {"y": torch.arange(5)}], weights, strict=True)
+
+    def counts(batch: Mapping[str, Any]) -> torch.Tensor:
+        return torch.stack([_count(batch), _count(batch) // 2])
+
+    try:
+        targets = [scale for _, scale in weighed_ahead(rows(), _count, mesh, microbatches=2)]
+        terms = [*weighed_terms_ahead(rows(), counts, mesh, microbatches=2)]
+        sums = [scale for _, scale in summed_rows(rows(), mesh)]
+    finally:
+        dist.destroy_process_group()
+    assert targets == sums == [1.0, 0.0]
+    assert [batch["loss_weights"].tolist() for batch, _ in terms] == [[1.0, 1.0], [0.0, 0.0]]
 
 
 def test_a_loss_of_outputs_in_16_bits_is_computed_in_32() -> None:

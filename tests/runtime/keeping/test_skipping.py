@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Dataset
 
-from autopar.runtime.data.batches import dataset_batches
 from autopar.runtime.ranks.mesh import Mesh
+from tests.runtime.data.reading import read_rows
 
 READ: list[int] = []
 
@@ -38,7 +38,7 @@ def _example(rows: int) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("dataset", [Numbered, Streamed])
 def test_rows_that_have_been_seen_are_skipped(dataset: type, mesh: Mesh) -> None:
-    batches = partial(dataset_batches, dataset, _example, mesh, microbatch=2, seed=3)
+    batches = partial(read_rows, dataset, _example, mesh, microbatch=2, seed=3)
     every = list(islice(batches(), 9))
     for steps in range(8):
         READ.clear()

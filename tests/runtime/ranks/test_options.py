@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from argparse import Namespace
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ from autopar.runtime.ranks.locations import StorePath
 from autopar.runtime.ranks.options import StartingWeights, read_options
 
 
-def read(*words: str, **more: int) -> Namespace:
+def read(*words: str, **more: Any) -> Namespace:
     settings: dict[str, Any] = {
         "steps": 1, "clip": 1.0, "seed": 0, "dtype": "float32", "log_every": 1, "export": "none",
-        "checkpoint": "none", "checkpoint_every": 10, "keep": 3, **more,
+        "checkpoint": "none", "checkpoint_every": 10, "keep": 3, "check_first_step": False, **more,
     }  # fmt: skip
     return read_options(words, **settings)
 
@@ -47,6 +48,76 @@ def test_what_stops_early_has_to_be_evaluated(capsys: pytest.CaptureFixture[str]
     with pytest.raises(SystemExit, match="2"):
         read("--early-stop", "2", "--eval-every", "0", eval_every=5)
     assert "--eval-every 0 has none" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "telling"),
+    [
+        (("--epochs", "2", "--steps", "5"), "not allowed with argument"),
+        (("--epochs", "0"), "0 is not a number of 1e-09 or more"),
+        (("--epochs", "1e999999999"), "is more than 1e+06"),
+        (("--epochs", "nan"), "nan is not a number"),
+        (("--epochs", "1/0"), "1/0 is not a number"),
+        (("--epochs", "2", "--data", "synthetic"), "--data synthetic reads none"),
+        (("--last-rows", "keep"), "invalid choice: 'keep'"),
+    ],
+)
+def test_epochs_stand_in_the_place_of_steps(
+    words: tuple[str, ...], telling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert read("--epochs", "0.1", workers=0).epochs == Fraction(1, 10)
+    assert (read("--steps", "7", workers=0).steps, read().epochs) == (7, None)
+    with pytest.raises(SystemExit, match="2"):
+        read(*words, workers=0)
+    assert telling in capsys.readouterr().err
+
+
+def test_epochs_are_no_option_without_a_dataset(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        read("--epochs", "2")
+    assert "unrecognized arguments: --epochs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "telling"),
+    [
+        ((), "none is kept: add --checkpoint FOLDER"),
+        (("--checkpoint", "kept", "--eval-every", "0"), "--eval-every 0 has none"),
+        (("--checkpoint", "kept", "--export", "none"), "--export none exports nothing"),
+    ],
+)
+def test_the_best_weights_are_those_of_a_checkpoint(
+    words: tuple[str, ...], telling: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    usual = {"eval_every": 5, "export": "w.safetensors"}
+    assert read("--export-best", "--checkpoint", "kept", **usual).export_best
+    with pytest.raises(SystemExit, match="2"):
+        read("--export-best", *words, **usual)
+    assert telling in capsys.readouterr().err
+
+
+def test_what_the_usual_optimizer_is_made_of_are_options(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    usual = {"betas": (0.9, 0.95), "weight_decay": 0.1, "warmup_steps": 2000}
+    found = read(**usual)
+    assert (found.betas, found.weight_decay, found.warmup_steps) == ((0.9, 0.95), 0.1, 2000)
+    words = ("--betas", "0.8", "0", "--weight-decay", "0.3", "--warmup-steps", "0")
+    found = read(*words, **usual)
+    assert (found.betas, found.weight_decay, found.warmup_steps) == ((0.8, 0.0), 0.3, 0)
+    with pytest.raises(SystemExit, match="2"):
+        read("--betas", "0.9", "1", **usual)
+    assert "1 is not a number below 1" in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        read("--betas", "0.9", "0.95")  # the model file makes the optimizer
+    assert "unrecognized arguments" in capsys.readouterr().err
+
+
+def test_minutes_may_be_a_part_of_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert read("--checkpoint-minutes", "0.5").checkpoint_minutes == 0.5
+    with pytest.raises(SystemExit, match="2"):
+        read("--checkpoint-minutes", "0")
+    assert "0 is not a number of 0.01 or more" in capsys.readouterr().err
 
 
 def test_a_machine_says_how_many_workers_its_ranks_may_have(

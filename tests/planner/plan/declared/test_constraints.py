@@ -26,7 +26,7 @@ from autopar.planner.plan.declared.constraints import (
 from autopar.planner.plan.declared.names import check_names
 from autopar.planner.plan.declared.options import parse_pins
 from autopar.planner.plan.declared.settings import declare
-from autopar.planner.plan.search.degrees import check_degrees, legal_degrees
+from autopar.planner.plan.search.degrees import BatchFacts, check_degrees, legal_degrees
 from tests.planner.plan.plans import arrangement, parts_of
 
 
@@ -106,7 +106,7 @@ def test_the_batch_divides_over_the_data_ranks() -> None:
     assert {d for _, d, _ in legal_degrees(8, declared(global_batch=12))} == {1, 2, 4}
     both = declared(global_batch=12, pins__microbatch=3)
     assert {d for _, d, _ in legal_degrees(8, both)} == {1, 2, 4}
-    fixed = legal_degrees(8, declared(global_batch=12), fixed_batch=6)
+    fixed = legal_degrees(8, declared(global_batch=12), BatchFacts(fixed=6))
     assert {d for _, d, _ in fixed} == {1, 2}
 
 
@@ -181,8 +181,8 @@ def test_of_many_constraints_only_those_that_conflict_are_named() -> None:
 
 def test_a_model_that_fixes_its_batch_takes_no_other_microbatch() -> None:
     with pytest.raises(InfeasibleError, match=r"fixes its batch to 6.* at clip\.py:48"):
-        check_degrees(8, declared(pins__microbatch=4), fixed_batch=6, fixed_at="clip.py:48")
-    assert check_degrees(8, declared(pins__microbatch=6), fixed_batch=6)
+        check_degrees(8, declared(pins__microbatch=4), BatchFacts(fixed=6, fixed_at="clip.py:48"))
+    assert check_degrees(8, declared(pins__microbatch=6), BatchFacts(fixed=6))
 
 
 @given(st.sets(st.frozensets(st.integers(0, 7), min_size=1, max_size=3), min_size=1, max_size=5))

@@ -18,11 +18,14 @@ from autopar.planner.costs.layers.slowest import slowest
 from autopar.planner.costs.prediction import Arrangement, Recompute, Zero
 from autopar.planner.costs.steps.step import predict
 from autopar.planner.findings.uneven_rows import may_be_uneven
+from autopar.planner.model.model_file import load_model_file
 from autopar.planner.plan.search.search import Explorer
 from autopar.planner.plan.search.shares import MOST_SHARES, uneven
 from autopar.planner.plan.search.space import divisors
 from autopar.planner.plan.solving.costing import Subject
 from autopar.planner.plan.solving.questions import inside_of
+from autopar.planner.trace import trace
+from tests.field.cells import AWKWARD
 from tests.planner.plan.plans import parts_of
 from tests.planner.plan.searches import TINY_GPT2, declared, planned
 
@@ -89,13 +92,19 @@ def test_many_shares_are_chosen_by_their_slowest_kind() -> None:
 
 
 @pytest.mark.parametrize(
-    ("model", "is_possible"), [(TINY_GPT2, True), (("resnet.py",), False), (("bert.py",), True)]
+    "model", [TINY_GPT2, ("resnet.py",), ("bert.py",), ("t5.py",), ("vit.py",), ("llama.py",)]
 )
-def test_a_model_whose_statistics_are_those_of_its_rows_keeps_them_even(
-    model: tuple[str, ...], is_possible: bool
-) -> None:
+def test_models_of_one_mean_may_have_uneven_rows(model: tuple[str, ...]) -> None:
+    """Batch norms, too: they count the rows of each rank."""
     graph, _, _ = parts_of(*model)
-    assert may_be_uneven(graph) == is_possible
+    assert may_be_uneven(graph)
+
+
+@pytest.mark.parametrize("name", ["pairs", "views"])
+def test_rows_that_meet_stay_even(name: str) -> None:
+    subject = AWKWARD[name]
+    file = load_model_file(str(subject.path), subject.arguments)
+    assert not may_be_uneven(trace(file))
 
 
 def _point(machines: Cluster) -> Arrangement:

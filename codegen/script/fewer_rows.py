@@ -1,0 +1,35 @@
+"""Tells with how few rows a microbatch of a script can be trained on, at the end of an epoch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from autopar.codegen.script.settings_lines import has_batch_norm
+from autopar.codegen.script.stage_tables import crossings_follow_rows
+from autopar.codegen.subject import Subject
+from autopar.planner.findings.meeting_rows import meeting_rows
+from autopar.planner.findings.uneven_rows import parts_have_weights
+from autopar.planner.plan.declared.lone_rows import least_rows
+from autopar.planner.plan.plan import Plan
+
+
+def fewer_rows(plan: Plan, subject: Subject) -> Iterator[str]:
+    """Yield what `read_batches` is told of it, where not any number of rows will do."""
+    is_whole = plan.arrangement.data * plan.arrangement.microbatches == 1
+    least = least_rows(plan.graph, data=plan.arrangement.data)
+    if _is_of_planned_rows(plan, subject) or not (is_whole or parts_have_weights(plan.graph)):
+        yield "fewest=MICROBATCH"
+    elif least > 1:
+        yield f"fewest={least}"
+    if not is_whole and (has_batch_norm(plan.graph) or meeting_rows(plan.graph) is not None):
+        yield "repeats=False"
+
+
+def _is_of_planned_rows(plan: Plan, subject: Subject) -> bool:
+    """Whether code of the script is for the planned number of rows alone."""
+    opened = subject.opened
+    is_printed = bool(opened.classes or opened.stages or opened.loss)
+    is_fixed = plan.graph.fixed_batch is not None and is_printed
+    is_pipelined = plan.arrangement.pipeline > 1
+    follows = not is_pipelined or crossings_follow_rows(opened, subject.axes)
+    return is_fixed or opened.splits_rows or not follows
