@@ -103,6 +103,7 @@ def _as_run(cost: LayerCost, settings: Settings) -> LayerCost:
         cost,
         output_bytes=cost.output_bytes // tensor,
         gradient_bytes=narrow,
+        learned_gradient_bytes=0 if settings.adds_in_products else cost.learned_gradient_bytes,
         optimizer_bytes=cost.optimizer_bytes + copy,
     )
 

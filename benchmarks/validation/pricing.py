@@ -16,6 +16,7 @@ from types import MappingProxyType
 from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.shape import GroupShape
 from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.parameters import SharedWeights
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.costs.steps.framework import HostWork
@@ -173,7 +174,7 @@ def _costs(
     for layer, own in zip(found.layers.layers, layouts, strict=True):
         costs = layer_costs(
             pricer, layer, own, degree=kind.shape.ranks, shape=kind.shape, parameters=parameters,
-            outside=dict(outside), counted=frozenset(held),
+            outside=dict(outside), shared=SharedWeights(held=frozenset(held)),
         )  # fmt: skip
         for op, layout in zip(layer.ops, own, strict=True):
             outside.update(zip(op.outputs, layout.gives, strict=True))

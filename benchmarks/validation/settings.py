@@ -54,6 +54,7 @@ class Settings:
     dropout: float
     has_narrow_gradients: bool  # of 16 bits, with an fp32 copy where the optimizer's state is
     has_both_gradients: bool  # of 16 bits, and whole beside them those of 32 that sum them
+    adds_in_products: bool  # Megatron's: they add to gradients of 32 bits, and make none of 16
     is_sequence_parallel: bool
 
 
@@ -121,6 +122,7 @@ def settings_of(row: Row) -> Settings:
         dropout=0.0 if is_flash else 0.1,
         has_narrow_gradients=row.dtype == "fp16",
         has_both_gradients=row.dtype == "bf16" and bool(_DEEPSPEED.search(row.notes)),
+        adds_in_products=zero < Zero.GRADIENTS and not _DEEPSPEED.search(row.source + row.notes),
         is_sequence_parallel=bool(row.sp) and stated(row.tp) > 1,
     )
 

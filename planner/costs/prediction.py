@@ -78,6 +78,21 @@ class Arrangement:
         return self.pipeline * self.data * self.tensor
 
     @property
+    def is_one_pass(self) -> bool:
+        """Whether a step is one forward and one backward."""
+        return self.pipeline == self.microbatches == 1
+
+    @property
+    def divides_gradients(self) -> bool:
+        """Whether each rank keeps a part of the gradients alone."""
+        return self.shard > 1 and self.zero >= Zero.GRADIENTS
+
+    @property
+    def has_buckets(self) -> bool:
+        """Whether gradients lie in buckets, whose memory stays from step to step."""
+        return self.data > 1 and self.zero < Zero.GRADIENTS
+
+    @property
     def global_batch(self) -> int:
         """Rows of one optimizer step, all ranks."""
         return self.block * self.microbatches
@@ -112,7 +127,9 @@ class LayerCost:
     replicated_gradient_bytes: int  # of R parameters: summed over the tensor axis once per step
     measured_seconds: float  # of both, as far as measured and not by formula
     trainable_tensors: int = 0  # that the elements with optimizer state lie in
-    learning_bytes: int = 0  # as transient, while ops with weights run
+    learning_bytes: int = 0  # as transient, while an op has the heaviest gradient of a weight made
+    learned_gradient_bytes: int = 0  # that gradient
+    waiting_gradient_bytes: int = 0  # made by layers behind this one, of weights that others share
     deferred_bytes: int = 0  # that a split backward holds from its first half to its second
     statistics: Statistics = NO_STATISTICS  # of batch norms, which data ranks share
 
@@ -154,7 +171,7 @@ class MemoryPrediction:
     optimizer_bytes: Bytes
     activation_bytes: Bytes  # saved, of all microbatches in flight
     transient_bytes: Bytes  # of the layer at the peak, logits included
-    unsharded_bytes: Bytes  # gathered parameters and gradients before they are scattered
+    unsharded_bytes: Bytes  # gathered parameters, and gradients on their way to where they stay
     communication_bytes: Bytes  # buckets and buffers
     margin_bytes: Bytes  # allocator fragments
     context_bytes: Bytes  # device context and communication libraries

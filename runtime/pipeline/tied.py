@@ -65,7 +65,10 @@ class TiedWeights:
             gradients = [made_gradient(copy.part, copy.parameter) for copy in copies]
             if gradients[0].numel():
                 mine = sum(gradients[1:], start=gradients[0])
-                total = torch.stack(self._swapped(tie, mine)).sum(0)
+                first, *others = self._swapped(tie, mine)
+                total = first.clone()
+                for other in others:  # one by one: an embedding is large
+                    total.add_(other)
                 for gradient in gradients:
                     gradient.copy_(total)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeAlias
@@ -55,6 +55,15 @@ class LiveMemory:
         )
         self._live[key] = live
         self._resize(live, storage.nbytes())
+
+    def leave_out_host(self, owners: Mapping[int, str], given: Iterable[Tensor]) -> None:
+        """Count nothing that lives but what has an owner or is given to the step.
+
+        Rows that are read ahead lie in the memory of the host, which is no other here.
+        """
+        kept = owners.keys() | {one.untyped_storage()._cdata for one in given}
+        for key in self._live.keys() - kept:
+            self._resize(self._live[key], 0)
 
     def start_measuring(self, owners: Owners) -> None:
         """Take the peak from here on."""

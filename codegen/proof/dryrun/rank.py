@@ -34,7 +34,7 @@ def report_of(path: Path) -> Report:
     found: list[Report] = []
 
     def watched(step: Step, record: Recording) -> None:
-        with record.second_step(step.parts, step.optimizer):
+        with record.second_step(step.parts, step.optimizer, step.given):
             step.take()
         found.append(record.report())
 
@@ -49,6 +49,7 @@ class Step:
     take: Callable[[], Any]
     parts: Sequence[nn.Module]
     optimizer: Optimizer
+    given: tuple[Any, ...]  # beside these
 
 
 def run_first_step(
@@ -70,7 +71,8 @@ def run_first_step(
 
         def step(model: Any, optimizer: Optimizer, *args: Any) -> None:
             parts = [model] if isinstance(model, nn.Module) else model.parts
-            run(Step(partial(train_step, model, optimizer, *args), parts, optimizer), entered[0])
+            taken = partial(train_step, model, optimizer, *args)
+            run(Step(taken, parts, optimizer, args), entered[0])
             raise _SeenError
 
         script.load_weights, script.train_step = load, step

@@ -93,9 +93,17 @@ class Recording(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._measures = False
 
     @contextmanager
-    def second_step(self, modules: Sequence[nn.Module], optimizer: Optimizer) -> Iterator[None]:
-        """Report on a step run inside, as if it were not the first."""
+    def second_step(
+        self, modules: Sequence[nn.Module], optimizer: Optimizer, given: object = None
+    ) -> Iterator[None]:
+        """Report on a step run inside, as if it were not the first.
+
+        What it is `given` lies on the device; other tensors that no module has are the host's.
+        """
         _leave_a_step_behind(modules, optimizer)
+        if given is not None:
+            tensors = [one for one in tree_leaves(given) if isinstance(one, Tensor)]
+            self._memory.leave_out_host(owners_of(modules, [optimizer]), tensors)
         with self.measured(modules, [optimizer]):
             yield
 

@@ -10,7 +10,12 @@ from autopar.planner.costs.collectives.conversions import DISPATCHES
 from autopar.planner.costs.collectives.norm_statistics import Statistics
 from autopar.planner.costs.layers.flow import Conversion, LayerFlow, PlacedOp, layer_flow
 from autopar.planner.costs.layers.memory import LayerMemory, layer_memory
-from autopar.planner.costs.layers.parameters import Held, layer_parameters
+from autopar.planner.costs.layers.parameters import (
+    UNSHARED,
+    Held,
+    SharedWeights,
+    layer_parameters,
+)
 from autopar.planner.costs.layers.recompute import Again, run_again
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
@@ -30,20 +35,20 @@ def layer_costs(
     shape: GroupShape,
     parameters: Mapping[str, Layout],
     outside: Mapping[str, Layout] = _NOTHING,
-    counted: frozenset[str] = frozenset(),
+    shared: SharedWeights = UNSHARED,
 ) -> Mapping[Recompute, LayerCost]:
     """Return what a layer costs under every recompute mode.
 
     `outside` are the layouts in which tensors pass from one layer to others (I where it does not
     say; the layer that makes one converts it), and
-    `counted` the parameters that an earlier layer of the same rank holds already. A conversion is
+    `shared` the weights that other layers of the same rank use too. A conversion is
     paid once per tensor and needed layout, by the layer that needs it.
     """
     flow = layer_flow(
         pricer, layer, layouts, degree=degree, shape=shape, parameters=parameters, outside=outside
     )
     memory = layer_memory(flow)
-    held = layer_parameters(flow, parameters, counted)
+    held = layer_parameters(flow, parameters, shared)
     output_bytes = _output_bytes(flow, outside)
     return {
         mode: _cost(flow, mode, memory[mode], held, output_bytes=output_bytes) for mode in Recompute
@@ -67,6 +72,8 @@ def _cost(
         saved_bytes=memory.saved_bytes,
         transient_bytes=memory.transient_bytes,
         learning_bytes=memory.learning_bytes,
+        learned_gradient_bytes=memory.learned_gradient_bytes,
+        waiting_gradient_bytes=held.waiting_gradient_bytes,
         deferred_bytes=memory.deferred_bytes,
         output_bytes=output_bytes,
         parameters=held.elements,

@@ -8,7 +8,8 @@ other. So every tensor is counted once, whichever recompute modes the layers hav
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
 from autopar.planner.costs.layers.flow import LayerFlow, PlacedOp
@@ -16,6 +17,7 @@ from autopar.planner.costs.ops.split_loss import splits_classes
 from autopar.planner.costs.prediction import Recompute
 from autopar.planner.layouts import Kind, Layout
 from autopar.planner.ops import Origin
+from autopar.planner.precision import GRADIENT_BYTES
 from autopar.planner.rules.rule import OpKind, Traffic
 from autopar.planner.rules.table import kind_of, rule_of
 
@@ -26,13 +28,16 @@ Place = tuple[str, str]  # the root's name; the axis of its split, or ""
 class LayerMemory:
     """What one layer keeps for its backward, and the most that it takes beside that.
 
-    `learning` is what it takes while ops with weights run, `deferred` the gradients of their
-    results: a split backward holds them, and all that is kept, from its first half to its second.
+    `learning` is what it takes while one op with weights runs, the one whose gradient makes that
+    moment the fullest; what the ops behind it have freed is subtracted. `learned_gradient` is that
+    gradient in fp32. `deferred` are the gradients of the results of all ops with weights: a split
+    backward holds them, and all that is kept, from its first half to its second.
     """
 
     saved_bytes: int
     transient_bytes: int
     learning_bytes: int
+    learned_gradient_bytes: int
     deferred_bytes: int
 
 
@@ -44,9 +49,9 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
     full:       saved = inputs;                             transient = that + what is made again
     """
     everything, inputs = kept_places(flow), input_places(flow)
-    learning = tuple(one for one in flow.ops if _learns(flow, one))
-    working, working_with_weights = (_most_working(flow, ops) for ops in (flow.ops, learning))
-    deferred = sum(_result_bytes(flow, one) for one in learning)
+    working = max((_working(flow, one) for one in flow.ops), default=0)
+    learning, learned_gradient = _learning(flow)
+    deferred = sum(_result_bytes(flow, one) for one in flow.ops if _weights(flow, one))
     costly = dict(inputs)
     for one in flow.ops:
         if one.is_contraction and one.is_differentiable:
@@ -59,7 +64,8 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
         memory[mode] = LayerMemory(
             saved_bytes=sum(saved.values()),
             transient_bytes=working + again,
-            learning_bytes=working_with_weights + again,
+            learning_bytes=learning + again if learned_gradient else 0,
+            learned_gradient_bytes=learned_gradient,
             deferred_bytes=deferred,
         )
     return memory
@@ -67,16 +73,41 @@ def layer_memory(flow: LayerFlow) -> Mapping[Recompute, LayerMemory]:
 
 def kept_places(flow: LayerFlow) -> dict[Place, int]:
     """Return what the ops of a layer keep where nothing is computed again."""
+    return {place: size for _, place, size in _kept(flow)}
+
+
+def _kept(flow: LayerFlow) -> Iterator[tuple[int, Place, int]]:
+    """Yield what each op keeps, with the number of the op; −1 where it outlives the layer."""
     pricer = flow.pricer
-    places: dict[Place, int] = {}
-    for one in flow.ops:
-        places |= _own_places(one)
+    for place, size in (_taken_over(flow) | _lent(flow)).items():
+        if pricer.is_kept(place[0]):
+            yield -1, place, size
+    for number, one in enumerate(flow.ops):
+        for place, size in _own_places(one).items():
+            yield number, place, size
         for place, size in _places(flow, one, one.kept.seen):
             own = flow.made_here(place[0]) and not pricer.later_users.get(place[0])
             if own or flow.takes_over(place[0]):
-                places[place] = size
-    crossing = _taken_over(flow) | _lent(flow)
-    return places | {place: size for place, size in crossing.items() if pricer.is_kept(place[0])}
+                yield number, place, size
+
+
+def _learning(flow: LayerFlow) -> tuple[int, int]:
+    """Return the fullest moment of an op with weights: what it takes, and a weight's gradient.
+
+    The backward has freed by then what only ops behind it keep. The gradient comes in the type of
+    the weight and is copied in fp32, so one and a half times its bytes count.
+    """
+    keeper = {place: (number, size) for number, place, size in reversed(list(_kept(flow)))}
+    kept = Counter[int]()  # bytes, by the first op that keeps them
+    for number, size in keeper.values():
+        kept[number] += size
+    moments, freed = [], 0
+    for number, one in reversed(list(enumerate(flow.ops))):
+        gradient = GRADIENT_BYTES * max(_weights(flow, one), default=0)
+        if gradient:
+            moments.append((_working(flow, one) - freed, gradient))
+        freed += kept[number]
+    return max(moments, key=lambda one: one[0] + 3 * one[1] // 2, default=(0, 0))
 
 
 def input_places(flow: LayerFlow) -> dict[Place, int]:
@@ -108,15 +139,14 @@ def _lent(flow: LayerFlow) -> dict[Place, int]:
     return places
 
 
-def _most_working(flow: LayerFlow, ops: Sequence[PlacedOp]) -> int:
-    """Return the most that one op takes beside what is kept: gradients of results and inputs."""
-    return max((_working(flow, one) for one in ops), default=0)
-
-
-def _learns(flow: LayerFlow, one: PlacedOp) -> bool:
-    """Whether an op has weights that are trained."""
-    parameters = flow.pricer.parameters
-    return any(name in parameters and parameters[name].trainable for name in one.op.inputs)
+def _weights(flow: LayerFlow, one: PlacedOp) -> list[int]:
+    """Return how many elements this rank has of each weight of an op that is trained."""
+    known = flow.pricer.parameters
+    return [
+        flow.pricer.elements(name, layout, flow.degree)
+        for name, layout in zip(one.op.inputs, one.layout.needs, strict=True)
+        if name in known and known[name].trainable
+    ]
 
 
 def _result_bytes(flow: LayerFlow, one: PlacedOp) -> int:

@@ -13,7 +13,7 @@ from autopar.planner.costs.prediction import LayerCost, Modes
 
 _GREATEST = (
     *("forward_seconds", "recompute_seconds", "saved_bytes", "transient_bytes", "output_bytes"),
-    *("learning_bytes", "deferred_bytes"),
+    *("learning_bytes", "learned_gradient_bytes", "deferred_bytes"),
 )
 
 

@@ -23,9 +23,10 @@ class Repeated:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Work:
-    """What one layer takes while it runs; with ZeRO-3 the one before it is gathered already."""
+    """What equal layers take while they run; with ZeRO-3 the one before is gathered already."""
 
     cost: LayerCost
+    count: int
     next_parameter_bytes: int
 
 
@@ -48,7 +49,7 @@ class StageLoad:
     optimizer_bytes: int
     replicated_gradient_bytes: int
     deferred_bytes: int
-    works: tuple[Work, ...]  # of the layers that differ
+    works: tuple[Work, ...]  # in the order of the layers
     layers: tuple[Repeated, ...]
 
     @property
@@ -116,11 +117,10 @@ def _runs(layers: Sequence[LayerCost]) -> Iterator[tuple[LayerCost, int]]:
 def _works(runs: Sequence[tuple[LayerCost, int]]) -> Iterator[Work]:
     before = 0
     for cost, count in runs:
-        own = cost.parameter_bytes
-        yield Work(cost=cost, next_parameter_bytes=own if count > 1 else before)
-        if count > 1 and before > own:
-            yield Work(cost=cost, next_parameter_bytes=before)
-        before = own
+        yield Work(cost=cost, count=1, next_parameter_bytes=before)
+        before = cost.parameter_bytes
+        if count > 1:
+            yield Work(cost=cost, count=count - 1, next_parameter_bytes=before)
 
 
 def _load(cost: LayerCost) -> LayerLoad:

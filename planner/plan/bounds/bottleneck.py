@@ -76,6 +76,7 @@ class Room:
     unsharded_bytes: float  # of one of them, while it runs
     transient_bytes: float  # that every stage has at least
     margin: float
+    is_one_pass: bool = False  # layers are freed on the way: their needs do not meet
 
 
 def block(rows: Sequence[Modes]) -> Block:
@@ -192,12 +193,14 @@ def _pieces(modes: Sequence[Mode], stage: StageRoom, room: Room) -> Iterator[tup
     """Yield seconds and layers from corner to corner: memory filled in one mode, then in another.
 
     A mix fills shares of the memory in each mode, so it lies below the hull of filling it in one.
+    In the only backward of a step nothing is freed before the last layer runs, in whichever mode.
     """
     corners = []
     size, reserved = (one / (1.0 + room.margin) for one in (stage.size_bytes, stage.reserved_bytes))
+    least = min(mode.transient_bytes for mode in modes)
     for mode in modes:
-        transient = max(mode.transient_bytes, room.transient_bytes) + room.unsharded_bytes
-        left = size - max(reserved, transient)
+        own = least if room.is_one_pass else mode.transient_bytes
+        left = size - max(reserved, own + room.unsharded_bytes, room.transient_bytes)
         each = room.state_bytes + stage.in_flight * mode.saved_bytes
         number = max(0.0, left) / max(1.0, each)
         corners.append((number * mode.seconds, number))

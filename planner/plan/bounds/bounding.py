@@ -7,7 +7,8 @@ from dataclasses import replace
 from autopar.planner.annotate import state_of
 from autopar.planner.cluster.blocks import Kind, Share
 from autopar.planner.costs.prediction import Arrangement, Modes, Zero
-from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
+from autopar.planner.costs.steps.backward_memory import layer_unsharded_bytes
+from autopar.planner.costs.steps.memory import layer_state_bytes
 from autopar.planner.costs.steps.rank_groups import rank_groups
 from autopar.planner.plan.bounds.bottleneck import (
     Block,
@@ -152,6 +153,7 @@ class Bounds:
             unsharded_bytes=layer_unsharded_bytes(facts.repeated, arrangement),
             transient_bytes=facts.transient_bytes(arrangement),
             margin=self.questions.constants.margin,
+            is_one_pass=arrangement.is_one_pass,
         )
 
     def _rooms(self, arrangement: Arrangement) -> Rooms:
@@ -171,8 +173,11 @@ class Bounds:
     def least_state(self, arrangement: Arrangement) -> int:
         """Return the bytes of all parameters' state, split evenly over the tensor axis."""
         held, shard, zero = self.held, arrangement.shard, arrangement.zero
+        # Of 16 bits the optimizer's copies are the parameters of ZeRO-3, and those of ZeRO-2 too
+        # when gradients are there and a step is one pass, which has freed what was gathered.
+        is_gathered = zero is Zero.GRADIENTS and not arrangement.is_one_pass
         return (
-            (held.parameter_bytes if zero < Zero.PARAMETERS else 0)  # bf16: the optimizer's copies
+            (held.parameter_bytes if zero < Zero.GRADIENTS or is_gathered else 0)
             + held.gradient_bytes // (shard if zero >= Zero.GRADIENTS else 1)
             + held.optimizer_bytes // (shard if zero >= Zero.OPTIMIZER else 1)
         ) // arrangement.tensor

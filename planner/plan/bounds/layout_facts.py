@@ -11,7 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from autopar.planner.costs.prediction import Arrangement, LayerCost, Modes, Recompute
-from autopar.planner.costs.steps.memory import layer_state_bytes, layer_unsharded_bytes
+from autopar.planner.costs.steps.backward_memory import layer_unsharded_bytes
+from autopar.planner.costs.steps.memory import layer_state_bytes
 from autopar.planner.plan.bounds.bottleneck import Block, block, least_layer_seconds
 from autopar.planner.plan.bounds.relaxed_memory import Ladder, ladder
 from autopar.planner.plan.bounds.step import Ends, Totals
@@ -45,8 +46,16 @@ class LayoutFacts:
         return max(_alone_bytes(modes, arrangement) for modes, _ in self.kinds)
 
     def transient_bytes(self, arrangement: Arrangement) -> int:
-        """Return what every stage has at least: the one of no pipeline has every layer in it."""
-        return self.ladder.transient_bytes if arrangement.pipeline == 1 else 0
+        """Return what every stage has at least, beside all that it keeps.
+
+        The one of no pipeline has every layer in it. In the only backward of a step, all is kept
+        while the last layer runs alone.
+        """
+        if arrangement.pipeline > 1:
+            return 0
+        if arrangement.is_one_pass:
+            return self.ladder.last_transient_bytes
+        return self.ladder.transient_bytes
 
 
 def facts_of(row: Sequence[Modes]) -> LayoutFacts:

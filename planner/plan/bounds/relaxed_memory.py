@@ -37,22 +37,25 @@ class Saving:
 class Ladder:
     """What a microbatch saves at most, what recomputing saves of that, the cheapest first.
 
-    `transient_bytes` is what some layer needs at least while it runs, beside what is kept.
+    `transient_bytes` is what some layer needs at least while it runs, beside what is kept;
+    `last_transient_bytes` is what the last layer needs, before which nothing is freed.
     """
 
     saved_bytes: int
     savings: tuple[Saving, ...]
     transient_bytes: int
+    last_transient_bytes: int
 
 
 def ladder(rows: Sequence[Modes]) -> Ladder:
     """Return the ladder of a row of layers."""
-    saved, transient, savings = 0, 0, []
+    saved, transient, last, savings = 0, 0, 0, []
     for _, group in groupby(rows, key=id):
         alike = list(group)
         modes = alike[0]
         saved += len(alike) * modes[Recompute.NONE].saved_bytes
-        transient = max(transient, min(c.transient_bytes for c in modes.values()))
+        last = min(c.transient_bytes for c in modes.values())
+        transient = max(transient, last)
         savings += [
             Saving(size_bytes=len(alike) * one.size_bytes, seconds=len(alike) * one.seconds)
             for one in _hull(modes)
@@ -62,6 +65,7 @@ def ladder(rows: Sequence[Modes]) -> Ladder:
         saved_bytes=saved,
         savings=tuple(cheapest),
         transient_bytes=transient,
+        last_transient_bytes=last,
     )
 
 

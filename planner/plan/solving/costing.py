@@ -6,8 +6,9 @@ of its stage; equal layers under equal circumstances share one price.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Container
 from dataclasses import dataclass, field
+from functools import cached_property
 
 from autopar.planner.annotate import annotate
 from autopar.planner.axes.infer import Axes
@@ -17,6 +18,7 @@ from autopar.planner.cluster.device import Device
 from autopar.planner.cluster.orders import half_peak, node_orders
 from autopar.planner.cluster.shape import GroupShape, group_shape
 from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.parameters import UNSHARED, SharedWeights
 from autopar.planner.costs.layers.slowest import slowest
 from autopar.planner.costs.ops.measurements import Measurements
 from autopar.planner.costs.ops.pricer import Pricer
@@ -24,7 +26,7 @@ from autopar.planner.costs.prediction import Arrangement, Modes
 from autopar.planner.crossing import Residence, residence
 from autopar.planner.graph import Graph
 from autopar.planner.layers import Layer, Layers
-from autopar.planner.layouts import Layout, OpLayout
+from autopar.planner.layouts import OpLayout
 from autopar.planner.precision import Precision
 from autopar.planner.programs.layouts.building import Place
 from autopar.planner.programs.layouts.choice import Budget, LayoutProgram, LayoutSolution
@@ -198,13 +200,11 @@ class Costing:
         parameters = {one.name: one.layout for one in solution.parameters}
         outside = {one.name: one.layout for one in solution.crossing}
         pricer = self.pricer(share.rows, share.device)
-        seen: set[str] = set()
         known: dict[object, Modes] = {}
         rows: list[Modes] = []
         for position, layer in enumerate(self.subject.layers.layers):
-            used = parameters_of(layer, parameters)
-            counted = frozenset(used & seen) if inside.is_one_stage else frozenset()
-            circumstances = self._circumstances(position, layer, counted)
+            shared = self._shared[position] if inside.is_one_stage else UNSHARED
+            circumstances = self._circumstances(position, layer, shared)
             if circumstances not in known:
                 known[circumstances] = layer_costs(
                     pricer,
@@ -214,11 +214,22 @@ class Costing:
                     shape=self.tensor_shape(inside.tensor),
                     parameters=parameters,
                     outside=outside,
-                    counted=counted,
+                    shared=shared,
                 )
             rows.append(known[circumstances])
-            seen |= used
         return tuple(rows)
+
+    @cached_property
+    def _shared(self) -> tuple[SharedWeights, ...]:
+        """What each layer shares with the others, where one rank has all of them."""
+        names = {one.name for one in self.subject.graph.parameters}
+        used = [parameters_of(layer, names) for layer in self.subject.layers.layers]
+        before = [frozenset[str]().union(*used[:place]) for place in range(len(used))]
+        behind = [frozenset[str]().union(*used[place + 1 :]) for place in range(len(used))]
+        return tuple(
+            SharedWeights(held=own & earlier, waiting=(own | earlier) & later)
+            for own, earlier, later in zip(used, before, behind, strict=True)
+        )
 
     def tied_gradient_bytes(self, inside: Inside) -> int:
         """Return the bytes of the gradients of weights that the first and last layer share."""
@@ -232,18 +243,18 @@ class Costing:
         elements = (pricer.elements(name, parameters[name], inside.tensor) for name in tied)
         return GRADIENT_BYTES * sum(elements)
 
-    def _circumstances(self, position: int, layer: Layer, counted: frozenset[str]) -> object:
+    def _circumstances(self, position: int, layer: Layer, shared: SharedWeights) -> object:
         """What tells the costs of two layers of one class apart."""
         crossing = [self.subject.graph.tensors[name] for name in self.residence.cuts[position]]
         shapes = tuple((tensor.shape, tensor.dtype) for tensor in crossing)
-        return layer.layer_class, counted, shapes
+        return layer.layer_class, shared, shapes
 
     def _own(self, solution: LayoutSolution, layer: Layer) -> tuple[OpLayout, ...]:
         """Return the layouts of a layer's ops in the axes of its own tensors."""
         return own_layouts(solution.layouts, layer, self.subject.axes, self.structure.slots)
 
 
-def parameters_of(layer: Layer, parameters: Mapping[str, Layout]) -> frozenset[str]:
+def parameters_of(layer: Layer, parameters: Container[str]) -> frozenset[str]:
     """Return the parameters that a layer uses."""
     return frozenset(name for op in layer.ops for name in op.inputs if name in parameters)
 

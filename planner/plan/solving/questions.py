@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 from autopar.planner.cluster.blocks import Kind, Share, different_kinds, kinds_of_blocks, shares_of
-from autopar.planner.costs.prediction import Arrangement, Modes, Recompute, Zero
+from autopar.planner.costs.prediction import Arrangement, Modes, Recompute
 from autopar.planner.costs.steps.framework import FrameworkConstants
 from autopar.planner.costs.steps.memory import context_bytes
 from autopar.planner.costs.steps.rank_groups import rank_groups
@@ -41,7 +41,6 @@ class Questions:
 
     def asked(self, arrangement: Arrangement, solution: int) -> StageQuestion:
         """Return the question of an arrangement in one of the layouts."""
-        has_buckets = arrangement.data > 1 and arrangement.zero < Zero.GRADIENTS
         sizes = self.demands.bucket_bytes
         return StageQuestion(
             arrangement=arrangement,
@@ -53,7 +52,7 @@ class Questions:
             pins=self.demands.pins,
             limit_bytes=self.limit_bytes(arrangement),
             tied_gradient_bytes=self.costing.tied_gradient_bytes(inside_of(arrangement, solution)),
-            bucket_bytes=sizes if has_buckets else sizes[:1],
+            bucket_bytes=sizes if arrangement.has_buckets else sizes[:1],
         )
 
     def most_bytes(self, arrangement: Arrangement) -> int:

@@ -42,7 +42,7 @@ MEMORY_CATEGORIES = (
     ("optimizer", "optimizer_bytes"),
     ("activations", "activation_bytes"),
     ("work space", "transient_bytes"),
-    ("gathered", "unsharded_bytes"),
+    ("in passing", "unsharded_bytes"),  # gathered parameters, gradients until they are added
     ("buffers", "communication_bytes"),
     ("fragments", "margin_bytes"),
     ("context", "context_bytes"),

@@ -1,7 +1,8 @@
 """Lists how many layers of each class of a stage run in each mode, the fastest mixes first.
 
 Layers of one class are alike, so only numbers count; of equal layers, those that keep most come
-first. The sums here are close, not exact: what a stage really takes and holds is priced for few.
+first. In the only backward of a step they come last, for it frees what they keep while gradients
+come. The sums here are close, not exact: what a stage really takes and holds is priced for few.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from autopar.planner.costs.prediction import Recompute
-from autopar.planner.costs.steps.memory import layer_unsharded_bytes
+from autopar.planner.costs.steps.backward_memory import layer_unsharded_bytes
 from autopar.planner.programs.stages.question import Content, StageQuestion
 
 Floats = npt.NDArray[np.float64]
@@ -48,7 +49,7 @@ class Mixes:
         )
 
     def modes(self, place: int, content: Content) -> tuple[Recompute, ...]:
-        """Return the mode of each layer of the content; those that keep most come first."""
+        """Return the mode of each layer of the content; equal layers in the order of columns."""
         left: dict[int, list[Recompute]] = {}
         for (number, mode), count in zip(self.columns, self.numbers[place].tolist(), strict=True):
             left.setdefault(number, []).extend([mode] * count)
@@ -70,9 +71,9 @@ def mixes_of(question: StageQuestion, kind: int, content: Content) -> Mixes:
 
 
 def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mixes:
-    """Return all ways to spread equal layers over modes, those that keep most first."""
+    """Return all ways to spread equal layers over modes."""
     costs, arrangement = question.layer(kind, number), question.arrangement
-    modes = sorted(question.modes_of(kind, number), key=lambda mode: -costs[mode].saved_bytes)
+    modes = ordered_modes(question, kind, number)
     numbers = np.array(list(_spreads(count, len(modes))), dtype=np.int64)
     own = [costs[mode] for mode in modes]
     work = np.array(
@@ -85,6 +86,16 @@ def _of_class(question: StageQuestion, kind: int, number: int, count: int) -> Mi
         saved=numbers @ np.array([one.saved_bytes for one in own], float),
         work=np.where(numbers > 0, work, 0.0).max(axis=1),
         again=(numbers @ np.array([one.recompute_seconds > 0 for one in own], float)) > 0,
+    )
+
+
+def ordered_modes(question: StageQuestion, kind: int, number: int) -> list[Recompute]:
+    """Return the modes of a class in the order in which equal layers have them."""
+    costs, is_last = question.layer(kind, number), question.arrangement.is_one_pass
+    return sorted(
+        question.modes_of(kind, number),
+        key=lambda mode: costs[mode].saved_bytes,
+        reverse=not is_last,
     )
 
 

@@ -280,8 +280,11 @@ def priced(question: StageQuestion, cut: Cut, offers: tuple[Offer, ...]) -> Pric
 
 
 def _fits_all(question: StageQuestion, arrangement: Arrangement, offers: Sequence[Offer]) -> bool:
-    """Whether all ranks have room for larger buckets; only copies that are sent take any."""
-    if not arrangement.compressed_gradients:
+    """Whether all ranks have room for larger buckets.
+
+    These take more where copies of them are sent, or where gradients come while activations go.
+    """
+    if not (arrangement.compressed_gradients or arrangement.is_one_pass):
         return True
     return all(
         memory_of(

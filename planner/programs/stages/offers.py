@@ -18,9 +18,16 @@ from autopar.planner.costs.schedules.moments import Moments
 from autopar.planner.costs.schedules.paths import times_of
 from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES
-from autopar.planner.costs.steps.memory import memory_of, state_bytes, work_bytes
+from autopar.planner.costs.steps.backward_memory import work_bytes
+from autopar.planner.costs.steps.memory import (
+    lasting_bytes,
+    memory_of,
+    most_tensor_bytes,
+    state_bytes,
+)
 from autopar.planner.costs.steps.stage_price import StagePrice, stage_price
 from autopar.planner.programs.stages.mixes import Mixes, hull, mixes_of
+from autopar.planner.programs.stages.one_pass import fitting_mixes
 from autopar.planner.programs.stages.question import Content, StageQuestion
 
 _MOST_PRICED = 12  # mixes of one content on one stage
@@ -115,7 +122,9 @@ class Offers:
         What follows takes longer. That hides more of the reductions, so it counts until one is
         found whose reductions take no more than they have to.
         """
-        mixes = self.mixes(stage, content)
+        mixes = self._near(stage, content)
+        if not len(mixes):
+            return
         plain = self._offer(stage, content, mixes, 0)
         if not mixes.again[0] and self._fits(stage, plain):
             yield plain
@@ -147,8 +156,26 @@ class Offers:
             )
         yield from made
 
+    def _near(self, stage: int, content: Content) -> Mixes:
+        """Return the mixes of a rank's only stage; of the only backward of a step, what fits."""
+        question, rank = self.question, self.question.ranks[stage]
+        if not question.arrangement.is_one_pass:
+            return self.mixes(stage, content)
+        room = most_tensor_bytes(
+            question.limit_bytes[rank], question.arrangement, question.constants
+        )
+        load = self._plain(stage, content).price.load
+        return fitting_mixes(
+            question,
+            question.kinds[stage],
+            content,
+            room - lasting_bytes([load], question.arrangement),
+        )
+
     def _likely(self, stage: int, mixes: Mixes, plain: Offer) -> list[int]:
         """Return the mixes that fit by their sums."""
+        if self.question.arrangement.is_one_pass:
+            return list(range(len(mixes)))
         rank = self.question.ranks[stage]
         moments = self.question.moments[rank]
         flying = np.where(mixes.again, moments.unanswered.max(), moments.forwarded.max())

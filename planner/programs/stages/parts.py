@@ -12,11 +12,8 @@ from autopar.planner.costs.prediction import LayerCost
 from autopar.planner.costs.schedules.actions import Numbers
 from autopar.planner.costs.schedules.simulation import Floats
 from autopar.planner.costs.schedules.table import SCHEDULES
-from autopar.planner.costs.steps.memory import (
-    layer_state_bytes,
-    layer_unsharded_bytes,
-    most_tensor_bytes,
-)
+from autopar.planner.costs.steps.backward_memory import layer_unsharded_bytes
+from autopar.planner.costs.steps.memory import layer_state_bytes, most_tensor_bytes
 from autopar.planner.programs.growing import GrowingProgram
 from autopar.planner.programs.stages.question import StageQuestion
 from autopar.planner.programs.stages.rank_memory import fullest

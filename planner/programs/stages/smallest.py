@@ -11,6 +11,7 @@ from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.programs.stages.columns import Columns
 from autopar.planner.programs.stages.modes import PricedCut, priced
 from autopar.planner.programs.stages.offers import Offer
+from autopar.planner.programs.stages.one_pass import lightest_mix
 from autopar.planner.programs.stages.program import MemoryProgram
 from autopar.planner.programs.stages.question import Cut, StageQuestion
 
@@ -54,9 +55,12 @@ class _Lightest:
         moments = question.moments[rank]
         key = question.kinds[stage], stage == 0, moments.key, content
         if key not in self._known:
-            mixes = self.columns.offers.mixes(stage, content)
-            flying = np.where(mixes.again, moments.unanswered.max(), moments.forwarded.max())
-            place = int(np.argmin(mixes.saved * flying + mixes.work))
+            if question.arrangement.is_one_pass:
+                mixes, place = lightest_mix(question, question.kinds[stage], content), 0
+            else:
+                mixes = self.columns.offers.mixes(stage, content)
+                flying = np.where(mixes.again, moments.unanswered.max(), moments.forwarded.max())
+                place = int(np.argmin(mixes.saved * flying + mixes.work))
             offer = self.columns.offers.exact(stage, content, mixes.modes(place, content))
             memory = memory_of(
                 [offer.price.load], moments, question.arrangement, question.constants

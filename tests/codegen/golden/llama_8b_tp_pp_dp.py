@@ -24,12 +24,12 @@ Communication of the busiest rank in a step:
     activations and their gradients between stages: 32 × point-to-point over 2 ranks, 1 GiB,
       33.89 ms, waits 33.89 ms
 Memory of the fullest device: 20 GiB of 67.2 GiB (30%)
-    gradients 1.099 GiB, optimizer 3.296 GiB, activations 8.46 GiB, gathered 1.468 GiB, fragments
+    gradients 1.099 GiB, optimizer 3.296 GiB, activations 8.46 GiB, in passing 1.468 GiB, fragments
       1.148 GiB, context 4.5 GiB
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 8312e2e12cb98cd7, plan 0e7c0954e77ce1bc.
+# Written by autopar 0.1.0, which keeps changes by hand: e90bd0b66902993a, plan 0e7c0954e77ce1bc.
 
 from __future__ import annotations
 

@@ -285,3 +285,14 @@ def test_a_report_reads_as_json() -> None:
     text = dry_run(0, 2, zero=0).to_json()
     assert '"kind": "allreduce"' in text
     assert '"parameters": 65536' in text
+
+
+def test_rows_that_are_read_ahead_lie_in_the_memory_of_the_host() -> None:
+    with recording() as record:
+        model = nn.Linear(WIDTH, WIDTH)
+        optimizer = AdamW(model.parameters())
+        ahead, rows = torch.zeros(100 * ROWS, WIDTH), torch.zeros(ROWS, WIDTH)
+        with record.second_step([model], optimizer, ({"x": rows}, 1.0)):
+            model(rows).sum().backward()
+    found = record.report().peak_bytes_by_category
+    assert rows.nbytes <= found["activations"] < 3 * rows.nbytes < ahead.nbytes

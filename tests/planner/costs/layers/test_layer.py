@@ -11,12 +11,14 @@ from autopar.planner.cluster.link import Collective
 from autopar.planner.costs.collectives.choice import collective_seconds
 from autopar.planner.costs.layers.flow import layer_flow
 from autopar.planner.costs.layers.layer import layer_costs
+from autopar.planner.costs.layers.parameters import UNSHARED, SharedWeights
 from autopar.planner.costs.layers.recompute import run_again
 from autopar.planner.costs.ops.measurements import HostTimes, OpKey, Timing
 from autopar.planner.costs.ops.pricer import Pricer
 from autopar.planner.costs.prediction import LayerCost, Recompute
 from autopar.planner.layers import Layer
 from autopar.planner.layouts import REPLICATED
+from autopar.planner.plan.solving.costing import parameters_of
 from autopar.planner.precision import Precision
 from tests.planner.costs.ops.op_factories import (
     GPT2,
@@ -39,11 +41,11 @@ LOG_SUM_EXP, STATISTICS = 4 * A * S * B, 2 * 2 * 4 * S * B  # two norms, mean an
 
 
 def alone(
-    prices: Pricer, layer: Layer, counted: frozenset[str] = frozenset()
+    prices: Pricer, layer: Layer, shared: SharedWeights = UNSHARED
 ) -> Mapping[Recompute, LayerCost]:
     """Return a layer's costs where nothing is split."""
     return layer_costs(
-        prices, layer, whole(layer), degree=1, shape=shape(1), parameters={}, counted=counted
+        prices, layer, whole(layer), degree=1, shape=shape(1), parameters={}, shared=shared
     )
 
 
@@ -71,7 +73,7 @@ def test_tied_parameters_are_held_once(name: str) -> None:
     counted: frozenset[str] = frozenset()
     held = gradients = states = 0
     for layer in layers.layers:
-        cost = alone(prices, layer, counted)[Recompute.NONE]
+        cost = alone(prices, layer, SharedWeights(held=counted))[Recompute.NONE]
         counted |= {n for op in layer.ops for n in op.inputs if n in prices.parameters}
         held += cost.parameter_bytes
         gradients += cost.gradient_bytes
@@ -235,6 +237,32 @@ def test_the_loss_needs_its_logits_gradient_twice() -> None:
     prices = pricer()
     cost = alone(prices, prices.layers.layers[-1])[Recompute.NONE]
     assert cost.transient_bytes == B * S * 50257 * (2 + 2) + 2
+
+
+def test_the_heads_gradient_comes_when_the_loss_has_freed_what_it_kept() -> None:
+    # The gradients of the logits and of their input in bf16, less the log-probabilities that the
+    # loss kept in bf16.
+    prices = pricer()
+    cost = alone(prices, prices.layers.layers[-1])[Recompute.NONE]
+    assert cost.learned_gradient_bytes == 4 * 50257 * H
+    assert cost.learning_bytes == pytest.approx(
+        B * S * (2 * 50257 + 2 * H - 2 * 50257), abs=8 * B * S
+    )
+
+
+def test_a_shared_weight_has_a_gradient_that_waits_from_its_last_layer_to_its_first() -> None:
+    prices = pricer()
+    layers = prices.layers.layers
+    embedding, head = layers[0], layers[-1]
+    tied = frozenset({"wte.weight"})
+    assert tied <= parameters_of(embedding, prices.parameters)
+    assert tied <= parameters_of(head, prices.parameters)
+    waits = SharedWeights(waiting=tied)
+    for layer, shared, expected in (
+        (embedding, waits, 1), (layers[1], waits, 1), (head, SharedWeights(held=tied), 0),
+    ):  # fmt: skip
+        cost = alone(prices, layer, shared)[Recompute.NONE]
+        assert cost.waiting_gradient_bytes == expected * 4 * 50257 * H
 
 
 def test_measured_seconds_are_told_apart() -> None:

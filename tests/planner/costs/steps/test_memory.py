@@ -17,6 +17,7 @@ from autopar.planner.precision import Precision
 from tests.planner.costs.step_factories import ARRANGEMENT, LAYER, SILENT, layer
 
 TWO = [LAYER, LAYER]
+TWICE = replace(ARRANGEMENT, microbatches=2)  # so gradients are there from the first backward on
 
 
 def _alone(
@@ -56,8 +57,7 @@ def test_saved_activations_count_once_for_each_microbatch_in_flight() -> None:
 def test_each_level_of_zero_divides_one_category_more(
     zero: Zero, parameters: int, gradients: int, optimizer: int
 ) -> None:
-    arrangement = replace(ARRANGEMENT, data=4, shard=4, zero=zero)
-    found = _alone(TWO, arrangement, SILENT)
+    found = _alone(TWO, replace(TWICE, data=4, shard=4, zero=zero), SILENT)
     assert found.parameter_bytes == parameters
     assert found.gradient_bytes == gradients
     assert found.optimizer_bytes == optimizer
@@ -81,9 +81,7 @@ def test_the_head_has_no_gradient_yet_while_the_loss_behind_it_runs() -> None:
 
 
 def test_fp32_parameters_are_held_gathered_and_in_parts_by_zero_2() -> None:
-    arrangement = replace(
-        ARRANGEMENT, data=4, shard=4, zero=Zero.GRADIENTS, precision=Precision.FP32
-    )
+    arrangement = replace(TWICE, data=4, shard=4, zero=Zero.GRADIENTS, precision=Precision.FP32)
     assert _alone(TWO, arrangement, SILENT).parameter_bytes == 4_000_000 + 1_000_000
 
 
@@ -136,8 +134,8 @@ def test_the_work_that_counts_is_that_of_the_stage_that_runs_at_the_fullest_mome
     # Four of stage 0 (40) while its backward works (5) are more than three (30) and stage 3's one
     # (1) while its own works (12).
     shape = PipelineShape(ranks=2, stages_per_rank=2, microbatches=8)
-    down = [layer(saved_bytes=10, transient_bytes=5)]
-    up = [layer(saved_bytes=1, deferred_bytes=0, transient_bytes=12)]
+    down = [layer(saved_bytes=10, transient_bytes=5, learning_bytes=0)]
+    up = [layer(saved_bytes=1, deferred_bytes=0, transient_bytes=12, learning_bytes=0)]
     found = _of_rank(0, ScheduleKind.ZERO_BUBBLE_V, shape, down, up)
     assert (found.activation_bytes, found.transient_bytes) == (40, 5)
 

@@ -62,7 +62,8 @@ def random_modes(random: Random) -> Modes:
         parameter_bytes=2 * parameters,
         gradient_bytes=4 * parameters,
         optimizer_bytes=12 * parameters,
-        learning_bytes=0,
+        learning_bytes=transient - saved // 2,
+        learned_gradient_bytes=4 * parameters,
         deferred_bytes=random.randint(0, 20) * 1_000_000,
     )
     return {
@@ -81,6 +82,7 @@ def again(plain: LayerCost, *, share: float, kept: float, more: int) -> LayerCos
         recompute_seconds=recomputed,
         saved_bytes=int(plain.saved_bytes * kept),
         transient_bytes=plain.transient_bytes + more,
+        learning_bytes=plain.learning_bytes + more,
         deferred_bytes=0,
     )
 
@@ -171,7 +173,8 @@ def _even(row: tuple[Modes, ...], arrangement: Arrangement) -> Iterator[tuple[Mo
 def brute_force(case: StageCase) -> Truth:
     """Price every cut in every mix of modes with every size of buckets, by the prediction.
 
-    Of equal layers in a stage those that keep most come first: the order is no choice of a plan.
+    Of equal layers in a stage those that keep most come first, or last where a step is one pass:
+    the order is no choice of a plan.
     """
     question = case.question
     best, least = math.inf, 1 << 60
@@ -198,10 +201,11 @@ def brute_force(case: StageCase) -> Truth:
 def _ways(question: StageQuestion, first: int, stop: int) -> list[list[LayerCost]]:
     """Return the ways to run some layers as a stage."""
     row = question.rows[0][first:stop]
+    order = -1 if question.arrangement.is_one_pass else 1
     return [
         [one[mode] for one, mode in zip(row, modes, strict=True)]
         for modes in product(MODES, repeat=stop - first)
-        if _keeps_most_first(row, modes)
+        if _keeps_most_first(row[::order], modes[::order])
     ]
 
 

@@ -12,6 +12,7 @@ from autopar.planner.costs.schedules.table import ScheduleKind
 from autopar.planner.costs.steps.memory import memory_of
 from autopar.planner.programs.stages.choice import EXACT, QUICK, THOROUGH, choose_stages
 from autopar.planner.programs.stages.chooser import Effort, StageAnswer
+from autopar.planner.programs.stages.modes import PricedCut
 from autopar.planner.programs.stages.smallest import smallest_stages
 from tests.cells import cells
 from tests.planner.programs.stages.stage_cases import (
@@ -69,6 +70,16 @@ def test_one_stage_runs_in_the_best_of_all_mixes(zero: Zero, room: float, seed: 
     assert answer.bound_seconds == pytest.approx(truth, rel=1e-9)
 
 
+@pytest.mark.parametrize("zero", Zero)
+def test_one_stage_that_holds_least_is_found(zero: Zero) -> None:
+    for seed in range(3):
+        case = whole_case(seed, zero=zero, layers=5, room=1.0)
+        if case.question.arrangement.is_one_pass:
+            found = smallest_stages(case.question)
+            assert found is not None
+            assert held_bytes(case, found) == brute_force(case).least_bytes
+
+
 def random_small(seed: int) -> StageCase:
     kinds, rooms = list(ScheduleKind), (2.0, 1.0, 0.8, 0.6, 0.45)
     return random_case(
@@ -109,14 +120,18 @@ def test_the_smallest_stages_hold_the_least_there_is(kind: ScheduleKind) -> None
     case = pipeline_case(kind, 2.0, 3)
     found = smallest_stages(case.question)
     assert found is not None
+    assert held_bytes(case, found) == truth_of(kind, 2.0, 3).least_bytes
+
+
+def held_bytes(case: StageCase, cut: PricedCut) -> int:
+    """Return what the fullest rank holds."""
     question = case.question
-    needed = max(
+    return max(
         memory_of(
-            [found.offers[stage].price.load for stage in stages],
+            [cut.offers[stage].price.load for stage in stages],
             question.moments[rank],
             question.arrangement,
             question.constants,
         ).device_bytes
         for rank, stages in enumerate(question.stages_of)
     )
-    assert needed == truth_of(kind, 2.0, 3).least_bytes

@@ -1,0 +1,139 @@
+"""Finds how layers run in the only backward of a step, which frees what they keep on its way.
+
+The modes of the layers fit if, for each layer l,
+
+    Σ_{i ≤ l} saved_i  +  what lies beside that while l runs  ≤  what the rank has left
+
+Layers are gone through from the first one on. Of all ways to run those before, the ones go on that
+no other betters both in what they take (seconds, or bytes at the peak) and in what they keep.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+
+from autopar.planner.costs.prediction import Recompute
+from autopar.planner.costs.steps.backward_memory import moments_of_one_pass
+from autopar.planner.costs.steps.stage_load import stage_load
+from autopar.planner.programs.stages.mixes import Floats, Mixes, Numbers, ordered_modes
+from autopar.planner.programs.stages.question import Content, StageQuestion
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Mode:
+    """One way to run one layer."""
+
+    seconds: float  # of its backward
+    saved_bytes: int
+    needed_bytes: int  # while it runs, beside what it and the layers before it saved
+
+
+@dataclass(frozen=True, slots=True, kw_only=True, eq=False)
+class _Ways:
+    """Ways to run the first layers: what each takes, what it keeps, the mode of each layer."""
+
+    taken: Floats
+    held: Floats
+    modes: Numbers  # [way, layer], places among the modes of the layer's class
+
+
+_Taking = Callable[[Floats, Floats, _Mode], Floats]  # taken before, held with it → taken
+
+
+def fitting_mixes(question: StageQuestion, kind: int, content: Content, room_bytes: float) -> Mixes:
+    """Return the mixes that fit beside the state, the fastest first; none that another betters."""
+
+    def seconds(taken: Floats, held: Floats, mode: _Mode) -> Floats:
+        return np.where(held + mode.needed_bytes <= room_bytes, taken + mode.seconds, np.inf)
+
+    return _mixes(question, kind, content, _unbeaten_ways(question, kind, content, seconds))
+
+
+def lightest_mix(question: StageQuestion, kind: int, content: Content) -> Mixes:
+    """Return the one mix whose peak is the lowest."""
+
+    def peak(taken: Floats, held: Floats, mode: _Mode) -> Floats:
+        return np.maximum(taken, held + mode.needed_bytes)
+
+    ways = _unbeaten_ways(question, kind, content, peak)
+    return _mixes(question, kind, content, ways).taken(np.array([int(np.argmin(ways.taken))]))
+
+
+def _unbeaten_ways(question: StageQuestion, kind: int, content: Content, taking: _Taking) -> _Ways:
+    ways = _Ways(taken=np.zeros(1), held=np.zeros(1), modes=np.zeros((1, 0), dtype=np.int64))
+    for modes in _layers(question, kind, content):
+        every = [_extended(ways, place, one, taking) for place, one in enumerate(modes)]
+        taken = np.concatenate([one.taken for one in every])
+        held = np.concatenate([one.held for one in every])
+        kept = _unbeaten(taken, held)
+        ways = _Ways(
+            taken=taken[kept],
+            held=held[kept],
+            modes=np.concatenate([one.modes for one in every])[kept],
+        )
+    return ways
+
+
+def _extended(ways: _Ways, place: int, mode: _Mode, taking: _Taking) -> _Ways:
+    """Return the ways with one more layer in one mode."""
+    held = ways.held + mode.saved_bytes
+    column = np.full((len(held), 1), place, dtype=np.int64)
+    return _Ways(
+        taken=taking(ways.taken, held, mode),
+        held=held,
+        modes=np.concatenate([ways.modes, column], axis=1),
+    )
+
+
+def _unbeaten(taken: Floats, held: Floats) -> Numbers:
+    """Return the places of what fits and is not bettered in both, by what it takes."""
+    order = np.lexsort((held, taken))
+    order = order[np.isfinite(taken[order])]
+    least = np.minimum.accumulate(held[order])
+    is_less = np.ones(len(order), dtype=np.bool_)
+    is_less[1:] = least[1:] < least[:-1]
+    kept: npt.NDArray[np.int64] = order[is_less]
+    return kept
+
+
+def _layers(question: StageQuestion, kind: int, content: Content) -> Sequence[Sequence[_Mode]]:
+    """Return the modes of each layer, in the order of its class."""
+    plain = stage_load([question.layer(kind, number)[Recompute.NONE] for number in content])
+    single = [replace(work, count=1) for work in plain.works for _ in range(work.count)]
+    moments = [*moments_of_one_pass(single, question.arrangement)][::-1]
+    return [
+        [
+            _Mode(
+                seconds=cost.backward_seconds,
+                saved_bytes=cost.saved_bytes,
+                needed_bytes=moment.needed_bytes(cost),
+            )
+            for mode in ordered_modes(question, kind, number)
+            for cost in (question.layer(kind, number)[mode],)
+        ]
+        for number, moment in zip(content, moments, strict=True)
+    ]
+
+
+def _mixes(question: StageQuestion, kind: int, content: Content, ways: _Ways) -> Mixes:
+    """Return the ways by how many layers of each class run in each mode."""
+    classes, own = np.array(content), dict.fromkeys(content)
+    columns, counts, again = [], [], []
+    for number in own:
+        for place, mode in enumerate(ordered_modes(question, kind, number)):
+            columns.append((number, mode))
+            counts.append((ways.modes[:, classes == number] == place).sum(axis=1))
+            again.append(question.layer(kind, number)[mode].recompute_seconds > 0)
+    numbers = np.stack(counts, axis=1)
+    return Mixes(
+        columns=tuple(columns),
+        numbers=numbers,
+        seconds=ways.taken,
+        saved=ways.held,
+        work=np.zeros(len(ways.held)),
+        again=(numbers @ np.array(again, dtype=np.int64)) > 0,
+    )
