@@ -11,6 +11,7 @@ from autopar.codegen.script.layer_lists import LostLayersError
 from autopar.console import tell_note
 from autopar.machine_options import Machines, clusters_of
 from autopar.notes.dataset_notes import check_dataset
+from autopar.notes.metrics_notes import check_metrics
 from autopar.notes.plan_notes import (
     note_devices,
     note_objects_kept,
@@ -216,6 +217,7 @@ def read_training(request: Request, report: Callable[[str], None]) -> Training:
     check_tokens(constraints, tokens_per_row=model.tokens_per_row)
     _check_degrees(clusters, constraints, graph)
     check_dataset(model_file, graph, axes)
+    check_metrics(model_file, graph, model)
     note_own_choices(graph)
     note_own_gradients(graph)
     note_optimizer(optimizer)

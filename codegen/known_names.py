@@ -28,13 +28,15 @@ _FROM: Mapping[str, str] = MappingProxyType(
             "take_classes"
         ),
         "autopar.runtime.optimizer": (
-            "LossScale adamw build_optimizer clip_by_global_norm sum_replicated warmup_cosine"
+            "LossScale adamw build_optimizer build_scheduler clip_by_global_norm sum_replicated "
+            "warmup_cosine"
         ),
         "autopar.runtime.pipeline": (
             "Pipeline Stage Tie TiedWeights build_schedule stage_at stage_indices"
         ),
         "autopar.runtime.ranks": (
-            "Axis Mesh note_changes read_options refuse_changes seed_all start stop"
+            "Axis Mesh note_changes read_options refuse_changes seed_all start stop "
+            "tell_errors_once"
         ),
         "autopar.runtime.recompute": "recompute update_once",
         "autopar.runtime.tensor": "Split shard_parameters",

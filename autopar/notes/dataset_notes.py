@@ -1,19 +1,38 @@
-"""Looks at the first row of a dataset while planning: a fault of it need not wait for the ranks."""
+"""Looks at some rows of a dataset while planning: their faults need not wait for the ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from operator import getitem
 from typing import Any
 
 import torch
-from torch.utils.data import IterableDataset
 
 from autopar.console import tell_note
 from autopar.planner.axes.infer import Axes
-from autopar.planner.errors import InputError
+from autopar.planner.errors import InputError, text_of
 from autopar.planner.graph import Graph, batch_key
+from autopar.planner.model.guard import guarded
 from autopar.planner.model.model_file import ModelFile
 from autopar.planner.rules.terms import leaves
+from autopar.runtime.data.row_faults import (
+    Column,
+    Fault,
+    columns_of,
+    fault_of_batch,
+    fault_of_dataset,
+    fault_of_row,
+    is_stream,
+)
+
+# What is wrong wherever it runs. Files, packages and variables may be missing here alone.
+_MISTAKES = (NameError, TypeError, AttributeError)
+_MISTAKES_OF_ROWS = (*_MISTAKES, LookupError, ArithmeticError)
+_FIRST_ROWS = 8
+_READING_SECONDS = 5.0  # after which no further row is read
+_ELSEWHERE = object()  # what can be had where the script runs, perhaps
 
 
 def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:
@@ -21,55 +40,51 @@ def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:
 
     Lengths may vary. A dataset that cannot be read here may well be where the script runs.
     """
-    if file.build_collate is not None:
-        _note_collated(file)
-        return  # what else a collate makes of rows is seen in whole batches alone
+    columns = columns_of(file.example_batch(1))
     for maker in ("build_dataset", "build_eval_dataset"):
-        if getattr(file, maker) is not None:
-            _check_first_row(maker, file, graph, axes)
+        build = getattr(file, maker)
+        dataset, rows = (None, []) if build is None else _few_rows(maker, build, file)
+        if rows and file.build_collate is not None:
+            _check_collated(file.build_collate, [row for _, row in rows], columns, file)
+            continue
+        for number, row in rows:
+            fault = fault_of_row(row, columns, dataset, name=f"row {number} of {maker}()")
+            if fault is not None:
+                raise InputError(fault.found, where=str(file.path), fix=fault.fix)
+            _check_sizes(f"row {number} of {maker}()", row, graph, axes, str(file.path))
+        for _, row in rows[:1]:
+            _note_plain(maker, row, file)
 
 
-def _check_first_row(maker: str, file: ModelFile, graph: Graph, axes: Axes) -> None:
-    row = _first_row(getattr(file, maker))
-    if not isinstance(row, Mapping):
-        return
-    _note_plain(maker, row, file)
+def _check_sizes(name: str, row: Mapping[str, Any], graph: Graph, axes: Axes, where: str) -> None:
+    """Refuse a row of other sizes than the model's weights."""
     learnt = {leaf.name for p in graph.parameters for d in axes.dims[p.name] for leaf in leaves(d)}
-    for name in graph.inputs:
-        key = batch_key(name)
-        if key not in row:
-            raise InputError(
-                f"a row of {maker}() has {', '.join(map(str, row))}, but no {key}",
-                where=str(file.path),
-                fix="let __getitem__ return a dict with the keys of example_batch",
-            )
-        found = _shape(row[key])
-        planned = [extent.at(0) for extent in graph.tensors[name].shape[1:]]
-        dims = axes.dims[name][1:]
-        if found is None or len(found) != len(dims):
-            continue  # the script tells more of it
+    for tensor in graph.inputs:
+        key = batch_key(tensor)
+        found, dims = list(torch.as_tensor(row[key]).shape), axes.dims[tensor][1:]
+        planned = [extent.at(0) for extent in graph.tensors[tensor].shape[1:]]
         for has, wants, dim in zip(found, planned, dims, strict=True):
             names = {leaf.name for leaf in leaves(dim)}
             if has != wants and names and names <= learnt:
                 raise InputError(
-                    f"{key!r} is {found} in a row of {maker}(), and {planned} in "
-                    f"example_batch: the model has weights for {wants}, not {has}",
-                    where=str(file.path),
+                    f"{key!r} is {found} in {name}, and {planned} in example_batch: the model has "
+                    f"weights for {wants}, not {has}",
+                    where=where,
                     fix="let both return rows of one size",
                 )
 
 
-def _note_collated(file: ModelFile) -> None:
-    """Look at the plain values that a collate makes of one row, if it makes a batch of that."""
-    assert file.build_dataset is not None
-    assert file.build_collate is not None
-    row = _first_row(file.build_dataset)
-    try:
-        batch = file.build_collate()([row])
-    except Exception:  # it may want several rows
+def _check_collated(
+    build: Callable[[], Any], rows: Sequence[Any], columns: Mapping[str, Column], file: ModelFile
+) -> None:
+    """Refuse a collate that makes of some rows what no plan can train on."""
+    batch = _tried("calling the function of build_collate()", lambda: build()(rows), file)
+    if batch is _ELSEWHERE:
         return
-    if isinstance(batch, Mapping):
-        _note_plain("build_collate", batch, file)
+    fault = fault_of_batch(batch, columns, len(rows))
+    if fault is not None:
+        raise InputError(fault.found, where=str(file.path), fix=fault.fix)
+    _note_plain("build_collate", batch, file)
 
 
 def _note_plain(maker: str, row: Mapping[str, Any], file: ModelFile) -> None:
@@ -90,20 +105,51 @@ def _is_same(one: Any, other: Any) -> bool:
         return False
 
 
-def _first_row(maker: Callable[[], Any]) -> Any:
-    """Return the first row; None where it is not to be had, or only by reading on."""
+def _few_rows(
+    maker: str, build: Callable[[], Any], file: ModelFile
+) -> tuple[Any, list[tuple[int, Any]]]:
+    """Return a dataset and some of its rows with their numbers; none that are not to be had here.
+
+    A stream is not begun: that may take long.
+    """
+    dataset = _tried(f"calling {maker}", build, file, mistakes=_MISTAKES)
+    if dataset is _ELSEWHERE:
+        return dataset, []
+    fault = _tried(f"the length of {maker}()", partial(fault_of_dataset, dataset, maker), file)
+    if isinstance(fault, Fault):
+        raise InputError(fault.found, where=str(file.path), fix=fault.fix)
+    if is_stream(dataset) or fault is _ELSEWHERE:
+        return dataset, []
+    rows, until, length = list[tuple[int, Any]](), time.monotonic() + _READING_SECONDS, len(dataset)
+    for number in sorted({*range(_FIRST_ROWS), length // 2, length - 1} & {*range(length)}):
+        row = _tried(f"reading row {number} of {maker}()", partial(getitem, dataset, number), file)
+        if row is _ELSEWHERE or time.monotonic() > until:
+            break
+        rows.append((number, row))
+    return dataset, rows
+
+
+def _tried(
+    doing: str,
+    read: Callable[[], Any],
+    file: ModelFile,
+    *,
+    mistakes: tuple[type[BaseException], ...] = _MISTAKES_OF_ROWS,
+) -> Any:
+    """Return what the user's code does; _ELSEWHERE where it fails for what may be missing here."""
     try:
-        dataset = maker()
-        # A stream is not begun; torch's base class of streams has a __getitem__, which raises.
-        is_stream = isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__")
-        return None if is_stream else dataset[0]
-    except Exception as error:
-        said = f"{type(error).__name__}: {error}".splitlines()[0]
+        with guarded(doing, file.path):
+            return read()
+    except InputError as error:
+        cause = error.__cause__
+        if cause is None or isinstance(cause, mistakes):
+            raise
+        said = f"{type(cause).__name__}: {text_of(cause)}".splitlines()[0]
         tell_note(
             f"the dataset could not be read here ({said}), so its rows were not looked at. "
             "The script reads it where it runs."
         )
-        return None
+        return _ELSEWHERE
 
 
 def _shape(value: Any) -> list[int] | None:

@@ -119,7 +119,12 @@ def note_own_gradients(graph: Graph) -> None:
 
 
 def note_optimizer(traits: OptimizerTraits | None) -> None:
-    """Say that an optimizer draws its own numbers on each rank."""
+    """Say that an optimizer draws its own numbers on each rank, and where its schedule ends."""
+    if traits is not None and traits.ends is not None:
+        tell_note(
+            f"build_scheduler's schedule fails in step {traits.ends.step} ({traits.ends.said}, at "
+            f"{traits.ends.where}): a script takes fewer steps by --steps alone."
+        )
     if traits is not None and traits.draws:
         tell_note(
             f"{traits.name} draws random numbers in its steps: each rank draws those of what it "

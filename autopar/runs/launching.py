@@ -16,8 +16,8 @@ from types import FrameType
 from typing import Any
 from uuid import uuid4
 
+from autopar.runtime.ranks.leaving import RUN_TOKEN
 from autopar.runtime.ranks.parent import stop_with_parent
-from autopar.runtime.ranks.refusal import RUN_TOKEN
 
 _KEEPING_SECONDS = 600  # for a checkpoint after a signal; torchrun's own 30 are few
 _GRACE_SECONDS = 30

@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError
 
 from autopar.planner.errors import ExitCode, InputError
 from autopar.planner.given import read_given
-from autopar.runtime.ranks.refusal import VERDICT
+from autopar.runtime.ranks.leaving import VERDICT
 
 _LOGS = ("stdout.log", "stderr.log")  # a rank prints all to the first, once it has begun
 _COARSE_SECONDS = 1.0  # by which the time of a file may be before that of the clock

@@ -51,13 +51,15 @@ def _strange_statements(tree: ast.Module) -> Iterator[str]:
     """Yield what stands at the top of the file and is neither definition nor data."""
     for number, node in enumerate(tree.body):
         is_docstring = number == 0 and isinstance(node, ast.Expr)
-        if not (isinstance(node, _TOP) or is_docstring or ast.unparse(node) == _MAIN):
+        if not (isinstance(node, _TOP) or is_docstring or ast.unparse(node) in _OF_A_SCRIPT):
             text = ast.unparse(node)
             if not text.startswith("sys.path.insert(0, str(Path(__file__).resolve().parent"):
                 yield f"line {node.lineno}: {text[:60]!r}"
 
 
-_MAIN = "if __name__ == '__main__':\n    main()"
+_OF_A_SCRIPT = tuple(
+    f"if __name__ == '__main__':\n    {called}()" for called in ("tell_errors_once", "main")
+)
 
 
 def _strange_names(

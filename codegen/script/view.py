@@ -269,7 +269,8 @@ def _scheduler(plan: Plan) -> Source:
     if is_scheduled_here(plan):
         steps = ("steps=options.steps", "warmup=options.warmup_steps", "final=FINAL_SHARE")
         return Source(call("warmup_cosine", "optimizer", *steps).in_few_lines(before=16, indent=4))
-    return Source("new_scheduler(optimizer)" if plan.model.has_scheduler else "")
+    made = "build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)"
+    return Source(made if plan.model.has_scheduler else "")
 
 
 def _kept(plan: Plan) -> Source:

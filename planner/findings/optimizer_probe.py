@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import pickle
 import random
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -27,6 +27,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.planner.errors import AutoparError, InputError
 from autopar.planner.findings.optimizer_call import NAME, Make, make_on_stand_ins
+from autopar.planner.findings.schedule_probe import ScheduleEnd, schedule_end
 from autopar.planner.findings.stepped_state import check_stepped_state
 from autopar.planner.graph import Graph
 from autopar.planner.model.model_file import ModelFile
@@ -39,6 +40,7 @@ _FP32_BYTES = 4
 _HOOKS = "_optimizer_step_pre_hooks"  # which Optimizer.__init__ sets
 _STEPS = 3
 _LISTS = ("params", "param_names")  # of a group
+_WRONG_VALUES = (ValueError, LookupError, ArithmeticError, AssertionError)
 _APART = 1e-3  # of the largest update, by which two are not the same
 
 
@@ -72,6 +74,7 @@ class OptimizerTraits:
     groups_by_place: bool  # a part of the parameters would be grouped otherwise
     moments: tuple[float, ...]  # of each parameter that learns: see Parameter.moments
     draws: bool = False  # its step draws random numbers
+    ends: ScheduleEnd | None = None  # of its schedule
 
 
 def optimizer_traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
@@ -105,11 +108,16 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
     sizes = list(by_size.values()) if model_file.build_optimizer is None else every
     try:
         optimizer = make(_stand_ins(sizes))
-        scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
     except AutoparError as error:
-        if _is_mistake(error.__cause__):
+        if _is_mistake(error.__cause__) or _fails_in_full(model_file, error.__cause__):
             raise
         return None  # it may want sizes, or a device, that stand-ins have not
+    try:
+        scheduler = model_file.build_scheduler and model_file.build_scheduler(optimizer)
+    except AutoparError as error:
+        if _is_mistake(error.__cause__) or isinstance(error.__cause__, _WRONG_VALUES):
+            raise
+        return None
     where = str(model_file.path)
     _check_step(
         optimizer,
@@ -118,10 +126,12 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
         where,
     )
     _check_optimizer(optimizer, where)
+    ends = None
     if model_file.build_scheduler is not None:
         _check_step(
             scheduler, "build_scheduler", "a schedule of steps alone, as LambdaLR has", where
         )
+        ends = schedule_end(model_file, model_file.build_scheduler(optimizer))
     check_stepped_state(model_file.path, built, partial(_step_once, optimizer, scheduler))
     try:
         kept = _moments(make, sizes)
@@ -134,6 +144,7 @@ def _traits(model_file: ModelFile, graph: Graph) -> OptimizerTraits | None:
             groups_by_place=_groups_by_place(make, model_file.build_scheduler, sizes),
             moments=kept,
             draws=_stepped(make, _stand_ins(sizes), [torch.ones(())] * len(sizes)).draws,
+            ends=ends,
         )
     except Exception:  # whatever a step does that works on other devices alone
         _refuse_sparse(make, every, type(optimizer).__name__, where)
@@ -157,12 +168,7 @@ def _to_stand_in_for(graph: Graph, built: nn.Module | None) -> list[StandIn]:
 def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) -> None:
     """Refuse an optimizer that steps with sparse gradients and not with dense ones."""
     parameters = [one for one in _stand_ins(every) if one.ndim == 2]
-    try:
-        optimizer = make(parameters)
-        for one in parameters:
-            one.grad = torch.ones_like(one).to_sparse(1)
-        optimizer.step()
-    except Exception:  # so it is not for lack of these
+    if _steps(make, parameters, is_sparse=False) or not _steps(make, parameters, is_sparse=True):
         return
     raise InputError(
         f"{name} takes sparse gradients alone",
@@ -172,11 +178,41 @@ def _refuse_sparse(make: Make, every: Sequence[StandIn], name: str, where: str) 
     )
 
 
+def _steps(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -> bool:
+    """Whether an optimizer takes a step with gradients of a kind."""
+    try:
+        optimizer = make(parameters)
+        for one in parameters:
+            one.grad = torch.ones_like(one).to_sparse(1) if is_sparse else torch.ones_like(one)
+        optimizer.step()
+    except Exception:
+        return False
+    return True
+
+
 def _is_mistake(cause: BaseException | None) -> bool:
     """Whether code would fail with any parameters; what models hang on theirs stand-ins lack."""
     if isinstance(cause, AttributeError):
         return not isinstance(cause.obj, nn.Parameter)
     return isinstance(cause, (NameError, TypeError))
+
+
+def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:
+    """Whether wrong values are none of the stand-ins' fault: the model's own parameters fail, too.
+
+    Those have no numbers, which some optimizers read; they say so by other errors.
+    """
+    if not isinstance(cause, _WRONG_VALUES) or model_file.build_optimizer is None:
+        return False
+    model = without_memory(model_file)
+    named = [(name, one) for name, one in model.named_parameters() if one.requires_grad]
+    asked = next(iter(inspect.signature(model_file.build_optimizer).parameters), "")
+    given = {"model": model, "named_parameters": named}
+    try:
+        model_file.build_optimizer(given.get(asked, [one for _, one in named]))
+    except AutoparError as error:
+        return isinstance(error.__cause__, _WRONG_VALUES)
+    return False
 
 
 def _step_once(optimizer: Any, scheduler: Any) -> None:
@@ -194,6 +230,7 @@ def _check_optimizer(made: Any, where: str) -> None:
     """Refuse what scripts cannot hang their own steps on: gradients come in, new values go out."""
     name, is_one = type(made).__name__, isinstance(made, Optimizer)
     if is_one and hasattr(made, _HOOKS):
+        _check_once(made, where)
         return
     lacks = "whose __init__ never called super().__init__" if is_one else "not a torch Optimizer"
     raise InputError(
@@ -203,6 +240,18 @@ def _check_optimizer(made: Any, where: str) -> None:
         fix=f"derive {name} from torch.optim.Optimizer, and begin its __init__ with "
         "super().__init__(optimizer.param_groups, {}): both have the same groups then",
     )
+
+
+def _check_once(optimizer: Optimizer, where: str) -> None:
+    """Refuse parameters that would be stepped several times."""
+    counts = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
+    twice = sum(count > 1 for count in counts.values())
+    if twice:
+        raise InputError(
+            f"build_optimizer gives the optimizer {twice} parameters more than once",
+            where=where,
+            fix="let each parameter stand in one group, once",
+        )
 
 
 def _check_step(called: Any, maker: str, fix: str, where: str) -> None:
@@ -363,5 +412,6 @@ def _settings(
                 found[id(parameter)] += repr(settings)
         if scheduler is not None:
             optimizer.step()
-            scheduler.step()
+            with suppress(Exception):  # it has ended
+                scheduler.step()
     return dict(found)

@@ -43,7 +43,8 @@ def guarded(doing: str, path: Path, passed: Sequence[Any] = ()) -> Iterator[None
     except BaseException as error:
         where, fix = user_location(error, path), remedy(error, path)
         found = f"{doing} failed: {type(error).__name__}: {text_of(error)}".replace("FakeT", "T")
-        raise InputError(found, where=where, expected=told(passed), fix=fix) from error
+        name = doing.removeprefix("calling ")
+        raise InputError(found, where=where, expected=told(name, passed), fix=fix) from error
 
 
 @contextmanager

@@ -87,12 +87,12 @@ def remedy(error: BaseException, path: Path) -> str:
     return next((fix for telling, fix in _KNOWN if telling in text), "")
 
 
-def told(passed: Sequence[Any]) -> str:
-    """Return in words what a loss was given: the outputs of the model, and the batch."""
+def told(name: str, passed: Sequence[Any]) -> str:
+    """Return in words what loss or metrics was given: the outputs of the model, and the batch."""
     if len(passed) != 2:
         return ""
     outputs, batch = map(_in_words, passed)
-    return f"called as loss(outputs, batch): the outputs are {outputs}, the batch is {batch}"
+    return f"called as {name}(outputs, batch): the outputs are {outputs}, the batch is {batch}"
 
 
 def _in_words(value: Any) -> str:

@@ -23,13 +23,13 @@ from autopar.runtime.data.collated import Collate, Collated, built_collate, stac
 from autopar.runtime.data.dataset_rows import (
     Place,
     RawRows,
-    columns_of,
     few,
     is_streamed,
     rows_like,
     tell,
 )
 from autopar.runtime.data.epochs import Epochs, LastRows, epochs_of
+from autopar.runtime.data.row_faults import columns_of
 from autopar.runtime.data.shares import Dealing
 from autopar.runtime.data.streamed_rows import Alike, StreamedRows
 from autopar.runtime.ranks.agreement import agreed, check_same_length

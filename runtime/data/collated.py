@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import default_collate
 
+from autopar.runtime.data.row_faults import Column, fault_of_batch, is_same_kind
 from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.ranks.refusal import refuse
 from autopar.runtime.ranks.user_code import told
@@ -52,7 +53,7 @@ class Collated:
     """
 
     def __init__(
-        self, collate: Collate, columns: Mapping[str, torch.dtype], own: slice, *, seed: int
+        self, collate: Collate, columns: Mapping[str, Column], own: slice, *, seed: int
     ) -> None:
         self.collate, self.columns, self.own, self.seed = collate, dict(columns), own, seed
 
@@ -63,24 +64,11 @@ class Collated:
             seed_numbers(mixed_seed(self.seed, *placed[0][0], 1))
             with told("build_collate()'s function"):
                 batch = self.collate(rows)
-        self._check(batch, len(rows))
-        columns = {key: as_column(batch[key], kind) for key, kind in self.columns.items()}
+        fault = fault_of_batch(batch, self.columns, len(rows))
+        if fault is not None:
+            refuse(fault.found, fix=fault.fix)
+        columns = {key: as_column(batch[key], one.dtype) for key, one in self.columns.items()}
         return {key: value[self.own] for key, value in apart(columns).items()}
-
-    def _check(self, batch: object, rows: int) -> None:
-        keys = ", ".join(self.columns)
-        fix = f"let it return a dict with the keys of example_batch ({keys}), rows as dimension 0"
-        if not isinstance(batch, Mapping):
-            refuse(f"build_collate() makes a {type(batch).__name__} of rows", fix=fix)
-        for key in self.columns:
-            if key not in batch:
-                refuse(f"build_collate() makes batches of {', '.join(batch)}, not {key}", fix=fix)
-            if not is_number(batch[key]):
-                kind = type(batch[key]).__name__
-                refuse(f"{key!r} of build_collate() is a {kind}, which is no tensor", fix=fix)
-            shape = list(torch.as_tensor(batch[key]).shape)
-            if shape[:1] != [rows]:
-                refuse(f"{key!r} of build_collate() is {shape} for {rows} rows", fix=fix)
 
 
 def apart(columns: Row) -> Row:
@@ -107,18 +95,3 @@ def as_column(value: Any, dtype: torch.dtype) -> Tensor:
     """Return a value as a tensor of a column's type, where both are of one kind."""
     tensor = torch.as_tensor(value)
     return tensor.to(dtype) if is_same_kind(tensor, dtype) else tensor
-
-
-def is_same_kind(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether both are floating, or both whole numbers, or both true and false."""
-    is_bool = (tensor.dtype is torch.bool) == (dtype is torch.bool)
-    return is_bool and tensor.is_floating_point() == dtype.is_floating_point
-
-
-def is_number(value: Any) -> bool:
-    """Whether a tensor can be made of something."""
-    try:
-        torch.as_tensor(value)
-    except (TypeError, ValueError, RuntimeError):
-        return False
-    return True

@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sized
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Dataset, IterableDataset, Subset
+from torch.utils.data import Dataset, Subset
 
-from autopar.runtime.data.collated import Row, as_column, is_number, is_same_kind
+from autopar.runtime.data.collated import Row, as_column
+from autopar.runtime.data.row_faults import (
+    Column,
+    columns_of,
+    fault_of_dataset,
+    fault_of_row,
+    is_number,
+    is_stream,
+)
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers
@@ -76,19 +84,28 @@ class Rows(RawRows):
     otherwise. Widths of numbers become those of the columns.
     """
 
-    def __init__(self, dataset: Any, columns: Mapping[str, torch.dtype], *, seed: int) -> None:
+    def __init__(self, dataset: Any, columns: Mapping[str, Column], *, seed: int) -> None:
         super().__init__(dataset, seed=seed)
         self.columns = dict(columns)
 
     def made(self, place: Place, row: Mapping[str, Any]) -> Row:
         """Return the columns of a row."""
         del place
-        return row_of(row, self.columns)
+        return row_of(row, self.columns, self.dataset)
 
 
-def row_of(row: Mapping[str, Any], columns: Mapping[str, torch.dtype]) -> Row:
-    """Return some columns of a row as tensors."""
-    return {name: as_column(row[name], dtype) for name, dtype in columns.items()}
+def row_of(row: Any, columns: Mapping[str, Column], dataset: Any) -> Row:
+    """Return some columns of a row as tensors; leaves where it is not what a plan was made for."""
+    found: Row = {}
+    try:
+        for name, planned in columns.items():
+            found[name] = as_column(row[name], planned.dtype)
+            if found[name].dtype != planned.dtype or found[name].ndim != len(planned.shape):
+                raise TypeError(name)
+    except (KeyError, IndexError, TypeError, ValueError, RuntimeError):
+        check_row(row, columns, dataset)
+        raise
+    return found
 
 
 def _reads_at_once(dataset: Any) -> bool:
@@ -109,19 +126,15 @@ def rows_like(
     """
     with told_of_row(dataset):
         first = dataset[0]
-    check_row(first, dataset, example)
-    tell([*_notes(first, example), *few(dataset, at_once)], mesh)
-    return Rows(dataset, columns_of(example), seed=seed)
+    columns = columns_of(example)
+    check_row(first, columns, dataset)
+    tell([*_notes(first, columns), *few(dataset, at_once)], mesh)
+    return Rows(dataset, columns, seed=seed)
 
 
 def told_of_row(dataset: Any) -> AbstractContextManager[None]:
     """Leave where reading a row fails, with one message for all ranks, whose rows are others."""
     return told(f"reading a row of the dataset ({type(dataset).__name__})")
-
-
-def columns_of(example: Mapping[str, Tensor]) -> dict[str, torch.dtype]:
-    """Return the columns that the model is given, with their types."""
-    return {key: value.dtype for key, value in example.items()}
 
 
 def tell(notes: Iterable[str], mesh: Mesh) -> None:
@@ -132,60 +145,30 @@ def tell(notes: Iterable[str], mesh: Mesh) -> None:
 
 def is_streamed(dataset: Any, *, maker: str = "build_dataset") -> bool:
     """Whether a dataset is read from its beginning to its end; leaves where it is no dataset."""
-    name = f"the dataset ({type(dataset).__name__})"
-    if isinstance(dataset, DataLoader):
-        refuse(
-            f"{name} is a loader, and the script makes its own",
-            fix="return its dataset; its collate_fn is what build_collate() of the model file "
-            "returns",
-        )
-    if isinstance(dataset, Mapping) or not hasattr(dataset, "__getitem__"):
-        if isinstance(dataset, Mapping) or not hasattr(dataset, "__iter__"):
-            refuse(f"{name} gives no row for a number", fix="give it __getitem__, or return a part")
-        return True
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
-        if not hasattr(dataset, "__iter__"):
-            refuse(f"{name} has no length", fix="give it __len__, or __iter__: ranks take rows")
-        return True
-    if len(dataset) == 0:
-        refuse(f"{name} is empty", fix=f"look where {maker} reads from")
-    return False
+    with told(f"the length of the dataset ({type(dataset).__name__})"):
+        fault = fault_of_dataset(dataset, maker)
+    if fault is not None:
+        refuse(fault.found, fix=fault.fix)
+    return is_stream(dataset)
 
 
-def check_row(row: Any, dataset: Any, example: Mapping[str, Tensor]) -> None:
+def check_row(row: Any, columns: Mapping[str, Column], dataset: Any) -> None:
     """Leave where a row is not what a plan was made for."""
-    name = f"the dataset ({type(dataset).__name__})"
-    fix = f"let __getitem__ return a dict with the keys of example_batch: {', '.join(example)}"
-    if not isinstance(row, Mapping):
-        refuse(f"a row of {name} is a {type(row).__name__}", fix=fix)
-    missing = [key for key in example if key not in row]
-    if missing:
-        refuse(f"a row of {name} has {', '.join(row)}, but no {', '.join(missing)}", fix=fix)
-    for key in example:
-        if not is_number(row[key]):
-            refuse(
-                f"{key!r} in a row of {name} is a {type(row[key]).__name__}, which is no tensor",
-                fix="let __getitem__ return tensors, arrays or numbers, of one shape in all rows",
-            )
-        found, planned = torch.as_tensor(row[key]), example[key][0]
-        if found.ndim != planned.ndim or not is_same_kind(found, planned.dtype):
-            refuse(
-                f"{key!r} is {_words(found.dtype, found.shape)} in a row of {name}, and the plan "
-                f"was made for {_words(planned.dtype, planned.shape)}",
-                fix="let both be alike: change the dataset, or example_batch and plan again",
-            )
+    fault = fault_of_row(row, columns, dataset)
+    if fault is not None:
+        refuse(fault.found, fix=fault.fix)
 
 
-def _notes(row: Mapping[str, Any], example: Mapping[str, Tensor]) -> Iterator[str]:
-    for key, value in example.items():
-        found, planned = torch.as_tensor(row[key]), value.shape[1:]
-        if found.shape != planned:
+def _notes(row: Mapping[str, Any], columns: Mapping[str, Column]) -> Iterator[str]:
+    for key, planned in columns.items():
+        tensor = torch.as_tensor(row[key])
+        found = Column(tensor.dtype, tuple(tensor.shape))
+        if found.shape != planned.shape:
             yield (
-                f"{key!r} is {_words(found.dtype, found.shape)} in the dataset's rows, and the "
-                f"plan was made for {_words(value.dtype, planned)}\n"
+                f"{key!r} is {found} in the dataset's rows, and the plan was made for {planned}\n"
                 "  fix: let example_batch return such rows, and plan again"
             )
-    left = [key for key in row if key not in example and is_number(row[key])]
+    left = [key for key in row if key not in columns and is_number(row[key])]
     if left:
         yield (
             f"the model is not given {', '.join(left)} of the dataset's rows, of which "
@@ -202,7 +185,3 @@ def few(dataset: Any, at_once: int) -> Iterator[str]:
             f"the dataset has {rows} rows, fewer than the {at_once} that are trained on at once: "
             "some stand in a step several times"
         )
-
-
-def _words(dtype: torch.dtype, shape: torch.Size) -> str:
-    return f"{str(dtype).removeprefix('torch.')}{list(shape)}"

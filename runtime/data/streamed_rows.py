@@ -10,8 +10,9 @@ from torch import Tensor
 from torch.utils.data import IterableDataset
 
 from autopar.runtime.data.collated import Row, stacked
-from autopar.runtime.data.dataset_rows import check_row, columns_of, row_of, told_of_row
+from autopar.runtime.data.dataset_rows import row_of, told_of_row
 from autopar.runtime.data.epochs import Epochs
+from autopar.runtime.data.row_faults import columns_of
 from autopar.runtime.data.shares import Dealing
 from autopar.runtime.ranks.randomness import kept_numbers, mixed_seed, seed_numbers
 from autopar.runtime.ranks.refusal import refuse
@@ -84,14 +85,12 @@ class Alike:
     """Stacks the columns of a stream's rows, which are checked as they come."""
 
     def __init__(self, dataset: Any, example: Mapping[str, Tensor], own: slice) -> None:
-        self.dataset, self.example, self.own = dataset, example, own
+        self.dataset, self.columns, self.own = dataset, columns_of(example), own
 
     def __call__(self, placed: list[Placed]) -> Row:
         """Return a batch of rows that stand beside their places."""
         rows = [row for _, row in placed[self.own]]
-        for row in rows:
-            check_row(row, self.dataset, self.example)
-        return stacked([row_of(row, columns_of(self.example)) for row in rows])
+        return stacked([row_of(row, self.columns, self.dataset) for row in rows])
 
 
 def refuse_empty(dataset: Any, *, is_first: bool) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -52,10 +52,12 @@ class RowMetrics:
         """Add the microbatch that the model has just seen, whose rows are there so many times."""
         if self._measure is None or not self._outputs:
             return
-        with told("metrics() of the model file"):
+        with told("metrics() of the model file", self._measure):
             outputs = tree_map_only(Tensor, Tensor.detach, self._outputs.pop())
             found = self._measure(outputs, batch)
-        _check(found, like=self.sums)
+        fault = fault_of_metrics(found, like=self.sums)
+        if fault is not None:
+            refuse(fault[0], fix=fault[1])
         for name, value in found.items():
             # On the device, where they are summed over the ranks: numpy leaves them on the CPU.
             elements = value.to(self._mesh.device, torch.float64)
@@ -81,25 +83,30 @@ class RowMetrics:
         return next((names for names in known if names), [])
 
 
-def _check(found: object, *, like: Mapping[str, Tensor]) -> None:
-    """Leave where metrics are not what a mean over all rows can be taken of."""
+def fault_of_metrics(found: object, *, like: Iterable[str] = ()) -> tuple[str, str] | None:
+    """Return why no mean over all rows can be taken of metrics, and what to do; None where it can.
+
+    `like` are the names of an earlier batch.
+    """
     if not isinstance(found, Mapping) or not all(isinstance(one, Tensor) for one in found.values()):
-        refuse(
+        return (
             f"metrics() of the model file returns {_kinds(found)}",
-            fix="let it return a dict of tensors, with a number for each row or each target",
+            "let it return a dict of tensors, with a number for each row or each target",
         )
     for name, value in found.items():
         if not value.ndim:
-            refuse(
+            return (
                 f"{name!r} of metrics() is a single number, and no mean over all rows follows from "
                 "those of batches",
-                fix="leave out .mean() or .sum(): let it have a number for each row or each target",
+                "leave out .mean() or .sum(): let it have a number for each row or each target",
             )
-    if like and list(like) != list(found):
-        refuse(
-            f"metrics() returns {', '.join(found)} of one batch, and {', '.join(like)} of another",
-            fix="let it return the same names for all batches, in one order",
+    names = list(like)
+    if names and names != list(found):
+        return (
+            f"metrics() returns {', '.join(found)} of one batch, and {', '.join(names)} of another",
+            "let it return the same names for all batches, in one order",
         )
+    return None
 
 
 def _kinds(found: object) -> str:

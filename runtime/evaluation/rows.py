@@ -24,12 +24,12 @@ from autopar.runtime.data.collated import Collate, Collated, built_collate, stac
 from autopar.runtime.data.dataset_rows import (
     Place,
     RawRows,
-    columns_of,
     is_streamed,
     rows_like,
     tell,
     told_of_row,
 )
+from autopar.runtime.data.row_faults import columns_of
 from autopar.runtime.evaluation.dealing import Dealer
 from autopar.runtime.ranks.agreement import agreed, check_same_length
 from autopar.runtime.ranks.mesh import ALONE, Axis, Mesh

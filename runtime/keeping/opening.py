@@ -9,7 +9,6 @@ from dataclasses import dataclass
 from autopar.runtime.keeping.claim import Claim, TakenError, claim
 from autopar.runtime.keeping.finding import AUTO, NEVER, Checkpoint, find_checkpoint
 from autopar.runtime.keeping.manifest import Moment
-from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.ranks.console import say
 from autopar.runtime.ranks.locations import Location, location
 from autopar.runtime.ranks.mesh import Mesh
@@ -69,16 +68,14 @@ def opened(
 
 
 def _claimed(folder: Location, mesh: Mesh) -> Claim | None:
-    """Have the first rank take a folder; leave, all ranks alike, where another process has it."""
-    own, taken = None, None
-    if mesh.rank == 0 and not mesh.is_dry_run:
-        try:
-            own = claim(folder, note=lambda text: say(f"note: {text}"))
-        except TakenError as error:
-            taken = f"{folder} is in use: {error.holder} keeps its training there"
-        except OSError as error:
-            taken = f"nothing can be written to {folder}: {error.strerror}"
-    told = every_rank(taken, mesh)[0]
-    if told is not None:
-        refuse(told, fix="wait until that has ended, or name another folder with --checkpoint")
+    """Have the first rank take a folder; leave where another process has it."""
+    if mesh.rank != 0 or mesh.is_dry_run:
+        return None
+    wait = "wait until that has ended, or name another folder with --checkpoint"
+    try:
+        own = claim(folder, note=lambda text: say(f"note: {text}"))
+    except TakenError as error:
+        refuse(f"{folder} is in use: {error.holder} keeps its training there", fix=wait)
+    except OSError as error:
+        refuse(f"nothing can be written to {folder}: {error.strerror}", fix=_FIX)
     return own

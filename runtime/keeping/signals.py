@@ -16,9 +16,8 @@ import torch
 import torch.distributed as dist
 
 from autopar.runtime.keeping.places_in_code import place_of_main_thread
-from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.leaving import FAILED, Verdict, tell
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.refusal import FAILED
 
 PREEMPTED = 75  # the exit code: a checkpoint has been written, and the training can go on
 SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGUSR1") if hasattr(signal, name))
@@ -111,11 +110,11 @@ class StopWish:
                 continue
             time.sleep(_LAST_SECONDS)
             if self._before and self._steps_ended == ended:
-                say(
-                    f"error: rank {self._mesh.rank} was told to stop, and no step has ended for "
-                    f"{_LAST_SECONDS:,.0f} s: it is {place_of_main_thread()}\n"
-                    "  fix: --resume auto goes on from the last checkpoint"
+                found = (
+                    f"rank {self._mesh.rank} was told to stop, and no step has ended for "
+                    f"{_LAST_SECONDS:,.0f} s: it is {place_of_main_thread()}"
                 )
+                tell(Verdict(FAILED, found, "--resume auto goes on from the last checkpoint"))
                 os._exit(FAILED)
 
     def _note(self, number: int, _: FrameType | None) -> None:

@@ -17,9 +17,8 @@ from autopar.runtime.keeping.owners import every_rank
 from autopar.runtime.keeping.places_in_code import place_of_main_thread
 from autopar.runtime.keeping.roll_call import Found, Place, RollCall, told_places
 from autopar.runtime.keeping.under_way import under_way
-from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.leaving import FAILED, Verdict, tell
 from autopar.runtime.ranks.mesh import Mesh
-from autopar.runtime.ranks.refusal import FAILED, Verdict, note_verdict
 
 _STORE_SECONDS = 30.0  # in which the store of torchrun answers
 _PATIENT = 3  # times as long for a checkpoint or an evaluation
@@ -89,9 +88,7 @@ class Watch:
         if found.teller == self._mesh.rank:
             told = f"no step has ended for {waited:,.0f} s: {found.told}"
             fix = "look at what these ranks do there; --timeout SECONDS allows for longer steps"
-            verdict = Verdict(FAILED, told, fix)
-            say(verdict)
-            note_verdict(verdict)
+            tell(Verdict(FAILED, told, fix))
             self._tell(self._step, told)
             with suppress(RuntimeError):
                 RollCall(_store(), word, nodes, self._mesh.rank).note_told()

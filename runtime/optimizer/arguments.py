@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import inspect
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeAlias
 
 from torch import nn
 from torch.optim import Optimizer
+
+from autopar.runtime.ranks.refusal import refuse
+from autopar.runtime.ranks.user_code import place_of, told
 
 OptimizerFactory: TypeAlias = Callable[[Any], Optimizer]
 
@@ -25,7 +29,29 @@ def made_optimizer(
     """Call a factory with what the name of its argument asks for, of what this rank holds.
 
     `stepped` are the parameters that learn. A stage without any is given one that holds nothing.
+    Leaves where the factory fails, or returns what no script can step.
     """
+    name = "build_optimizer() of the model file" if place_of(factory) else "the optimizer"
+    with told(name, factory):
+        optimizer = _called(factory, parts, stepped)
+    fault = fault_of_optimizer(optimizer)
+    if fault:
+        refuse(f"{name} {fault}", fix=f"look at {place_of(factory) or 'build_optimizer()'}")
+    return optimizer
+
+
+def fault_of_optimizer(optimizer: Any) -> str:
+    """Return what no script can step an optimizer for; "" where there is nothing."""
+    if not isinstance(optimizer, Optimizer):
+        return f"returns a {type(optimizer).__name__}, which is no torch.optim.Optimizer"
+    counts = Counter(id(one) for group in optimizer.param_groups for one in group["params"])
+    twice = sum(count > 1 for count in counts.values())
+    return f"gives the optimizer {twice} parameters more than once" if twice else ""
+
+
+def _called(
+    factory: OptimizerFactory, parts: Sequence[nn.Module], stepped: Sequence[nn.Parameter]
+) -> Optimizer:
     asked = asked_by(factory)
     model = parts[0] if len(parts) == 1 else _Together(parts)
     if asked == MODEL and any(parameter.requires_grad for parameter in model.parameters()):

@@ -8,6 +8,7 @@ from autopar.runtime.ranks.model_source import note_changes, refuse_changes
 from autopar.runtime.ranks.one_stream import join_streams
 from autopar.runtime.ranks.options import read_options
 from autopar.runtime.ranks.randomness import seed_all, split_randomness
+from autopar.runtime.ranks.user_code import tell_errors_once
 
 __all__ = [
     "Axis",
@@ -19,6 +20,7 @@ __all__ = [
     "split_randomness",
     "start",
     "stop",
+    "tell_errors_once",
 ]
 
 join_streams()  # as early as can be: a model file may print while it is imported

@@ -5,9 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-import traceback
 from datetime import timedelta
-from types import TracebackType
 from typing import TextIO
 
 from autopar.runtime.shown import plain
@@ -25,15 +23,6 @@ def say(text: object, to: TextIO | None = None) -> None:
     # At once: print writes the end of the line apart, and ranks share the console.
     stream.write(f"{_ERASE if is_terminal(stream) else ''}{plain(str(text))}\n")
     stream.flush()
-
-
-def show_errors_plainly() -> None:
-    """Have tracebacks of this process say what `say` says: no orders, no passwords."""
-
-    def show(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-        say("".join(traceback.format_exception(kind, error, trace)).rstrip())
-
-    sys.excepthook = show
 
 
 def is_terminal(stream: TextIO) -> bool:

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.distributed_c10d import _set_pg_timeout
 
-from autopar.runtime.ranks.console import show_errors_plainly
+from autopar.runtime.ranks.leaving import leave_with_others
 from autopar.runtime.ranks.network import joining_nodes
 from autopar.runtime.ranks.option_values import number_in
 from autopar.runtime.ranks.parent import stop_with_parent
@@ -97,6 +97,7 @@ def start(
     device_mesh = _device_mesh(device, sizes)
     if owns_processes:
         _set_timeouts(message_timeout)
+        leave_with_others()
     axes = {name: _axis(device_mesh[name]) if size > 1 else ALONE for name, size in sizes.items()}
     return Mesh(
         device=device,
@@ -180,7 +181,6 @@ def _join(needed: int, timeout: timedelta) -> None:
         return
     if "TORCHELASTIC_RUN_ID" in os.environ:
         stop_with_parent()  # which is torchrun
-        show_errors_plainly()
     _check_world(number_in("WORLD_SIZE", usual=1), needed)
     device = _device()
     backend = "nccl" if device.type == "cuda" else "gloo"

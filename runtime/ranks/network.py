@@ -20,8 +20,9 @@ from typing import Any
 
 from torch._C._distributed_c10d import Store
 
+from autopar.runtime.ranks.leaving import MISMATCH
 from autopar.runtime.ranks.option_values import number_in
-from autopar.runtime.ranks.refusal import MISMATCH, refuse
+from autopar.runtime.ranks.refusal import refuse
 
 GLOO, NCCL = "GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"
 _ROOM = "autopar/network"

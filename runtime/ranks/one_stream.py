@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 
-from autopar.runtime.ranks.refusal import RUN_TOKEN
+from autopar.runtime.ranks.leaving import RUN_TOKEN
 
 _STDOUT, _STDERR = 1, 2
 

@@ -2,39 +2,199 @@
 
 from __future__ import annotations
 
+import inspect
+import logging
+import os
+import sys
 import sysconfig
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from enum import Enum, auto
+from functools import partial
 from pathlib import Path
+from types import TracebackType
+from typing import Any, NamedTuple, NoReturn
 
+import torch
+import torch.distributed as dist
+
+from autopar.runtime.ranks.console import say
+from autopar.runtime.ranks.leaving import (
+    FAILED,
+    LeavingError,
+    Verdict,
+    leave,
+    leave_beside_logs,
+)
 from autopar.runtime.ranks.refusal import refuse
 
-_OURS, _STANDARD = Path(__file__).parents[1], sysconfig.get_path("stdlib")
+SHOWS_TRACEBACK = "AUTOPAR_TRACEBACK"  # an environment variable
+_INTERRUPTED = 130
+_RUNTIME = Path(__file__).parents[1]
+_TORCH, _STANDARD = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")
+_MOST_CHARACTERS = 300  # of what an error says
+
+# What is told in the place of an error, and what to do, by words of its text: gloo and DataLoaders
+# raise RuntimeErrors alone.
+_KNOWN = (
+    (
+        ("Connection closed by peer", "Connection reset by peer", "Broken pipe"),
+        "another rank has ended without telling why",
+        "look at what it has printed; a process that was killed often lacked memory",
+    ),
+    (
+        ("DataLoader worker (pid",),
+        "a process that reads rows ahead (--workers) has ended",
+        "--workers 0 reads them here and shows why; one that was killed often lacked memory",
+    ),
+    (
+        ("out of memory",),
+        "the device has too little memory",
+        "autopar dryrun tells what a rank needs; plan again with a smaller limit or microbatch",
+    ),
+)
+
+
+class _Of(Enum):
+    """Whose code a line is."""
+
+    LIBRARY = auto()
+    RUNTIME = auto()
+    USER = auto()  # the model file, what it imports, and the script
 
 
 @contextmanager
-def told(what: str) -> Iterator[None]:
-    """Leave where the code inside raises an error; `what` names it, as "build_dataset()"."""
+def told(what: str, of: Callable[..., Any] | None = None) -> Iterator[None]:
+    """Leave where the code inside raises an error; `what` names it, as "build_dataset()".
+
+    `of` is the user's function that made what fails, for an error that no line of theirs raises.
+    """
     try:
         yield
+    except LeavingError:
+        raise
+    except SystemExit as error:
+        _refuse(f"{what} ends the process (exit {error.code})", error, of)
     except Exception as error:
-        refuse(f"{what} fails: {_said(error)}", fix=f"look at {_place(error)}")
+        _refuse(f"{what} fails: {said_of(error)}", error, of)
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}".rstrip(": ").splitlines()[0]
+def _refuse(found: str, error: BaseException, of: Callable[..., Any] | None) -> NoReturn:
+    refuse(found, fix=f"look at {failing_at(error) or place_of(of) or _place(error)}")
 
 
-def _place(error: Exception) -> str:
-    """Return the innermost line that is neither of a library nor of the runtime."""
-    frames = traceback.extract_tb(error.__traceback__)
-    own = [
-        one
-        for one in frames
-        if "site-packages" not in one.filename
-        and not one.filename.startswith(_STANDARD)
-        and _OURS not in Path(one.filename).parents
-    ]
-    last = (own or frames)[-1]
-    return f"{last.filename}, line {last.lineno}"
+def place_of(function: Callable[..., Any] | None) -> str:
+    """Return where a function of the user's is written; "" where it is another's, or none."""
+    while isinstance(function, partial):
+        function = function.func
+    code = getattr(inspect.unwrap(function), "__code__", None) if function is not None else None
+    if code is None or _whose(code.co_filename) is not _Of.USER:
+        return ""
+    return f"{Path(code.co_filename).resolve()}, line {code.co_firstlineno}"
+
+
+def tell_errors_once() -> None:
+    """Have an error that nothing catches be one message on all ranks, not a traceback of each.
+
+    The ranks leave for the reason that the first of them has.
+    """
+    logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # tells errors too
+    stderr = sys.stderr
+
+    def tell(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
+        sys.stderr = stderr  # torch's hook, which calls this one, has put a text in its place
+        if isinstance(error, KeyboardInterrupt):
+            raise SystemExit(_INTERRUPTED)
+        text = "".join(traceback.format_exception(error)).rstrip()
+        leave_beside_logs("traceback.txt", text)
+        if os.environ.get(SHOWS_TRACEBACK):
+            say(text)
+        leave(verdict_of(error))
+
+    sys.excepthook = tell
+
+
+def verdict_of(error: BaseException) -> Verdict:
+    """Return what is told of an error that ends a training."""
+    first = _first_cause(error)
+    said = said_of(first)
+    for words, found, fix in _KNOWN:
+        if any(word in said for word in words):
+            return Verdict(FAILED, found, fix)
+    has_others = dist.is_initialized() and dist.get_world_size() > 1
+    found = f"rank {dist.get_rank()}: {said}" if has_others else said
+    is_ours = any(one.whose is _Of.RUNTIME for one in _lines(first))
+    maybe = "this may be a fault of autopar's: " if is_ours else ""
+    place = failing_at(first) or f"{maybe}{_place(first)}"
+    return Verdict(FAILED, found, f"look at {place}; {SHOWS_TRACEBACK}=1 shows how it came there")
+
+
+def _first_cause(error: BaseException) -> BaseException:
+    """Return the user's error for which a library has raised another one, as torch's pipelines do.
+
+    Where the user's own code has raised an error because of another one, its words are told.
+    """
+    cause = error.__cause__
+    raised = [one.whose for one in _lines(error)][-1:]
+    if cause is None or raised != [_Of.LIBRARY] or not failing_at(cause):
+        return error
+    return _first_cause(cause)
+
+
+def said_of(error: BaseException) -> str:
+    """Return an error in one line."""
+    try:
+        text = str(error).strip()
+    except Exception:  # of an error with a text of its own
+        text = ""
+    line = next(iter(text.splitlines()), "")
+    return f"{type(error).__name__}: {line}".rstrip(": ")[:_MOST_CHARACTERS]
+
+
+def failing_at(error: BaseException) -> str:
+    """Return the innermost line of the user's code; "" where that has only called the runtime."""
+    if isinstance(error, SyntaxError) and error.filename:
+        return f"{error.filename}, line {error.lineno}"
+    own = [str(one) for one in _lines(error) if one.whose is _Of.USER and not one.is_of_loop]
+    return own[-1] if own else ""
+
+
+def _place(error: BaseException) -> str:
+    """Return the innermost line that is no library's, or else the innermost one."""
+    lines = list(_lines(error))
+    own = [one for one in lines if one.whose is not _Of.LIBRARY]
+    return str((own or lines)[-1])
+
+
+class _Line(NamedTuple):
+    """A line that an error came through."""
+
+    whose: _Of
+    file: str
+    number: int | None
+    function: str
+
+    def __str__(self) -> str:
+        return f"{Path(self.file).resolve()}, line {self.number}"
+
+    @property
+    def is_of_loop(self) -> bool:
+        """Whether it is one of the script's that call the runtime."""
+        is_script = Path(self.file).resolve() == Path(sys.argv[0]).resolve()
+        return is_script and self.function in ("<module>", "main", "<genexpr>")
+
+
+def _lines(error: BaseException) -> Iterator[_Line]:
+    for one in traceback.extract_tb(error.__traceback__):
+        is_between = one.name in ("__torch_dispatch__", "__torch_function__")
+        whose = _Of.LIBRARY if is_between else _whose(one.filename)
+        yield _Line(whose, one.filename, one.lineno, one.name)
+
+
+def _whose(file: str) -> _Of:
+    if "site-packages" in file or "dist-packages" in file:
+        return _Of.LIBRARY
+    if file.startswith((_TORCH, _STANDARD, "<")):
+        return _Of.LIBRARY
+    return _Of.RUNTIME if _RUNTIME in Path(file).parents else _Of.USER

@@ -21,6 +21,7 @@ def vocab_parallel_embedding(
     """Look up the rows that this rank holds, zeros for the others: layout P."""
     if axis.size == 1:
         return embedding(ids, weight_local, padding_idx)
+    _check_rows(ids, parts, axis)
     local, held = _local_ids(ids, parts, axis)
     if not weight_local.shape[0]:  # more ranks than rows; the gradient is still asked for
         return weight_local.sum(0).expand(*ids.shape, -1)
@@ -54,6 +55,7 @@ def vocab_parallel_embedding_bag(
             include_last_offset=include_last_offset,
             padding_idx=padding_idx,
         )
+    _check_rows(ids, parts, axis)
     local, held = _local_ids(ids, parts, axis)
     is_entry = torch.ones_like(held) if padding_idx is None else ids != padding_idx
     bags = (offsets[:-1], offsets[1:]) if include_last_offset else (offsets, _ends(offsets, ids))
@@ -178,6 +180,12 @@ def _local_row(index: int | None, parts: Parts, axis: Axis) -> int | None:
             return offset + index - start
         offset += stop - start
     return None
+
+
+def _check_rows(ids: Tensor, parts: Parts, axis: Axis) -> None:
+    """Raise an error for an id that no rank holds: its row would be zeros."""
+    rows = cut(parts, axis.size).whole
+    torch._assert_async(((ids >= 0) & (ids < rows)).all(), f"an id is not one of {rows} rows")
 
 
 def _local_ids(ids: Tensor, parts: Parts, axis: Axis) -> tuple[Tensor, Tensor]:

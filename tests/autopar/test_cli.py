@@ -14,7 +14,7 @@ from autopar.commands import plan
 from autopar.lazy_commands import FUNCTIONS
 from autopar.planner.errors import ExitCode
 from autopar.runtime.keeping import signals
-from autopar.runtime.ranks import refusal
+from autopar.runtime.ranks import leaving
 from tests.autopar.commands import Autopar
 
 
@@ -66,7 +66,7 @@ def test_no_command_shows_all_of_them_and_is_bad_usage(autopar: Autopar) -> None
 def test_the_documented_exit_codes_are_those_there_are() -> None:
     page = (Path(__file__).parents[2] / "docs" / "exit-codes.md").read_text(encoding="utf-8")
     assert [int(code) for code in re.findall(r"^\| (\d+) \|", page, re.M)] == list(ExitCode)
-    assert (refusal.USAGE, refusal.MISMATCH) == (ExitCode.USAGE, ExitCode.MISMATCH)
+    assert (leaving.USAGE, leaving.MISMATCH) == (ExitCode.USAGE, ExitCode.MISMATCH)
     assert signals.PREEMPTED == ExitCode.PREEMPTED
 
 

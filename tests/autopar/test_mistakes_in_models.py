@@ -157,7 +157,7 @@ FUNCTIONS = {
     ),
     "a model that does not learn": model(
         "def build_model(): return Model().eval()",
-        "the model is in eval mode … leave out .eval(), or return model.train()",
+        "the model is in eval mode … return Model().eval().train()",
     ),
     "a loss of one argument": model(
         "def loss(outputs): return outputs.mean()",

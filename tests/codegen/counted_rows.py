@@ -20,7 +20,8 @@ class Block(nn.Module):
         self.wide, self.narrow = nn.Linear(WIDTH, 3 * WIDTH), nn.Linear(3 * WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(functional.gelu(self.wide(x)))
+        made: Tensor = x + self.narrow(functional.gelu(self.wide(x)))
+        return made
 
 
 class Model(nn.Module):

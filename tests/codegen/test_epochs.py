@@ -89,7 +89,8 @@ def batches(last: str, rows: int, size: int) -> Iterator[tuple[Fraction, list[in
         for end in range(size, len(sequence) + 1, size):
             yield Fraction(end, rows), sequence[end - size : end]
     for epoch in range(9):
-        loader = DataLoader(order(epoch, rows), size, drop_last=last == "drop")  # type: ignore[arg-type]
+        own: Any = order(epoch, rows)
+        loader: DataLoader[Any] = DataLoader(own, size, drop_last=last == "drop")
         for number, batch in enumerate(loader, start=1):
             yield epoch + min(Fraction(number * size, rows), Fraction(1)), batch.tolist()
 

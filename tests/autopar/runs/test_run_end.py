@@ -16,8 +16,8 @@ from autopar.runs.launching import Ended
 from autopar.runs.run_end import trained
 from autopar.runs.run_folder import Nodes
 from autopar.runs.run_record import RunState, read_record
-from autopar.runtime.ranks import refusal
-from autopar.runtime.ranks.refusal import VERDICT
+from autopar.runtime.ranks import leaving, refusal
+from autopar.runtime.ranks.leaving import VERDICT
 from tests.autopar.commands import Autopar
 from tests.autopar.runs.test_planned_again import for_devices, written
 
@@ -131,7 +131,7 @@ def test_a_rank_leaves_its_verdict_beside_its_logs_without_passwords(
     with pytest.raises(SystemExit):
         refusal.refuse("no key to s3://key:secret@b", fix="give one")
     assert not (tmp_path / VERDICT).exists(), "`autopar run` has not started it"
-    monkeypatch.setenv(refusal.RUN_TOKEN, "word")
+    monkeypatch.setenv(leaving.RUN_TOKEN, "word")
     with pytest.raises(SystemExit):
         refusal.refuse("no key to s3://key:secret@b", fix="give one")
     left = json.loads((tmp_path / VERDICT).read_text())

@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 70643dc566b00306, plan eb034bb2b3223845.
+# Written by autopar 0.1.0, which keeps changes by hand: e7e570573f52ca88, plan eb034bb2b3223845.
 
 from __future__ import annotations
 
@@ -59,7 +59,12 @@ from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
 from autopar.runtime.keeping import Keeper
 from autopar.runtime.model import named, names_of, take_classes
-from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm, sum_replicated
+from autopar.runtime.optimizer import (
+    build_optimizer,
+    build_scheduler,
+    clip_by_global_norm,
+    sum_replicated,
+)
 from autopar.runtime.ranks import (
     Axis,
     Mesh,
@@ -69,6 +74,7 @@ from autopar.runtime.ranks import (
     split_randomness,
     start,
     stop,
+    tell_errors_once,
 )
 from autopar.runtime.tensor import (
     Split,
@@ -80,6 +86,9 @@ from autopar.runtime.tensor import (
     vocab_parallel_embedding,
 )
 from autopar.runtime.weights import Recipe, load_weights, record
+
+if __name__ == "__main__":
+    tell_errors_once()  # one message on all ranks, in the place of a traceback from each
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
@@ -283,7 +292,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     data = batches(options, mesh, dataset, keeper.rows)
     load_weights([model], recipe, options.weights, mesh, splits=SPLITS)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
-    scheduler = new_scheduler(optimizer)
+    scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
     if options.check_first_step and keeper.step == 0:
         plainly = Plainly(new_model, new_batch, new_loss)  # what one device has
         data = first_step_checked(

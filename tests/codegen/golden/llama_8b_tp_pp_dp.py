@@ -29,7 +29,7 @@ Memory of the fullest device: 20 GiB of 67.2 GiB (30%)
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: e90bd0b66902993a, plan 0e7c0954e77ce1bc.
+# Written by autopar 0.1.0, which keeps changes by hand: 769cf677d5af3632, plan 0e7c0954e77ce1bc.
 
 from __future__ import annotations
 
@@ -68,7 +68,16 @@ from autopar.runtime.optimizer import (
     warmup_cosine,
 )
 from autopar.runtime.pipeline import Pipeline, Stage, build_schedule, stage_at, stage_indices
-from autopar.runtime.ranks import Axis, Mesh, read_options, refuse_changes, seed_all, start, stop
+from autopar.runtime.ranks import (
+    Axis,
+    Mesh,
+    read_options,
+    refuse_changes,
+    seed_all,
+    start,
+    stop,
+    tell_errors_once,
+)
 from autopar.runtime.tensor import (
     Split,
     exchange,
@@ -78,6 +87,9 @@ from autopar.runtime.tensor import (
     vocab_parallel_cross_entropy,
 )
 from autopar.runtime.weights import Recipe, load_weights, record
+
+if __name__ == "__main__":
+    tell_errors_once()  # one message on all ranks, in the place of a traceback from each
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.307 GiB of 67.2 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 24c81dcd2984259a, plan cc1148700d53c4e2.
+# Written by autopar 0.1.0, which keeps changes by hand: 4b6bcaa8df0554d3, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 
@@ -54,9 +54,20 @@ from autopar.runtime.data import (
 from autopar.runtime.data_parallel import set_last, wrap
 from autopar.runtime.evaluation import Plainly, first_step_checked, one_by_one
 from autopar.runtime.keeping import Keeper
-from autopar.runtime.optimizer import build_optimizer, clip_by_global_norm
-from autopar.runtime.ranks import Mesh, note_changes, read_options, seed_all, start, stop
+from autopar.runtime.optimizer import build_optimizer, build_scheduler, clip_by_global_norm
+from autopar.runtime.ranks import (
+    Mesh,
+    note_changes,
+    read_options,
+    seed_all,
+    start,
+    stop,
+    tell_errors_once,
+)
 from autopar.runtime.weights import Recipe, load_weights, record
+
+if __name__ == "__main__":
+    tell_errors_once()  # one message on all ranks, in the place of a traceback from each
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))
@@ -180,7 +191,7 @@ def main(argv: Sequence[str] | None = None) -> tuple[list[nn.Module], list[float
     data = batches(options, mesh, dataset, keeper.rows)
     load_weights([model], recipe, options.weights, mesh)
     optimizer = build_optimizer([model], new_optimizer, zero=ZERO, mesh=mesh, lr=options.lr)
-    scheduler = new_scheduler(optimizer)
+    scheduler = build_scheduler(new_scheduler, optimizer, steps=options.steps, mesh=mesh)
     if options.check_first_step and keeper.step == 0:
         plainly = Plainly(new_model, new_batch, new_loss)  # what one device has
         data = first_step_checked(

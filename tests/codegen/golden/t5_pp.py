@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 67.2 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 0088e66a92dc9a0f, plan b1f0f4c39ecd8288.
+# Written by autopar 0.1.0, which keeps changes by hand: 16ef52763da70524, plan b1f0f4c39ecd8288.
 
 from __future__ import annotations
 
@@ -57,8 +57,19 @@ from autopar.runtime.pipeline import (
     stage_at,
     stage_indices,
 )
-from autopar.runtime.ranks import Mesh, read_options, refuse_changes, seed_all, start, stop
+from autopar.runtime.ranks import (
+    Mesh,
+    read_options,
+    refuse_changes,
+    seed_all,
+    start,
+    stop,
+    tell_errors_once,
+)
 from autopar.runtime.weights import Recipe, load_weights, record
+
+if __name__ == "__main__":
+    tell_errors_once()  # one message on all ranks, in the place of a traceback from each
 
 # where the model file is, seen from here: to be changed when either moves
 sys.path.insert(0, str(Path(__file__).resolve().parent / "../../../models_zoo"))

@@ -120,7 +120,7 @@ def test_weights_of_another_program_are_refused_before_anything_is_trained(
     save_file({"x": torch.ones(2)}, tmp_path / name)
     with pytest.raises(SystemExit):
         destination(f"{tmp_path}/", mesh)
-    assert f"{name} is there, and autopar has not written it" in capsys.readouterr().err
+    assert f"{name} is there, and autopar has not exported it" in capsys.readouterr().err
 
 
 class OddlyNamed(Experts):
@@ -139,7 +139,7 @@ def test_files_of_any_name_are_not_replaced_either(
     save_file({"x": torch.ones(2)}, path := tmp_path / "own" / "weights.safetensors")
     with pytest.raises(SystemExit):
         exported(OddlyNamed, tmp_path, mesh)
-    assert f"{path} is there, and autopar has not written it" in capsys.readouterr().err
+    assert f"{path} is there, and autopar has not exported it" in capsys.readouterr().err
 
 
 class Unasked(nn.Linear):

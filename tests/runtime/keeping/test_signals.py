@@ -8,8 +8,8 @@ import subprocess
 import sys
 
 from autopar.runtime.keeping.signals import StopWish
+from autopar.runtime.ranks.leaving import FAILED
 from autopar.runtime.ranks.mesh import Mesh, start
-from autopar.runtime.ranks.refusal import FAILED
 from tests.runtime.processes import run_on_ranks
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from autopar.runtime.pipeline.torch_stage import refuse_earlier_torch
-from autopar.runtime.ranks.refusal import MISMATCH
+from autopar.runtime.ranks.leaving import MISMATCH
 
 
 @pytest.mark.parametrize("version", ["1.13.1", "2.9.1", "2.12.1+cu130"])

@@ -10,9 +10,7 @@ import pytest
 from autopar.runtime.ranks.curves import Curves
 from autopar.runtime.ranks.mesh import Mesh
 from autopar.runtime.ranks.metrics import Event, Metrics
-from tests.runtime.keeping.conftest import mesh
 
-__all__ = ["mesh"]
 LINE = '{"time": 1.0, "event": "started", "step": 0, "steps": 3}'
 
 

@@ -138,5 +138,5 @@ def test_a_setting_that_is_empty_is_refused_as_its_option_is(
 ) -> None:
     for setting in ({"checkpoint": ""}, {"export": " "}):
         with pytest.raises(SystemExit, match="2"):
-            read(**setting)  # type: ignore[arg-type]
+            read(**setting)
         assert "it is empty; is a shell variable not set?" in capsys.readouterr().err

@@ -1,32 +1,56 @@
-"""What makes a script leave is told once by the ranks that share it, and by a rank alone."""
+"""What makes a script leave is told once, and all ranks leave with it."""
 
 from __future__ import annotations
 
 import os
 import subprocess
 import sys
-from datetime import timedelta
 from pathlib import Path
 from textwrap import dedent
 
 import pytest
 
+from autopar.runtime.ranks import leaving
 from autopar.runtime.ranks.option_values import NORM, STEPS
 from autopar.runtime.ranks.refusal import OptionParser, refuse
+from tests.runtime.script_ranks import run_script
 
 RANKS = 3
+WAITING = """
+    import os
+    import torch.distributed as dist
+    from autopar.runtime.ranks.mesh import start
+    from autopar.runtime.ranks.refusal import OptionParser, refuse
+    from autopar.runtime.ranks.user_code import tell_errors_once
+    tell_errors_once()
+    rank = int(os.environ["RANK"])
+"""
 
 
-def told_by_ranks(folder: Path, body: str) -> str:
-    """Return what the ranks of a script print on stderr, without what torchrun does."""
+def script_of(folder: Path, body: str) -> Path:
+    """Return a script that knows its rank as `rank`."""
     script = folder / "script.py"
-    head = """
-        import builtins, os, time
-        import torch.distributed as dist
-        from autopar.runtime.ranks.refusal import OptionParser, refuse
-        rank = int(os.environ["RANK"])
-    """
-    script.write_text(dedent(head) + dedent(body), encoding="utf-8")
+    script.write_text(dedent(WAITING) + dedent(body), encoding="utf-8")
+    return script
+
+
+def told_once(told: str) -> str:
+    """Return the one message that ranks have told."""
+    assert told.count("error: ") == 1
+    assert "Traceback" not in told
+    return told
+
+
+def test_what_one_rank_finds_alone_ends_all_of_them_under_torchrun(tmp_path: Path) -> None:
+    script = script_of(
+        tmp_path,
+        """
+        mesh = start(pipeline=1, data=3, tensor=1)
+        if rank == 1:
+            refuse("no room", fix="make some")
+        dist.barrier()
+        """,
+    )
     torchrun = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(RANKS))
     environment = os.environ | {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
     done = subprocess.run(
@@ -37,36 +61,70 @@ def told_by_ranks(folder: Path, body: str) -> str:
         check=False,
         timeout=100,
     )
-    assert done.returncode == 1
-    return done.stderr
+    told, _, of_torchrun = done.stderr.partition("  fix: make some\n")
+    assert told.endswith("error: no room\n")
+    assert "gloo" not in done.stderr
+    assert of_torchrun.count("exitcode  : 6") == RANKS
 
 
-def test_what_ranks_share_is_told_once_and_what_one_has_alone_too(tmp_path: Path) -> None:
-    told = told_by_ranks(
+def test_of_what_several_ranks_find_the_first_is_told(tmp_path: Path) -> None:
+    found = script_of(
         tmp_path,
         """
-        dist.init_process_group("gloo")
-        dist.barrier()
-        try:
-            refuse("rows of another shape" if rank < 2 else "no rows at all", fix="look at them")
-        finally:
-            time.sleep(2)  # or torchrun ends whoever has not told yet
+        mesh = start(pipeline=1, data=3, tensor=1)
+        refuse("rows of another shape" if rank < 2 else "no rows at all", fix="look at them")
         """,
     )
-    assert told.count("error: rows of another shape\n  fix: look at them\n") == 1
-    assert told.count("error: no rows at all\n  fix: look at them\n") == 1
+    ended = run_script(found, ranks=RANKS)
+    assert ended.codes == (6,) * RANKS
+    assert told_once(ended.told).endswith("\n  fix: look at them\n")
 
 
 def test_before_ranks_join_one_tells_and_none_ends_it_by_leaving_first(tmp_path: Path) -> None:
-    told = told_by_ranks(
+    script = script_of(tmp_path, 'OptionParser(prog="train.py").parse_args(["--stesp"])')
+    ended = run_script(script, ranks=RANKS)
+    assert ended.codes == (2,) * RANKS
+    assert told_once(ended.told) == (
+        "error: unrecognized arguments: --stesp\n  fix: train.py --help lists the options\n"
+    )
+
+
+def test_an_error_is_told_with_its_rank_and_line_and_ends_all(tmp_path: Path) -> None:
+    script = script_of(
         tmp_path,
         """
-        at_once, builtins.print = print, lambda *text, **how: (time.sleep(1), at_once(*text, **how))
-        OptionParser(prog="train.py").parse_args(["--stesp"])
+        def divide():
+            return 1 / 0
+        mesh = start(pipeline=1, data=3, tensor=1)
+        if rank == 2:
+            divide()
+        dist.barrier()
         """,
     )
-    assert told.count("train.py: error: unrecognized arguments: --stesp\n") == 1
-    assert told.count("usage: train.py") == 1
+    line = next(n for n, text in enumerate(script.read_text().splitlines(), 1) if "1 / 0" in text)
+    ended = run_script(script, ranks=RANKS)
+    assert ended.codes == (7,) * RANKS
+    assert told_once(ended.told).startswith(
+        "error: rank 2: ZeroDivisionError: division by zero\n"
+        f"  fix: look at {script}, line {line}; "
+    )
+
+
+def test_a_rank_that_is_killed_is_missed_in_one_message(tmp_path: Path) -> None:
+    script = script_of(
+        tmp_path,
+        """
+        from autopar.runtime.ranks import leaving
+        leaving._PATIENCE_SECONDS = 1.0
+        mesh = start(pipeline=1, data=3, tensor=1)
+        if rank == 2:
+            os.kill(os.getpid(), 9)
+        dist.barrier()
+        """,
+    )
+    ended = run_script(script, ranks=RANKS)
+    assert ended.codes == (7, 7, -9)
+    assert told_once(ended.told).startswith("error: another rank has ended without telling why\n")
 
 
 @pytest.mark.parametrize("is_of_torchrun", [True, False])
@@ -76,13 +134,13 @@ def test_one_process_tells_by_itself(
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(is_of_torchrun))
     monkeypatch.setenv("MASTER_ADDR", "localhost")
     monkeypatch.setenv("MASTER_PORT", "1")  # where nobody answers: torchrun has gone
-    monkeypatch.setattr("autopar.runtime.ranks.refusal._PATIENCE", timedelta(seconds=1))
+    monkeypatch.setattr(leaving, "_PATIENCE_SECONDS", 1.0)
     with pytest.raises(SystemExit, match="6"):
         refuse("no rows", fix="look at them")
     assert capsys.readouterr().err == "error: no rows\n  fix: look at them\n"
     with pytest.raises(SystemExit, match="2"):
         OptionParser(prog="train.py").parse_args(["--stesp"])
-    assert "train.py: error: unrecognized arguments: --stesp" in capsys.readouterr().err
+    assert "error: unrecognized arguments: --stesp" in capsys.readouterr().err
 
 
 def test_a_setting_is_read_as_its_option_is(capsys: pytest.CaptureFixture[str]) -> None:

@@ -8,8 +8,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from autopar.runtime.ranks.leaving import MISMATCH
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.ranks.refusal import MISMATCH
 from autopar.runtime.weights.initial_weights import build, record
 from autopar.runtime.weights.safetensors_weights import load_safetensors
 

@@ -1,0 +1,159 @@
+"""Says what is wrong with a row or a length of a dataset that a plan cannot be trained on."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sized
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, IterableDataset
+
+from autopar.runtime.ranks.user_code import place_of
+
+MOST_ROWS = 10**9  # their order is drawn in memory
+
+
+class Fault(NamedTuple):
+    """What was found, and what to do."""
+
+    found: str
+    fix: str
+
+
+class Column(NamedTuple):
+    """What a plan was made for, of one entry of a row."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')}{list(self.shape)}"
+
+
+def columns_of(example: Mapping[str, Any]) -> dict[str, Column]:
+    """Return what the model is given of a row, as an example batch has it."""
+    tensors = {key: value for key, value in example.items() if isinstance(value, Tensor)}
+    return {key: Column(value.dtype, tuple(value.shape[1:])) for key, value in tensors.items()}
+
+
+def fault_of_row(
+    row: Any, columns: Mapping[str, Column], dataset: Any, *, name: str = ""
+) -> Fault | None:
+    """Return why a row is not what a plan was made for; None where it is."""
+    name = name or f"a row of the dataset ({type(dataset).__name__})"
+    maker = _at(dataset, "__getitem__", "__iter__")
+    fix = f"let {maker} give dicts with the keys of example_batch: {', '.join(columns)}"
+    if not isinstance(row, Mapping):
+        return Fault(f"{name} is a {type(row).__name__}", fix)
+    missing = [key for key in columns if key not in row]
+    if missing:
+        return Fault(f"{name} has {', '.join(map(str, row))}, but no {', '.join(missing)}", fix)
+    for key, planned in columns.items():
+        if not is_number(row[key]):
+            return Fault(
+                f"{key!r} in {name} is a {type(row[key]).__name__}, which is no tensor",
+                f"let {maker} give tensors, arrays or numbers, of one shape in all rows",
+            )
+        found = torch.as_tensor(row[key])
+        if found.ndim != len(planned.shape) or not is_same_kind(found, planned.dtype):
+            own = Column(found.dtype, tuple(found.shape))
+            return Fault(
+                f"{key!r} is {own} in {name}, and the plan was made for {planned}",
+                f"let both be alike: change {maker}, or example_batch and plan again",
+            )
+    return None
+
+
+def fault_of_batch(batch: Any, columns: Mapping[str, Column], rows: int) -> Fault | None:
+    """Return why what a collate makes of so many rows is not what a plan was made for."""
+    fix = (
+        f"let it return a dict with the keys of example_batch ({', '.join(columns)}), rows as "
+        "dimension 0"
+    )
+    if not isinstance(batch, Mapping):
+        return Fault(f"build_collate() makes a {type(batch).__name__} of rows", fix)
+    for key in columns:
+        if key not in batch:
+            keys = ", ".join(map(str, batch))
+            return Fault(f"build_collate() makes batches of {keys}, not {key}", fix)
+        if not is_number(batch[key]):
+            kind = type(batch[key]).__name__
+            return Fault(f"{key!r} of build_collate() is a {kind}, which is no tensor", fix)
+    found = {key: torch.as_tensor(batch[key]) for key in columns}
+    for key, tensor in found.items():
+        if list(tensor.shape[:1]) != [rows]:
+            shape = list(tensor.shape)
+            return Fault(f"{key!r} of build_collate() is {shape} for {rows} rows", fix)
+    for key, planned in columns.items():
+        own = Column(found[key].dtype, tuple(found[key].shape[1:]))
+        if len(own.shape) != len(planned.shape) or not is_same_kind(found[key], planned.dtype):
+            told = (
+                f"{key!r} of build_collate() has rows of {own}, and the plan was made for {planned}"
+            )
+            return Fault(told, fix)
+    return None
+
+
+def is_stream(dataset: Any) -> bool:
+    """Whether a dataset is read from its beginning to its end: its rows have no numbers."""
+    if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__getitem__"):
+        return hasattr(dataset, "__iter__")
+    return not isinstance(dataset, Sized) and hasattr(dataset, "__iter__")
+
+
+def fault_of_dataset(dataset: Any, maker: str) -> Fault | None:
+    """Return why something is no dataset, or none of its length; errors of its own are raised."""
+    name = f"the dataset ({type(dataset).__name__})"
+    if isinstance(dataset, DataLoader):
+        return Fault(
+            f"{name} is a loader, and the script makes its own",
+            "return its dataset; its collate_fn is what build_collate() of the model file returns",
+        )
+    if isinstance(dataset, Mapping) or not (is_stream(dataset) or hasattr(dataset, "__getitem__")):
+        return Fault(f"{name} gives no row for a number", "give it __getitem__, or return a part")
+    if is_stream(dataset):
+        return None
+    if not isinstance(dataset, Sized):
+        return Fault(f"{name} has no length", "give it __len__, or __iter__: ranks take rows")
+    return _fault_of_length(dataset, maker)
+
+
+def _fault_of_length(dataset: Any, maker: str) -> Fault | None:
+    """Return why no training can have so many rows."""
+    length = _at(dataset, "__len__")
+    try:
+        rows = len(dataset)
+    except (TypeError, ValueError, OverflowError) as error:  # Python's, where it is no length
+        told = f"the length of the dataset ({type(dataset).__name__}) is none: {error}"
+        return Fault(told, f"let {length} return how many rows there are")
+    if rows == 0:
+        found = f"the dataset ({type(dataset).__name__}) is empty"
+        return Fault(found, f"look where {maker} reads from")
+    if rows > MOST_ROWS:
+        found = f"{maker}() of the model file has {rows:,} rows, and {MOST_ROWS:,} are the most"
+        return Fault(
+            found, f"let {length} return fewer, or leave it out: rows are read by __iter__ then"
+        )
+    return None
+
+
+def _at(dataset: Any, *methods: str) -> str:
+    """Return the first of these methods that the user has written, and where."""
+    found = ((name, place_of(getattr(type(dataset), name, None))) for name in methods)
+    return next((f"{name} ({place})" for name, place in found if place), methods[0])
+
+
+def is_same_kind(tensor: Tensor, dtype: torch.dtype) -> bool:
+    """Whether both are floating, or both whole numbers, or both true and false."""
+    is_bool = (tensor.dtype is torch.bool) == (dtype is torch.bool)
+    return is_bool and tensor.is_floating_point() == dtype.is_floating_point
+
+
+def is_number(value: Any) -> bool:
+    """Whether a tensor can be made of something."""
+    try:
+        torch.as_tensor(value)
+    except (TypeError, ValueError, RuntimeError):
+        return False
+    return True

@@ -1,0 +1,219 @@
+"""Ends all ranks for the reason that the first of them has: one message on each node, one code."""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from contextlib import suppress
+from dataclasses import asdict, dataclass, replace
+from datetime import timedelta
+from pathlib import Path
+from typing import Any, NoReturn
+
+import torch.distributed as dist
+
+from autopar.runtime.ranks.console import say
+from autopar.runtime.shown import masked
+
+USAGE = 2  # as autopar's commands have it: bad usage
+MISMATCH = 6  # environment and plan do not match
+FAILED = 7  # the training itself
+RUN_TOKEN = "AUTOPAR_RUN"  # in the environment of all processes of one `autopar run`
+VERDICT = "verdict.json"
+_LEFT, _GONE, _END = "autopar/left", "autopar/gone", "autopar/end"  # keys of a store
+_LOOK_SECONDS = 0.5  # between two looks whether another rank has left
+_POLL_SECONDS = 0.1
+_TOGETHER_SECONDS = 0.3  # until the last of them has seen that all leave
+_PATIENCE_SECONDS = 10.0  # in which other ranks learn that one leaves
+_CLEANING_SECONDS = 5.0
+
+
+class LeavingError(SystemExit):
+    """Ends this process for a reason that has been told."""
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Why a rank leaves; `autopar run` finds it in the rank's folder of logs."""
+
+    code: int
+    found: str
+    fix: str
+
+    def __str__(self) -> str:
+        return f"error: {self.found}\n  fix: {self.fix}"
+
+
+def leave(verdict: Verdict) -> NoReturn:
+    """End this process and, under torchrun, all other ranks.
+
+    Where several ranks find something, all of them leave with what the first one has found. What
+    one rank finds alone reaches the others by the store of torchrun, where each of them looks.
+    """
+    room = _room()
+    verdict = _told(verdict, room)
+    if room is not None:
+        with suppress(RuntimeError):  # torchrun has gone
+            if not room.begins_to_leave():
+                time.sleep(_PATIENCE_SECONDS)  # in which the other thread ends this process
+            room.leave_together()
+        _end_undisturbed(verdict.code)
+    _leave_groups()
+    raise LeavingError(verdict.code)
+
+
+def tell(verdict: Verdict) -> None:
+    """Say why this rank leaves, for a thread that ends the process itself."""
+    _told(verdict, _room())
+
+
+def _told(verdict: Verdict, room: Room | None) -> Verdict:
+    """Say why this rank leaves, unless another rank of this node has; return why all leave."""
+    is_told = False
+    if room is not None:
+        with suppress(RuntimeError):
+            verdict = room.first_of(verdict)
+            is_told = not room.is_first_here()
+    leave_beside_logs(VERDICT, json.dumps({"time": time.time(), **asdict(verdict)}))
+    if not is_told:
+        say(verdict)
+    return verdict
+
+
+def leave_beside_logs(name: str, text: str) -> None:
+    """Leave a file beside the logs of this rank, if `autopar run` has started it."""
+    reply = os.environ.get("TORCHELASTIC_ERROR_FILE")
+    if RUN_TOKEN in os.environ and reply:
+        with suppress(OSError):
+            Path(reply).with_name(name).write_text(masked(text), encoding="utf-8")
+
+
+def leave_with_others() -> None:
+    """Have this process end, wherever it is, when another rank has told why it leaves.
+
+    Its main thread may wait in a message for that rank, or for ever under nccl. Connections do not
+    break as long as the rank lives; once it has ended, torchrun kills all others.
+    """
+    room = _room()
+    if room is not None and room.ranks > 1:
+        own = replace(room, store=room.store.clone())  # the main thread may wait in the other one
+        threading.Thread(target=_look, args=(own,), daemon=True).start()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Room:
+    """Where ranks that leave find each other: those of a training, or of a node before it begins.
+
+    Each start has a store of its own once its ranks have joined (rendezvous.py).
+    """
+
+    store: Any
+    rank: int
+    ranks: int
+
+    def first_of(self, own: Verdict) -> Verdict:
+        """Return the verdict of the first rank that has one."""
+        found = self.store.compare_set(_LEFT, "", json.dumps(asdict(own)))
+        return Verdict(**json.loads(found))
+
+    def has_verdict(self) -> bool:
+        """Whether a rank leaves."""
+        return bool(self.store.check([_LEFT]))
+
+    def verdict(self) -> Verdict:
+        """Return why it does."""
+        return Verdict(**json.loads(self.store.get(_LEFT)))
+
+    def is_first_here(self) -> bool:
+        """Whether no other rank of this node has come here."""
+        node = os.environ.get("GROUP_RANK", "")
+        return bool(self.store.add(f"{_LEFT}/{node}", 1) == 1)
+
+    def begins_to_leave(self) -> bool:
+        """Whether no other thread of this process has come here."""
+        return bool(self.store.add(f"{_GONE}/{self.rank}", 1) == 1)
+
+    def leave_together(self) -> None:
+        """Wait until all ranks leave, at once: torchrun kills others when it sees that one has."""
+        if self.store.add(_GONE, 1) == self.ranks:
+            self.store.set(_END, str(time.time() + _TOGETHER_SECONDS))
+        until = time.monotonic() + _PATIENCE_SECONDS
+        while not self.store.check([_END]):
+            if time.monotonic() > until:
+                return
+            time.sleep(_POLL_SECONDS)
+        seconds = float(self.store.get(_END)) - time.time()  # clocks of two nodes differ
+        time.sleep(min(max(seconds, 0.0), _TOGETHER_SECONDS))
+
+
+def _room() -> Room | None:
+    """Return where the ranks that torchrun has started find each other; None without torchrun."""
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return None
+    if dist.is_initialized():
+        store = dist.distributed_c10d._get_default_store()
+        return Room(store=store, rank=dist.get_rank(), ranks=dist.get_world_size())
+    with suppress(RuntimeError, ValueError, KeyError):
+        host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        patience = timedelta(seconds=_PATIENCE_SECONDS)
+        store = dist.TCPStore(host, port, is_master=False, timeout=patience)  # type: ignore[attr-defined]
+        node, start = os.environ["GROUP_RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]
+        return Room(
+            store=dist.PrefixStore(f"autopar/{start}/{node}", store),  # type: ignore[attr-defined]
+            rank=int(os.environ["LOCAL_RANK"]),
+            ranks=int(os.environ["LOCAL_WORLD_SIZE"]),
+        )
+    return None
+
+
+def _look(room: Room) -> None:
+    """End this process once another rank leaves, unless the main thread does so by itself."""
+    with suppress(RuntimeError):  # torchrun has gone
+        while not room.has_verdict():
+            time.sleep(_LOOK_SECONDS)
+            if not dist.is_initialized():  # the training is over
+                return
+        verdict = _told(room.verdict(), room)
+        if room.begins_to_leave():
+            _clean_up()
+            room.leave_together()
+            os._exit(verdict.code)
+
+
+def _clean_up() -> None:
+    """Do what an interpreter does at its end: what is held is given back."""
+    cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    cleaning.start()
+    cleaning.join(_CLEANING_SECONDS)
+    for stream in (sys.stdout, sys.stderr):
+        with suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _end(code: int) -> NoReturn:
+    """End this process, but not its groups: C++ aborts where one of their threads is left over."""
+    atexit.unregister(_end)
+    _clean_up()
+    os._exit(code)
+
+
+def _end_undisturbed(code: int) -> None:
+    """Have this process end with a code, whatever torchrun does as another rank has ended."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        atexit.register(_end, code)
+
+
+def _leave_groups() -> None:
+    """Give up the groups of nccl: at its exit, a process would wait in them for what never comes.
+
+    torch's own destroy_process_group waits for all ranks, which may not know that this one leaves.
+    """
+    if dist.is_initialized() and dist.get_backend() == "nccl":
+        with suppress(RuntimeError):
+            dist.distributed_c10d._abort_process_group()

@@ -1,0 +1,68 @@
+"""Each case of the table on several ranks: one short message, and one exit code of all of them."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import pytest
+
+from autopar.codegen.emit import script_text
+from autopar.codegen.subject import subject_of
+from autopar.planner.cluster.choose import choose_cluster
+from autopar.planner.plan.declared.options import gathered_constraints
+from autopar.planning import make_plan
+from tests.field.bad_inputs import faulty
+from tests.field.bad_inputs.cases_on_ranks import ON_RANKS, OnRanks
+from tests.runtime.script_ranks import Ended, run_script
+
+RANKS = {"dp=2": 2, "pp=2": 2, "dp=2,tp=2": 4}
+MOST_LINES = 5
+
+
+@pytest.fixture(scope="module")
+def scripts(tmp_path_factory: pytest.TempPathFactory) -> Mapping[str, Path]:
+    """Return a script of each plan, beside the model file."""
+    folder = tmp_path_factory.mktemp("scripts")
+    shutil.copy(str(faulty.__file__), folder)
+    found = {}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        patch.setattr(sys, "path", list(sys.path))
+        for pins, ranks in RANKS.items():
+            demands = {"global_batch": "8", "precision": "fp32"}
+            constraints = gathered_constraints((pins,), demands, None)
+            cluster = choose_cluster(ranks, "cpu")
+            plan = make_plan("faulty.py", (), cluster, constraints, time_limit_seconds=None)
+            found[pins] = folder / f"{pins.replace(',', '_')}.py"
+            text = script_text(plan, subject_of(plan, folder), found[pins])
+            found[pins].write_text(text, encoding="utf-8")
+    return found
+
+
+@pytest.mark.parametrize("case", ON_RANKS.values(), ids=ON_RANKS)
+def test_a_mistake_is_told_once_and_ends_all_ranks(
+    scripts: Mapping[str, Path], *, case: OnRanks
+) -> None:
+    ended = ran(case, scripts[case.plan])
+    assert ended.codes == (case.code,) * RANKS[case.plan]
+    assert case.told in ended.told
+    assert ended.told.count("error: ") == (1 if case.code else 0)
+    assert len(ended.told.splitlines()) <= MOST_LINES
+    for word in ("Traceback", "gloo", "c10d", "terminate"):
+        assert word not in ended.told
+
+
+def ran(case: OnRanks, script: Path) -> Ended:
+    """Run a script as a case has it."""
+    usual = ["--steps", "4", "--export", "none", "--log-every", "4", "--no-check-first-step"]
+    at_rank = "" if case.at_rank is None else str(case.at_rank)
+    return run_script(
+        script,
+        [*usual, "--eval-every", "4", *shlex.split(case.words)],
+        ranks=RANKS[case.plan],
+        variables={"FAULT": case.fault, "FAULT_RANK": at_rank},
+    )
