@@ -28,7 +28,7 @@ from autopar.runtime.data.row_faults import (
 )
 
 # What is wrong wherever it runs. Files, packages and variables may be missing here alone.
-_MISTAKES = (NameError, TypeError, AttributeError)
+_MISTAKES = (NameError, TypeError, AttributeError, RecursionError)
 _MISTAKES_OF_ROWS = (*_MISTAKES, LookupError, ArithmeticError)
 _FIRST_ROWS = 8
 _READING_SECONDS = 5.0  # after which no further row is read

@@ -191,10 +191,13 @@ def _steps(make: Make, parameters: Sequence[nn.Parameter], *, is_sparse: bool) -
 
 
 def _is_mistake(cause: BaseException | None) -> bool:
-    """Whether code would fail with any parameters; what models hang on theirs stand-ins lack."""
+    """Whether code would fail with any parameters; what models hang on theirs stand-ins lack.
+
+    Where there is no cause, the code has ended the process.
+    """
     if isinstance(cause, AttributeError):
         return not isinstance(cause.obj, nn.Parameter)
-    return isinstance(cause, (NameError, TypeError))
+    return cause is None or isinstance(cause, (NameError, TypeError, RecursionError))
 
 
 def _fails_in_full(model_file: ModelFile, cause: BaseException | None) -> bool:

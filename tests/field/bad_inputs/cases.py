@@ -18,6 +18,7 @@ class Special(StrEnum):
     PIPE = "a pipe"
     LOOP = "a loop of links"
     ZERO = "a link to /dev/zero"
+    LINK = "a link to the folder others"
 
 
 Content = str | bytes | Special

@@ -17,6 +17,7 @@ CUT = '{"time": 1.0, "eve'
 STEP = '{"time": 1.0, "step": 3, "loss": 1.0, "seconds": 0.5}'
 DEEP = "[" * 100_000
 NAN = save({"embed.weight": torch.full((8, 4), torch.nan)})
+HOSTILE_NAME = save({"\x1b[31m\nall is well": torch.zeros(1)})
 PIPE: dict[str, Content] = {"pipe": Special.PIPE}
 
 
@@ -225,7 +226,7 @@ def _runs() -> Iterator[tuple[str, Case]]:
     ):
         analyzed = "explain plan.json --analyze m.jsonl"
         lines = {"m.jsonl": f"{STEP}\n{line}\n{CUT}"}
-        yield f"metrics: {line}", Case(command=analyzed, told=told, files={**lines}, plan={"x": 0})
+        yield f"metrics: {line}", Case(command=analyzed, told=told, files={**lines})
         mine = {"mine/metrics.jsonl": f"{STEP}\n{line}\n"}
         name = f"metrics of a run: {line}"
         yield name, Case(command="runs mine", code=0, told="3   1.0", record=WHOLE, files={**mine})
@@ -263,6 +264,31 @@ OTHERS = {
         "1 of 8 parameters of rank 0 are no numbers, such as embed.weight before the first step",
         code=6,
         files={"nan.safetensors": NAN},
+    ),
+    "a hostile name in weights": _script(
+        "--weights w.safetensors",
+        r"it has \x1b[31m\nall is well",
+        code=6,
+        files={"w.safetensors": HOSTILE_NAME},
+    ),
+    "a password": _script("--metrics http://me:secret@host/m", "http://me:***@host/m: stores add"),
+    "a file of the user's beside an export": _script(
+        "--export w.safetensors",
+        "the trained weights are in",
+        code=0,
+        makes=("w.safetensors",),
+        files={".w.safetensors.tmp": "mine"},
+    ),
+    "an edited plan beside its script": Case(
+        command="run . --runs new",
+        told="the script was written by another plan",
+        code=6,
+        plan={"model.arguments": [["depth", "2"]]},
+    ),
+    "a run through a link": Case(
+        command="run . --runs . --name link",
+        told="is there, and is no folder of a run",
+        files={"others/notes.txt": "", "link": Special.LINK},
     ),
 }
 

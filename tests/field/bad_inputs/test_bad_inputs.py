@@ -28,8 +28,11 @@ from benchmarks.validation.table import COLUMNS, read_table
 from tests.autopar.commands import Ran, run
 from tests.autopar.mistakes import MODEL
 from tests.field.bad_inputs.cases import CASES, Case, Content, Special
+from tests.field.bad_inputs.cases_of_model_files import MODEL_FILES
 from tests.field.bad_inputs.cases_of_trainings import TRAININGS
 from tests.field.bad_inputs.kept import record_text, signed, write_checkpoint
+
+PLANNED = {**CASES, **MODEL_FILES}
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +70,7 @@ def _plan(folder: Path, patch: pytest.MonkeyPatch, *, devices: int, pin: str) ->
     return make_plan("model.py", (), cluster, constraints, time_limit_seconds=None)
 
 
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("case", PLANNED.values(), ids=PLANNED)
 def test_a_bad_input_is_told(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
@@ -94,6 +97,8 @@ def test_a_bad_input_of_a_training_is_told(
     _put(tmp_path / "model.py", MODEL)
     for name in ("plan.json", "train.py"):
         _put(tmp_path / name, trained[name])
+    if case.plan:
+        _put(tmp_path / "plan.json", _edited(trained["plan.json"].decode(), case.plan))
     if case.checkpoint is not None:
         step = tmp_path / "CK" / "step-4"
         _put(step / rank_file(0), trained[rank_file(0)])
@@ -138,6 +143,7 @@ def _trained(
     """Run a script as the one process that there is."""
     monkeypatch.delitem(sys.modules, "model", raising=False)  # of another case
     monkeypatch.setattr(sys, "argv", ["train.py", *words])
+    monkeypatch.setattr(sys, "excepthook", sys.excepthook)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.setenv("WORLD_SIZE", "1")
     code: Any = 0
@@ -145,6 +151,10 @@ def _trained(
         runpy.run_path(str(folder / "train.py"), run_name="__main__")
     except SystemExit as left:
         code = left.code
+    except Exception:  # as the interpreter does
+        with pytest.raises(SystemExit) as left_by_hook:
+            sys.excepthook(*sys.exc_info())
+        code = left_by_hook.value.code
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
@@ -173,6 +183,8 @@ def _put(path: Path, content: Content) -> None:
             path.symlink_to(path)
         case Special.ZERO:
             path.symlink_to("/dev/zero")
+        case Special.LINK:
+            path.symlink_to("others")
         case str():
             path.write_text(content, encoding="utf-8")
         case _:

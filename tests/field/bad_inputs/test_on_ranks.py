@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import shutil
+import subprocess
 import sys
 from collections.abc import Mapping
 from pathlib import Path
@@ -58,11 +60,48 @@ def test_a_mistake_is_told_once_and_ends_all_ranks(
 
 def ran(case: OnRanks, script: Path) -> Ended:
     """Run a script as a case has it."""
-    usual = ["--steps", "4", "--export", "none", "--log-every", "4", "--no-check-first-step"]
-    at_rank = "" if case.at_rank is None else str(case.at_rank)
-    return run_script(
-        script,
-        [*usual, "--eval-every", "4", *shlex.split(case.words)],
-        ranks=RANKS[case.plan],
-        variables={"FAULT": case.fault, "FAULT_RANK": at_rank},
+    ranks, variables = RANKS[case.plan], variables_of(case)
+    return run_script(script, words_of(case), ranks=ranks, variables=variables)
+
+
+def words_of(case: OnRanks) -> list[str]:
+    usual = "--steps 4 --export none --log-every 4 --no-check-first-step --eval-every 4"
+    return [*usual.split(), *shlex.split(case.words)]
+
+
+def variables_of(case: OnRanks) -> dict[str, str]:
+    """Return the environment by which the model file knows its fault."""
+    return {"FAULT": case.fault, "FAULT_RANK": "" if case.at_rank is None else str(case.at_rank)}
+
+
+@pytest.mark.more_cells
+@pytest.mark.parametrize(
+    "case",
+    [
+        OnRanks(words="--export /proc/here/", told="nothing can be written to /proc/here", code=6),
+        OnRanks(fault="step", at_rank=1, plan="dp=2,tp=2", told="rank 1: ZeroDivision", code=7),
+        OnRanks(fault="raises", at_rank=1, plan="pp=2", told="reading a row", code=6),
+        OnRanks(fault="killed", at_rank=1, words="--workers 1", told="that reads rows", code=7),
+    ],
+    ids=["a place", "a step", "a row", "a process that reads rows"],
+)
+def test_torchrun_reports_the_same_code_of_all_ranks(
+    scripts: Mapping[str, Path], *, case: OnRanks
+) -> None:
+    ranks = RANKS[case.plan]
+    torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+    done = subprocess.run(
+        [sys.executable, *torchrun, str(scripts[case.plan]), *words_of(case)],
+        env=os.environ | variables_of(case) | {"CUDA_VISIBLE_DEVICES": ""},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
     )
+    assert case.told in done.stderr
+    assert done.stderr.count("error: ") == 1
+    assert done.stderr.count(f"exitcode  : {case.code}") == ranks
+    told, _, _ = done.stderr.partition(" torch/distributed/elastic")  # what torchrun prints
+    assert len(told.splitlines()) <= MOST_LINES
+    for word in ("gloo", "c10d", "terminate"):
+        assert word not in done.stderr
