@@ -148,8 +148,10 @@ def _found(plainly: Plainly, batch: Batch, options: Namespace, mesh: Mesh) -> _F
     try:
         model = _built(plainly, options, mesh)
         built = time.perf_counter()
-        learning = torch.set_grad_enabled(plainly.needs_gradients)
-        with computes_as_trained([model], mesh, options.seed), learning:
+        with (
+            computes_as_trained([model], mesh, options.seed),
+            torch.set_grad_enabled(plainly.needs_gradients),
+        ):
             loss = float(plainly.loss(model, batch))
     except torch.OutOfMemoryError:
         return _Found(failure="the whole model has no room beside what this rank holds")
