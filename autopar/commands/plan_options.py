@@ -60,7 +60,7 @@ MAX_DP = Annotated[str | None, typer.Option("--max-dp", metavar="N", help="Most 
 MEMORY = Annotated[
     str | None,
     typer.Option(
-        "--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "95%"; 84% as usual.'
+        "--memory", metavar="SIZE", help='Of a device to use: "70 GiB" or "95%"; 86% as usual.'
     ),
 ]
 OBJECTIVE = Annotated[

@@ -169,21 +169,23 @@ def _working(flow: LayerFlow, one: PlacedOp) -> int:
         if tensors[name].requires_grad and tensors[name].origin is Origin.OP
     )
     if kind_of(one.op) is OpKind.CROSS_ENTROPY:
-        gradients += _log_probability_bytes(flow, one)
+        gradients += _log_probability_bytes(flow, one, gradients)
     return results + gradients
 
 
-def _log_probability_bytes(flow: LayerFlow, one: PlacedOp) -> int:
-    """Return the log-probabilities of a loss: in the logits' dtype, unless it computes in fp32.
+def _log_probability_bytes(flow: LayerFlow, one: PlacedOp, logit_bytes: int) -> int:
+    """Return what a loss has beside the gradient of its logits.
 
-    It does where it keeps them so, and where the classes are split (runtime/tensor/vocabulary.py).
+    That is the gradient of the log-probabilities, in the logits' dtype, unless it computes in fp32.
+    It does where the classes are split (runtime/tensor/vocabulary.py), and where it keeps them so:
+    then the gradient of the logits is made in fp32, too.
     """
     logits = one.op.inputs[0]
     layout = one.layout_of(logits)
     if splits_classes(flow.pricer.shapes(one.op, one.split)):
         return 4 * flow.pricer.elements(logits, layout, flow.degree)
-    made = one.kept.own_bytes(one.split)
-    return made or flow.pricer.tensor_bytes(logits, layout, flow.degree)
+    made = one.kept.own_bytes(one.split) or flow.pricer.tensor_bytes(logits, layout, flow.degree)
+    return made + max(0, made - logit_bytes)
 
 
 def _own_places(one: PlacedOp) -> dict[Place, int]:

@@ -27,8 +27,8 @@ def test_a_limit_above_some_devices_is_that_of_the_others(limit: str) -> None:
 
 def test_without_a_limit_each_device_keeps_what_measured_runs_took_more_than_predicted() -> None:
     assert limits_of(UNEQUAL, Constraints()) == {
-        "h100-sxm": int(0.84 * 80 * GIB),
-        "a100-40gb-sxm": int(0.84 * 40 * GIB),
+        "h100-sxm": int(0.86 * 80 * GIB),
+        "a100-40gb-sxm": int(0.86 * 40 * GIB),
     }
     closer = gathered_constraints((), {"limits.memory": "95%"}, None)
     assert limits_of(UNEQUAL, closer)["h100-sxm"] == 76 * GIB
