@@ -170,8 +170,10 @@ class _Walk:
         held = _held_by(owner)
         self.found.holders[id(owner)] = Holder(owner, held)
         for key, value in held.items():
-            is_known = key in _OF_TENSORS or (key in _OF_HOOKS and not value)
-            if not (is_known or key.startswith("__")):
+            if key in _OF_HOOKS and not value:  # which a library may hang up in its first call
+                if isinstance(value, dict):
+                    self.found.holders[id(value)] = Holder(value, {})
+            elif key not in _OF_TENSORS and not key.startswith("__"):
                 self.look(f"{key} of {name}", value)
 
     def look(self, place: str, value: Any) -> None:

@@ -136,7 +136,7 @@ ALONE = ("--node-rank", "0", "--master-addr", "host", "--name", "mine")
         (("--gpus", "0"), 2, "not a count"),
         (("--gpus", "1", "--script", "train.py"), 2, "--script is for the 2 devices of the plan"),
         (("--gpus", "3", "--nnodes", "2", *ALONE), 2, "not shared out evenly over 2 machines"),
-        (("--gpus", "3"), 3, "a global batch of 8 (the plan)"),
+        (("--gpus", "9"), 3, "a global batch of 8 (the plan)"),
     ],
 )
 def test_what_cannot_be_is_told_before_anything_is_made(
