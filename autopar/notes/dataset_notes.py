@@ -52,8 +52,7 @@ def check_dataset(file: ModelFile, graph: Graph, axes: Axes) -> None:
             if fault is not None:
                 raise InputError(fault.found, where=str(file.path), fix=fault.fix)
             _check_sizes(f"row {number} of {maker}()", row, graph, axes, str(file.path))
-        for _, row in rows[:1]:
-            _note_plain(maker, row, file)
+        _note_plain(maker, [row for _, row in rows], file)
 
 
 def _check_sizes(name: str, row: Mapping[str, Any], graph: Graph, axes: Axes, where: str) -> None:
@@ -84,15 +83,17 @@ def _check_collated(
     fault = fault_of_batch(batch, columns, len(rows))
     if fault is not None:
         raise InputError(fault.found, where=str(file.path), fix=fault.fix)
-    _note_plain("build_collate", batch, file)
+    _note_plain("build_collate", [batch], file)
 
 
-def _note_plain(maker: str, row: Mapping[str, Any], file: ModelFile) -> None:
-    """Say where a row has a number of its own for what is the same in every example batch."""
+def _note_plain(maker: str, rows: Sequence[Mapping[str, Any]], file: ModelFile) -> None:
+    """Say where rows have numbers of their own for what is the same in every example batch."""
     for key, plain in file.plain_entries().items():
-        if key in row and _shape(row[key]) == [] and not _is_same(row[key], plain):
+        numbers = (row[key] for row in rows if key in row and _shape(row[key]) == [])
+        other = next((one for one in numbers if not _is_same(one, plain)), None)
+        if other is not None:
             tell_note(
-                f"{key!r} is {row[key]} in a row of {maker}(), and {plain} for every batch: "
+                f"{key!r} is {other} in a row of {maker}(), and {plain} for every batch: "
                 "example_batch has a plain value there. To train on those of the rows, let it "
                 f"return a tensor with an entry for each: torch.full((batch_size,), {plain})."
             )

@@ -118,7 +118,7 @@ def test_a_training_that_stands_still_is_ended_and_says_where(script: Path, tmp_
     own = ["--max-restarts", "1", "--", *STEPS, "--timeout", "3"]
     command = ["-m", "autopar", "run", str(tmp_path), *own]
     job = start_job(command, tmp_path, **variables("stopped", "asleep"))
-    error = job.communicate(timeout=240)[1]
+    error = "".join(job.communicate(timeout=240))
     assert job.returncode == 7, error[-5000:]
     told = error.replace("[0] ", "").replace("[1] ", "")
     still = "error: no step has ended for 3 s: "
