@@ -142,7 +142,7 @@ class _Strategies:
             if any(dim is not None for dim in read.values()):
                 return
         gives = [
-            _layout(candidate, dim, PARTIAL) if name in read else WHOLE
+            WHOLE if dim is None and name not in read else _layout(candidate, dim, PARTIAL)
             for name, dim in results.items()
         ]
         needs = [
