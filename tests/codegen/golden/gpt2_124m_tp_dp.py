@@ -21,14 +21,14 @@ Communication of the busiest rank in a step:
       929.6 us, waits 929.6 us
     gradients of parameters that are whole on the tensor axis: 1 × all-reduce over 2 ranks,
       243.4 MiB, 769.2 us, waits 769.2 us
-Memory of the fullest device: 12.52 GiB of 67.2 GiB (19%)
+Memory of the fullest device: 12.52 GiB of 68.8 GiB (18%)
     parameters 179.5 MiB, gradients 359 MiB, optimizer 269.3 MiB, activations 4.265 GiB, work space
       3.068 GiB, fragments 665.3 MiB, context 3.75 GiB
 
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: e7e570573f52ca88, plan eb034bb2b3223845.
+# Written by autopar 0.1.0, which keeps changes by hand: 682f595a20dd6829, plan eb034bb2b3223845.
 
 from __future__ import annotations
 

@@ -19,13 +19,13 @@ Communication of the busiest rank in a step:
       397.1 us, waits 103.6 us
     statistics of batch norms over the ranks that share the data: 106 × all-gather over 8 ranks,
       1.825 MiB, 1.492 ms, waits 1.492 ms
-Memory of the fullest device: 5.307 GiB of 67.2 GiB (8%)
+Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
     gradients 105.3 MiB, activations 2.608 GiB, fragments 231.8 MiB, context 2.25 GiB
 
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 4b6bcaa8df0554d3, plan cc1148700d53c4e2.
+# Written by autopar 0.1.0, which keeps changes by hand: 2c9b51fe0679c85c, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 
