@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.runtime.model.layer_names import named
 from autopar.runtime.ranks.mesh import Axis
-from autopar.runtime.tensor.lengths import begin_anew
+from autopar.runtime.tensor.lengths import begin_anew, begins_anew
 from autopar.runtime.tensor.shards import Split, local_size, note_ties, places
 
 
@@ -102,8 +102,11 @@ def take_class(module: nn.Module, kind: type[nn.Module], tensor: Axis) -> None:
         raise TypeError(f"{kind.__name__} is no kind of {type(module).__name__}")
     module.__class__ = kind
     module.__dict__.pop("forward", None)  # one of its own, in whose place that of the class comes
+    begins = begins_anew(module)
     module._forward_pre_hooks.clear()
     module._forward_hooks.clear()
+    if begins:
+        begin_anew(module)
     module.__dict__["tensor"] = tensor
 
 

@@ -28,11 +28,16 @@ _KNOWN: ContextVar[dict[int, None]] = ContextVar("lengths")  # of the forward th
 
 def begin_anew(model: nn.Module) -> None:
     """Have each forward of a model know the lengths of its own microbatch alone."""
+    model.register_forward_pre_hook(_forget)
 
-    def forget(module: nn.Module, _: object) -> None:
-        _KNOWN.set(dict.fromkeys(module.__dict__.get(RECEIVED, ())))
 
-    model.register_forward_pre_hook(forget)
+def begins_anew(model: nn.Module) -> bool:
+    """Whether the forwards of a model do so."""
+    return _forget in model._forward_pre_hooks.values()
+
+
+def _forget(module: nn.Module, _: object) -> None:
+    _KNOWN.set(dict.fromkeys(module.__dict__.get(RECEIVED, ())))
 
 
 def note_length(whole: int) -> None:
