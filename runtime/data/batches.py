@@ -137,7 +137,7 @@ def _weights(parts: Iterator[float], device: torch.device) -> Iterator[Tensor]:
     known: dict[float, Tensor] = {}
     for part in parts:
         if part not in known:
-            known[part] = torch.tensor(part, dtype=torch.float64, device=device)
+            known[part] = torch.full((), part, dtype=torch.float64, device=device)
         yield known[part]
 
 
