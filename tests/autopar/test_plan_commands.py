@@ -108,7 +108,7 @@ def test_plan_prints_json_for_programs(autopar: Autopar, searched: list[dict[str
             "dp=2 (--pin), tp=2 (--pin) and pp=1 (--pin)",
         ),
         (("--gpus", "8", "--pin", "tp=8", "--max-tp", "4"), 3, "at most tp=4 (--max-tp)"),
-        (("--gpus", "8", "--pin", "dp=8", "--global-batch", "30"), 3, "24 or 32"),
+        (("--gpus", "8", "--pin", "dp=8", "--global-batch", "7"), 3, "a global batch of 7"),
         (("--gpus", "8", "--max-tp", "0"), 2, "'0' is not a count"),
         (("--gpus", "8", "--objective", "joy"), 2, "one of step-time, memory, cost"),
         (("--gpus", "8", "--memory", "70"), 2, "has no unit"),

@@ -97,8 +97,8 @@ def test_deepspeed_holds_gradients_of_16_bits_beside_those_of_32(tmp_path: Path)
     gradients = plain.peak_memory.gradient_bytes
     assert both.peak_memory.gradient_bytes == gradients * 3 // 2
     assert narrow.peak_memory.gradient_bytes == gradients // 2
-    more = both.peak_memory.device_bytes - plain.peak_memory.device_bytes
-    assert more == pytest.approx(gradients / 2 * (1 + CONSTANTS.margin), abs=1)
+    held, passing = (one.peak_memory.allocated_bytes for one in (both, plain))
+    assert held - passing >= gradients // 2  # and a layer's gradient in 16 bits on its way
     assert both.step_seconds == plain.step_seconds
 
 
