@@ -113,6 +113,9 @@ def wide_copy(tensor: Tensor) -> Tensor:
 def _clipped(model: nn.Module, task: Task, step: int) -> float:
     """Clip the gradients to a share of their norm, and return that."""
     parameters = list(model.parameters())
+    for one in parameters:
+        if one.grad is not None and one.grad.is_sparse:
+            one.grad = one.grad.to_dense()
     norm = nn.utils.clip_grad_norm_(parameters, math.inf)
     if task.clip_norm:
         nn.utils.clip_grad_norm_(parameters, float(norm) * clipped_share(step))

@@ -157,7 +157,7 @@ FUNCTIONS = {
     ),
     "a model that does not learn": model(
         "def build_model(): return Model().eval()",
-        "the model is in eval mode … return Model().eval().train()",
+        "the model is in eval mode … return Model().train()",
     ),
     "a loss of one argument": model(
         "def loss(outputs): return outputs.mean()",

@@ -135,7 +135,7 @@ def test_the_best_stays_and_a_training_stops_that_finds_nothing_better(tmp_path:
 
 def test_the_weights_of_the_best_evaluation_are_exported(tmp_path: Path) -> None:
     plan = small_plan(evaluated_small(tmp_path, LOSSES["mean over rows"], of="iter"))
-    unsteady = ("--lr", "3", "--clip", "0", "--eval-every", "1", "--keep", str(STEPS))
+    unsteady = ("--lr", "60", "--clip", "0", "--eval-every", "1", "--keep", str(STEPS))
     exports = {name: tmp_path / f"{name}.safetensors" for name in ("best", "last", "again")}
     trained(plan, tmp_path, *unsteady, *keeping(tmp_path), "--export", str(exports["last"]))
     best = min(told(tmp_path, "evaluated"), key=lambda one: one["loss"])["step"]

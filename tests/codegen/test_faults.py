@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
@@ -117,7 +118,8 @@ def test_a_training_that_stands_still_is_ended_and_says_where(script: Path, tmp_
     let_faults_in(script)
     own = ["--max-restarts", "1", "--", *STEPS, "--timeout", "3"]
     command = ["-m", "autopar", "run", str(tmp_path), *own]
-    job = start_job(command, tmp_path, **variables("stopped", "asleep"))
+    faults = variables("stopped", "asleep")
+    job = start_job(command, tmp_path, stdout=subprocess.PIPE, **faults)
     error = "".join(job.communicate(timeout=240))
     assert job.returncode == 7, error[-5000:]
     told = error.replace("[0] ", "").replace("[1] ", "")

@@ -20,12 +20,14 @@ from tests.codegen.plans import pinned_plan
 STOPPED = 75
 
 
-def start_job(command: list[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
+def start_job(
+    command: list[str], folder: Path, *, stdout: int = subprocess.DEVNULL, **variables: str
+) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
         cwd=folder,
         env=os.environ | {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""} | variables,
-        stdout=subprocess.DEVNULL,
+        stdout=stdout,
         stderr=subprocess.PIPE,
         text=True,
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from functools import cache
 from keyword import iskeyword
+from types import MappingProxyType
 
 from autopar.planner.graph import Graph
 from autopar.planner.ops import LOSS_CALL, MODEL_DTYPE, Buffer, Origin, Parameter, refs
@@ -84,7 +85,7 @@ def _schema(target: str) -> Mapping[str, bool] | None:
         schema = _get_schema(name, "" if overload == "default" else overload)
     except (RuntimeError, TypeError):
         return None
-    return {one.name: one.has_default_value() for one in schema.arguments}
+    return MappingProxyType({one.name: one.has_default_value() for one in schema.arguments})
 
 
 def _unlike_names(graph: Graph) -> Iterator[str]:

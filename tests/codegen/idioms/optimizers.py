@@ -254,7 +254,7 @@ class Noisy(torch.optim.SGD):
 def build_optimizer(params):
     return Noisy(params, lr=0.1)
 """,
-        every=told("draws"),
+        every=refused("draws random numbers"),
     ),
     "noise in its step": idiom(
         """

@@ -302,23 +302,6 @@ def build_model():
     return model
 """
     ),
-    "a batch norm that train() leaves alone": _own(
-        """
-    def __init__(self):
-        super().__init__()
-        self.batch_norm = nn.BatchNorm1d(WIDTH)
-        self.batch_norm.running_mean.fill_(0.1)
-
-    def train(self, mode=True):
-        super().train(mode)
-        self.batch_norm.eval()
-        return self
-
-    def hidden(self, ids):
-        return self.batch_norm(super().hidden(ids).transpose(1, 2)).transpose(1, 2)
-""",
-        after="\n\ndef build_model():\n    return seeded(Own).train()\n\n\nmade = build_model\n",
-    ),
     "a dropout that is off": _own("""
     def __init__(self):
         super().__init__()
