@@ -119,7 +119,7 @@ def test_a_training_that_stands_still_is_ended_and_says_where(script: Path, tmp_
     own = ["--max-restarts", "1", "--", *STEPS, "--timeout", "3"]
     command = ["-m", "autopar", "run", str(tmp_path), *own]
     faults = variables("stopped", "asleep")
-    job = start_job(command, tmp_path, stdout=subprocess.PIPE, **faults)
+    job = start_job(command, tmp_path, subprocess.PIPE, **faults)
     error = "".join(job.communicate(timeout=240))
     assert job.returncode == 7, error[-5000:]
     told = error.replace("[0] ", "").replace("[1] ", "")

@@ -21,7 +21,7 @@ STOPPED = 75
 
 
 def start_job(
-    command: list[str], folder: Path, *, stdout: int = subprocess.DEVNULL, **variables: str
+    command: list[str], folder: Path, stdout: int = subprocess.DEVNULL, /, **variables: str
 ) -> subprocess.Popen[str]:
     return subprocess.Popen(
         [sys.executable, *command],
