@@ -145,9 +145,12 @@ def _at(dataset: Any, *methods: str) -> str:
 
 
 def is_same_kind(tensor: Tensor, dtype: torch.dtype) -> bool:
-    """Whether both are floating, or both whole numbers, or both true and false."""
-    is_bool = (tensor.dtype is torch.bool) == (dtype is torch.bool)
-    return is_bool and tensor.is_floating_point() == dtype.is_floating_point
+    """Whether both are floating, or whole numbers, or complex ones, or true and false."""
+    return _kind(tensor.dtype) == _kind(dtype)
+
+
+def _kind(dtype: torch.dtype) -> tuple[bool, bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex, dtype is torch.bool
 
 
 def is_number(value: Any) -> bool:

@@ -33,10 +33,6 @@ _PATIENCE_SECONDS = 10.0  # in which other ranks learn that one leaves
 _CLEANING_SECONDS = 5.0
 
 
-class LeavingError(SystemExit):
-    """Ends this process for a reason that has been told."""
-
-
 @dataclass(frozen=True, slots=True)
 class Verdict:
     """Why a rank leaves; `autopar run` finds it in the rank's folder of logs."""
@@ -47,6 +43,14 @@ class Verdict:
 
     def __str__(self) -> str:
         return f"error: {self.found}\n  fix: {self.fix}"
+
+
+class LeavingError(SystemExit):
+    """Ends this process for a reason that has been told."""
+
+    def __init__(self, verdict: Verdict) -> None:
+        super().__init__(verdict.code)
+        self.verdict = verdict
 
 
 def leave(verdict: Verdict) -> NoReturn:
@@ -64,7 +68,7 @@ def leave(verdict: Verdict) -> NoReturn:
             room.leave_together()
         _end_undisturbed(verdict.code)
     _leave_groups()
-    raise LeavingError(verdict.code)
+    raise LeavingError(verdict)
 
 
 def tell(verdict: Verdict) -> None:
@@ -91,6 +95,17 @@ def leave_beside_logs(name: str, text: str) -> None:
     if RUN_TOKEN in os.environ and reply:
         with suppress(OSError):
             Path(reply).with_name(name).write_text(masked(text), encoding="utf-8")
+
+
+def tell_early_end() -> None:
+    """End all ranks where this process ends by itself, at its end, before its training is over."""
+    if not dist.is_initialized():  # stop() has been called, or start() has not
+        return
+    found = "the process ends before its training is over, without an error"
+    try:
+        leave(Verdict(FAILED, found, "look for sys.exit() in the model file, or in what it calls"))
+    except LeavingError as left:
+        _end(left.verdict.code)
 
 
 def leave_with_others() -> None:
@@ -187,6 +202,8 @@ def _look(room: Room) -> None:
 
 def _clean_up() -> None:
     """Do what an interpreter does at its end: what is held is given back."""
+    for own in (_end, tell_early_end):
+        atexit.unregister(own)
     cleaning = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     cleaning.start()
     cleaning.join(_CLEANING_SECONDS)
@@ -197,7 +214,6 @@ def _clean_up() -> None:
 
 def _end(code: int) -> NoReturn:
     """End this process, but not its groups: C++ aborts where one of their threads is left over."""
-    atexit.unregister(_end)
     _clean_up()
     os._exit(code)
 
@@ -207,6 +223,9 @@ def _end_undisturbed(code: int) -> None:
     if threading.current_thread() is threading.main_thread():
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
         atexit.register(_end, code)
+        timer = threading.Timer(_CLEANING_SECONDS, _end, (code,))  # threads of the user's may wait
+        timer.daemon = True
+        timer.start()
 
 
 def _leave_groups() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import inspect
 import logging
 import os
@@ -26,6 +27,7 @@ from autopar.runtime.ranks.leaving import (
     Verdict,
     leave,
     leave_beside_logs,
+    tell_early_end,
 )
 from autopar.runtime.ranks.refusal import refuse
 
@@ -97,7 +99,8 @@ def place_of(function: Callable[..., Any] | None) -> str:
 def tell_errors_once() -> None:
     """Have an error that nothing catches be one message on all ranks, not a traceback of each.
 
-    The ranks leave for the reason that the first of them has.
+    The ranks leave for the reason that the first of them has. A process that ends otherwise before
+    its training is over is told as well.
     """
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # tells errors too
     stderr = sys.stderr
@@ -105,6 +108,7 @@ def tell_errors_once() -> None:
     def tell(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
         sys.stderr = stderr  # torch's hook, which calls this one, has put a text in its place
         if isinstance(error, KeyboardInterrupt):
+            atexit.unregister(tell_early_end)
             raise SystemExit(_INTERRUPTED)
         text = "".join(traceback.format_exception(error)).rstrip()
         leave_beside_logs("traceback.txt", text)
@@ -113,6 +117,7 @@ def tell_errors_once() -> None:
         leave(verdict_of(error))
 
     sys.excepthook = tell
+    atexit.register(tell_early_end)
 
 
 def verdict_of(error: BaseException) -> Verdict:

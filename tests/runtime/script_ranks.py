@@ -6,6 +6,7 @@ torchrun itself prints, and that it kills ranks when one has left, is seen under
 
 from __future__ import annotations
 
+import atexit
 import os
 import runpy
 import sys
@@ -83,7 +84,7 @@ def _told_by_torchrun(rank: int, ranks: int, port: int) -> dict[str, str]:
 
 
 def _run(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> None:
-    """Run a script as the interpreter does, which calls the hook for what nothing catches."""
+    """Run a script as an interpreter does, which calls a hook for what nothing catches."""
     torch.set_num_threads(1)
     os.environ |= variables
     os.chdir(script.parent)
@@ -93,9 +94,11 @@ def _run(script: Path, words: Sequence[str], variables: Mapping[str, str]) -> No
     sys.argv = [str(script), *words]
     sys.path.insert(0, str(script.parent))
     try:
-        runpy.run_path(str(script), run_name="__main__")
-    except SystemExit:
-        raise
-    except BaseException:
-        sys.excepthook(*sys.exc_info())
-        raise
+        try:
+            runpy.run_path(str(script), run_name="__main__")
+        except SystemExit:
+            raise
+        except BaseException:
+            sys.excepthook(*sys.exc_info())
+    finally:
+        atexit._run_exitfuncs()

@@ -26,6 +26,7 @@ def _of_options() -> dict[str, OnRanks]:
     return {
         words: OnRanks(words=words, told=told, code=code)
         for words, told, code in (
+            ("--workers 100000", "argument --workers: 100000 is more than", 2),
             ("--stepz 3", "unrecognized arguments: --stepz 3", 2),
             ("--steps -1", "argument --steps: -1 is not a whole number", 2),
             ("--checkpoint ''", "argument --checkpoint: it is empty", 2),
@@ -94,6 +95,8 @@ def _of_one_rank() -> dict[str, OnRanks]:
             ("dp=2", "target", 1, "rank 1: IndexError: Target 1000 is out of bounds", 7),
             ("dp=2", "id", 0, "rank 0: IndexError: index out of range in self", 7),
             ("dp=2", "length", 1, "build_dataset() returns 64 rows on rank 0 and 65 on rank 1", 6),
+            ("dp=2", "forward", 1, "rank 1: RuntimeError: no forward", 7),
+            ("dp=2", "forward exits", 0, "the process ends before its training is over", 7),
             ("dp=2,tp=2", "build_model", 3, "rank 3: ValueError: no model", 7),
             ("dp=2,tp=2", "dims", 2, "'labels' is int64[1, 6] in a row of the dataset (Rows)", 6),
             ("dp=2,tp=2", "step", 1, "rank 1: ZeroDivisionError: no step", 7),

@@ -35,6 +35,8 @@ class Model(nn.Module):
     def forward(self, ids: Tensor) -> Tensor:
         if has("forward"):
             raise RuntimeError("no forward")
+        if has("forward exits"):
+            raise SystemExit(0)
         x = self.embed(ids)
         x = x + self.hidden(x).relu()
         scores: Tensor = self.head(x)
