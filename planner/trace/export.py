@@ -23,7 +23,6 @@ from autopar.planner.model.outside import outside_of
 from autopar.planner.trace.build import Subject
 from autopar.planner.trace.frames import failing_place
 from autopar.planner.trace.left_behind import LeftBehind
-from autopar.planner.trace.model_checks import check_same_parameters
 from autopar.planner.trace.picking import picked
 from autopar.planner.trace.record import Recording, recorded
 from autopar.planner.trace.running import Run, Traces, traced_step
@@ -98,7 +97,6 @@ def export(
     tensors = {k: v for k, v in subject.batch.items() if isinstance(v, torch.Tensor)}
     constants = {k: v for k, v in subject.batch.items() if k not in tensors}
     traces, outside = Traces(), outside_of(subject.path, subject.model)
-    parameters = dict(subject.model.named_parameters())
     try:
         with (
             _quiet(),
@@ -129,7 +127,6 @@ def export(
         raise
     except BaseException as error:
         raise told(error, subject) from error
-    check_same_parameters(subject.model, parameters, str(subject.path))
     without_outs(program.graph_module)
     return Exported(
         program=program,

@@ -11,6 +11,7 @@ import torch
 
 from autopar.planner.trace.build import Step
 from autopar.planner.trace.left_behind import LeftBehind, left_behind
+from autopar.planner.trace.model_checks import check_same_parameters
 from autopar.planner.trace.record import Recording
 from autopar.planner.trace.traps import attributes_kept
 
@@ -41,9 +42,11 @@ class Run:
                 self.found.put()
             before = at_first if self.found is None else outside.snapshot()
             kept = attributes_kept(step.model) if self.found is None else nullcontext()
+            parameters = dict(step.model.named_parameters())
             self.recording.is_running = True
             with kept:
                 loss = step.run(batch, noted=self.recording.noting_loss)
+                check_same_parameters(step.model, parameters, str(step.path))
             self.recording.is_running = False
             after = outside.snapshot()
             self.recording.at_end = frozenset(leaf.told_by for leaf in after.leaves.values())
