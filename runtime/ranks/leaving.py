@@ -23,6 +23,7 @@ from autopar.runtime.shown import masked
 USAGE = 2  # as autopar's commands have it: bad usage
 MISMATCH = 6  # environment and plan do not match
 FAILED = 7  # the training itself
+INTERRUPTED = 130  # by Ctrl-C
 RUN_TOKEN = "AUTOPAR_RUN"  # in the environment of all processes of one `autopar run`
 VERDICT = "verdict.json"
 _LEFT, _GONE, _END = "autopar/left", "autopar/gone", "autopar/end"  # keys of a store
@@ -59,6 +60,7 @@ def leave(verdict: Verdict) -> NoReturn:
     Where several ranks find something, all of them leave with what the first one has found. What
     one rank finds alone reaches the others by the store of torchrun, where each of them looks.
     """
+    atexit.unregister(tell_early_end)
     room = _room()
     verdict = _told(verdict, room)
     if room is not None:
@@ -69,6 +71,12 @@ def leave(verdict: Verdict) -> NoReturn:
         _end_undisturbed(verdict.code)
     _leave_groups()
     raise LeavingError(verdict)
+
+
+def leave_interrupted() -> NoReturn:
+    """End all ranks without a word: who has pressed Ctrl-C knows why."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # torchrun sends another one
+    leave(Verdict(INTERRUPTED, "", ""))
 
 
 def tell(verdict: Verdict) -> None:
@@ -83,8 +91,9 @@ def _told(verdict: Verdict, room: Room | None) -> Verdict:
         with suppress(RuntimeError):
             verdict = room.first_of(verdict)
             is_told = not room.is_first_here()
-    leave_beside_logs(VERDICT, json.dumps({"time": time.time(), **asdict(verdict)}))
-    if not is_told:
+    if verdict.found:
+        leave_beside_logs(VERDICT, json.dumps({"time": time.time(), **asdict(verdict)}))
+    if verdict.found and not is_told:
         say(verdict)
     return verdict
 

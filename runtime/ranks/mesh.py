@@ -187,6 +187,7 @@ def _join(needed: int, timeout: timedelta) -> None:
     is_alone = "RANK" not in os.environ
     rank, size = number_in("RANK", usual=0), 1 if is_alone else needed
     store = dist.HashStore() if is_alone else store_of(rank, size, timeout)  # type: ignore[attr-defined]
+    hook = sys.excepthook
     with joining_nodes(store, size, timeout):
         dist.init_process_group(
             backend,
@@ -196,6 +197,8 @@ def _join(needed: int, timeout: timedelta) -> None:
             timeout=timeout,
             device_id=device if device.type == "cuda" else None,  # connects now, not at first use
         )
+    if hook is not sys.__excepthook__:  # torch has one around it, which names the rank in each line
+        sys.excepthook = hook
 
 
 def _join_fake(place: str, needed: int) -> None:

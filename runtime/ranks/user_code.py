@@ -27,12 +27,12 @@ from autopar.runtime.ranks.leaving import (
     Verdict,
     leave,
     leave_beside_logs,
+    leave_interrupted,
     tell_early_end,
 )
 from autopar.runtime.ranks.refusal import refuse
 
 SHOWS_TRACEBACK = "AUTOPAR_TRACEBACK"  # an environment variable
-_INTERRUPTED = 130
 _RUNTIME = Path(__file__).parents[1]
 _TORCH, _STANDARD = str(Path(torch.__file__).parent), sysconfig.get_path("stdlib")
 _MOST_CHARACTERS = 300  # of what an error says
@@ -103,21 +103,25 @@ def tell_errors_once() -> None:
     its training is over is told as well.
     """
     logging.getLogger("torch.distributed.pipelining").setLevel(logging.CRITICAL)  # tells errors too
-    stderr = sys.stderr
 
     def tell(_: type[BaseException], error: BaseException, __: TracebackType | None) -> None:
-        sys.stderr = stderr  # torch's hook, which calls this one, has put a text in its place
-        if isinstance(error, KeyboardInterrupt):
-            atexit.unregister(tell_early_end)
-            raise SystemExit(_INTERRUPTED)
-        text = "".join(traceback.format_exception(error)).rstrip()
-        leave_beside_logs("traceback.txt", text)
-        if os.environ.get(SHOWS_TRACEBACK):
-            say(text)
-        leave(verdict_of(error))
+        try:
+            _tell(error)
+        except KeyboardInterrupt:  # this error, or one that has come meanwhile
+            leave_interrupted()
 
     sys.excepthook = tell
     atexit.register(tell_early_end)
+
+
+def _tell(error: BaseException) -> NoReturn:
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+    text = "".join(traceback.format_exception(error)).rstrip()
+    leave_beside_logs("traceback.txt", text)
+    if os.environ.get(SHOWS_TRACEBACK):
+        say(text)
+    leave(verdict_of(error))
 
 
 def verdict_of(error: BaseException) -> Verdict:
