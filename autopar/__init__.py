@@ -2,11 +2,12 @@
 
 from typing import TYPE_CHECKING, Any
 
+from autopar.version import __version__
+
 if TYPE_CHECKING:
     from autopar.api import AutoparError, Plan, load, plan
 
-__version__ = "0.2.0"
-__all__ = ["AutoparError", "Plan", "load", "plan"]
+__all__ = ["AutoparError", "Plan", "__version__", "load", "plan"]
 
 
 def __getattr__(name: str) -> Any:

@@ -6,7 +6,6 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from datetime import UTC, datetime
-from importlib.metadata import version
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from autopar.planner.errors import InputError
 from autopar.planner.given import read_given
 from autopar.planner.profile.measured import MeasuredFile
 from autopar.planner.written import check_format, damaged, is_written, told
+from autopar.version import __version__
 
 FILE_NAME = "measured.toml"
 FORMAT = 7
@@ -101,7 +101,7 @@ def measurements_text(measured: MeasuredFile, *, written: str) -> str:
     lines = [
         "# What `autopar profile` measured; figures stand in for autopar's formulas. Runs add up.",
         f"format = {FORMAT}",
-        f"autopar = {_toml(version('autopar'))}",
+        f"autopar = {_toml(__version__)}",
         f"written = {_toml(written)}",
     ]
     for section, tables in _ADAPTER.dump_python(measured, mode="json").items():

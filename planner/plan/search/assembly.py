@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import TypeVar
 
 from autopar.planner.cluster.cluster import Cluster, content_hash
@@ -18,6 +17,7 @@ from autopar.planner.plan.solving.costing import Costing
 from autopar.planner.plan.telling.explanation import Part, part_seconds
 from autopar.planner.plan.telling.words import recompute_words
 from autopar.planner.programs.solver import default_solver
+from autopar.version import __version__
 
 MOST_TOLD = 4
 Item = TypeVar("Item")
@@ -52,7 +52,7 @@ def assemble(
     ]
     return Plan(
         format=FORMAT,
-        autopar=version("autopar"),
+        autopar=__version__,
         model=model,
         machines=machines_of(cluster, limits),
         objective=constraints.objective.value,

@@ -28,7 +28,7 @@ Memory of the fullest device: 12.52 GiB of 68.8 GiB (18%)
 Why this plan: of 20 ways to arrange the training none is faster; compute takes 83% of its step.
 The next best, dp 4 · tp 2, no sharding, takes 35.01 ms (+1.7%): +732.6 us optimizer.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 682f595a20dd6829, plan eb034bb2b3223845.
+# Written by autopar 0.2.0, which keeps changes by hand: 682f595a20dd6829, plan eb034bb2b3223845.
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ Memory of the fullest device: 20 GiB of 68.8 GiB (29%)
 
 Why this plan: as pinned, none is faster; compute takes 70% of its step.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 0cb51eb05b4a7aff, plan 0e7c0954e77ce1bc.
+# Written by autopar 0.2.0, which keeps changes by hand: 0cb51eb05b4a7aff, plan 0e7c0954e77ce1bc.
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ Memory of the fullest device: 5.307 GiB of 68.8 GiB (8%)
 Why this plan: of 4 ways to arrange the training none is faster; compute takes 82% of its step.
 The next best, dp 8, no sharding, takes 19.56 ms (+0.4%): +223.8 us optimizer.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 2c9b51fe0679c85c, plan cc1148700d53c4e2.
+# Written by autopar 0.2.0, which keeps changes by hand: 2c9b51fe0679c85c, plan cc1148700d53c4e2.
 
 from __future__ import annotations
 

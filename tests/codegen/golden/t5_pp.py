@@ -25,7 +25,7 @@ Memory of the fullest device: 11 GiB of 68.8 GiB (16%)
 
 Why this plan: of 5 ways to arrange the training none is faster; compute takes 78% of its step.
 """
-# Written by autopar 0.1.0, which keeps changes by hand: 7f646dc7d9b78315, plan b1f0f4c39ecd8288.
+# Written by autopar 0.2.0, which keeps changes by hand: 7f646dc7d9b78315, plan b1f0f4c39ecd8288.
 
 from __future__ import annotations
 

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 
 from tests.codegen.idioms.outcomes import Idiom, idiom, refused, told
 
+COPIES_DRAW = {"dp": refused("draws random numbers"), "tp": refused("draws random numbers")}
+
 OPTIMIZERS: Mapping[str, Idiom] = {
     "none": idiom(
         """
@@ -235,6 +237,7 @@ def build_optimizer(params):
     return Noisy(params, lr=0.1)
 """,
         every=told("draws"),
+        otherwise=COPIES_DRAW,
     ),
     "noise of its own generator": idiom(
         """
@@ -254,7 +257,8 @@ class Noisy(torch.optim.SGD):
 def build_optimizer(params):
     return Noisy(params, lr=0.1)
 """,
-        every=refused("draws random numbers"),
+        every=told("draws"),
+        otherwise=COPIES_DRAW,
     ),
     "noise in its step": idiom(
         """
@@ -271,6 +275,7 @@ def build_optimizer(params):
     return Noisy(params, lr=0.1)
 """,
         every=told("draws"),
+        otherwise=COPIES_DRAW,
     ),
     "a second order (Adagrad)": idiom(
         """

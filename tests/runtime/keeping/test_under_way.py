@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from time import monotonic, sleep
+
 import torch
 import torch.distributed as dist
 
@@ -18,12 +20,22 @@ def one_is_late() -> UnderWay:
     dist.barrier()
     if mesh.tensor.rank == 0:
         work = dist.all_reduce(value, group=mesh.tensor.group, async_op=True)
-    found = under_way()
+    found = settled()
     dist.barrier()
     if mesh.tensor.rank == 1:
         work = dist.all_reduce(value, group=mesh.tensor.group, async_op=True)
     assert work is not None
     work.wait()
+    return found
+
+
+def settled() -> UnderWay:
+    """Return what is under way; torch notes the end of a barrier a moment after it returns."""
+    until = monotonic() + 10.0
+    found = under_way()
+    while found.waits_for and "barrier" in found.waits_for.told and monotonic() < until:
+        sleep(0.01)
+        found = under_way()
     return found
 
 
