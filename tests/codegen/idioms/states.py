@@ -302,6 +302,27 @@ def build_model():
     return model
 """
     ),
+    "a batch norm that train() leaves alone": idiom(
+        """
+class Own(Model):
+    def __init__(self):
+        super().__init__()
+        self.batch_norm = nn.BatchNorm1d(WIDTH)
+        self.batch_norm.running_mean.fill_(0.1)
+
+    def train(self, mode=True):
+        super().train(mode)
+        self.batch_norm.eval()
+        return self
+
+    def hidden(self, ids):
+        return self.batch_norm(super().hidden(ids).transpose(1, 2)).transpose(1, 2)
+
+
+def build_model():
+    return seeded(Own).train()
+"""
+    ),
     "a dropout that is off": _own("""
     def __init__(self):
         super().__init__()
